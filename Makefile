@@ -1,0 +1,41 @@
+# Everything from a fresh machine with Python 3.11+ and pip: `make demo`, `make test`.
+# TORCH_INDEX: an extra package index for torch. On Linux without a GPU, https://download.pytorch.org/whl/cpu
+# saves a download of several gigabytes.
+PYTHON ?= python3
+TORCH_INDEX ?=
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet --constraint constraints.txt \
+	$(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
+
+.PHONY: demo test test-long lint docs clean
+.DELETE_ON_ERROR:
+
+demo: $(VENV)/.report
+	$(BIN)/imprint demo
+
+test: lint
+	$(BIN)/pytest -m "not long" --cov --cov-report=term
+
+test-long: $(VENV)/.test
+	$(BIN)/pytest -m long
+
+lint: $(VENV)/.test
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+docs: $(VENV)/.docs
+	$(BIN)/mkdocs build --strict
+
+clean:
+	rm -rf $(VENV) site imprint-demo .coverage .mypy_cache .ruff_cache .pytest_cache
+
+$(BIN)/python:
+	$(PYTHON) -m venv $(VENV)
+
+# torch first and alone: with the pinned build in place nothing later looks for another one
+$(VENV)/.%: $(BIN)/python pyproject.toml constraints.txt
+	$(PIP) torch
+	$(PIP) --editable ".[$*]"
+	touch $@

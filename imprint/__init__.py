@@ -1,0 +1,45 @@
+"""Imprint: how much does each data source move this prediction? Answered with forward passes only."""
+
+from imprint.attribution import Attribution, Credit, Top, attribute, self_influence
+from imprint.errors import (
+    DataError,
+    ImprintError,
+    MissingExtra,
+    PlanError,
+    ReadoutError,
+    SimulationError,
+    SourcesError,
+    StoreError,
+    TaskError,
+)
+from imprint.readout import Reader
+from imprint.simulation.plan import Plan
+from imprint.simulation.run import simulate
+from imprint.sources import Sources
+from imprint.store import Store
+from imprint.task import Task
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "Attribution",
+    "Credit",
+    "DataError",
+    "ImprintError",
+    "MissingExtra",
+    "Plan",
+    "PlanError",
+    "Reader",
+    "ReadoutError",
+    "SimulationError",
+    "Sources",
+    "SourcesError",
+    "Store",
+    "StoreError",
+    "Task",
+    "TaskError",
+    "Top",
+    "attribute",
+    "self_influence",
+    "simulate",
+]

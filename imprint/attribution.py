@@ -1,0 +1,306 @@
+"""The result: labelled scores of queries and sources, with sign and units; and the calls that make it."""
+
+import json
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from html import escape
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypedDict, Unpack, overload
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from imprint.data import Collate, Data, query_batches
+from imprint.errors import MissingExtra, ReadoutError, StoreError
+from imprint.progress import Advance, Progress
+from imprint.readout import Kind, Reader
+from imprint.store import Store
+from imprint.task import Better, Task
+
+if TYPE_CHECKING:
+    import pandas as pd
+    from matplotlib.axes import Axes
+
+Order = Literal["magnitude", "raises", "lowers"]
+
+
+class ReadoutOptions(TypedDict, total=False):
+    """The options of `attribute`, for its two signatures."""
+
+    readout: Kind
+    by: Order
+    batch_size: int
+    collate_fn: Collate | None
+    step: float | None
+    memory: int | str | None
+    progress: bool | Advance
+
+
+class Credit(NamedTuple):
+    """What one source does to one query; `removal_effect` is the predicted change of F were the source gone."""
+
+    query: int
+    source: str
+    name: str
+    score: float
+    removal_effect: float
+
+
+@dataclass(frozen=True)
+class Labels:
+    """What scores are about: the sources, N, and the measurement F with its direction."""
+
+    n: int
+    source_ids: tuple[str, ...]
+    source_names: tuple[str, ...]
+    source_sizes: tuple[int, ...]
+    measure: str
+    better: Better
+    details: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def unit(self) -> str:
+        """What a removal effect is measured in, with the meaning of its sign."""
+        meaning = {"lower": ": + means the source helps", "higher": ": − means the source helps", None: ""}
+        return f"change of {self.measure} if the source were removed{meaning[self.better]}"
+
+
+@dataclass(frozen=True)
+class Top:
+    """The first sources of each query: `indices` and `scores` have shape (queries, k)."""
+
+    labels: Labels
+    indices: Tensor
+    scores: Tensor
+
+    def __len__(self) -> int:
+        return len(self.scores)
+
+    def __getitem__(self, query: int) -> list[Credit]:
+        labels, query = self.labels, range(len(self))[query]
+        return [
+            Credit(query, labels.source_ids[i], labels.source_names[i], score, -score / labels.n)
+            for i, score in zip(self.indices[query].tolist(), self.scores[query].tolist(), strict=True)
+        ]
+
+    def __iter__(self) -> Iterator[list[Credit]]:
+        return (self[query] for query in range(len(self)))
+
+    def __repr__(self) -> str:
+        lines = [f"{len(self)} queries, {self.labels.unit}"]
+        for credits in list(self)[:5]:
+            shown = ", ".join(f"{credit.name} {credit.removal_effect:+.3g}" for credit in credits[:5])
+            lines.append(f"  query {credits[0].query}: {shown}")
+        return "\n".join(lines + ["  …"] * (len(self) > 5))
+
+    def to_pandas(self) -> "pd.DataFrame":
+        """One row for each query and source in the list."""
+        frame: pd.DataFrame = _pandas().DataFrame([credit._asdict() for credits in self for credit in credits])
+        return frame
+
+
+@dataclass(frozen=True)
+class Attribution:
+    """Scores s(b, q), shape (queries, sources): the change of F(q) per unit of ε/N of the source."""
+
+    labels: Labels
+    scores: Tensor
+
+    @property
+    def removal_effect(self) -> Tensor:
+        """Predicted change of F(q) if the source were gone, −s/N, shape (queries, sources)."""
+        return -self.scores / self.labels.n
+
+    def __len__(self) -> int:
+        return len(self.scores)
+
+    def __getitem__(self, queries: slice | Sequence[int] | Tensor) -> "Attribution":
+        """The same attribution of some of the queries."""
+        return replace(self, scores=self.scores[queries])
+
+    def top(self, k: int = 5, by: Order = "magnitude") -> Top:
+        """The k sources that matter most to each query.
+
+        by: "magnitude" of the effect, or only its sign: whose removal "raises" or "lowers" F most.
+        """
+        k = _checked_k(k, self.scores.shape[1])
+        indices = _rank(self.scores, by).topk(k, dim=1).indices
+        return Top(self.labels, indices, self.scores.gather(1, indices))
+
+    def __repr__(self) -> str:
+        queries, sources = self.scores.shape
+        head = f"Attribution: {queries} queries × {sources} sources, most moved by"
+        return f"{head}\n{self.top(min(3, sources))!r}"
+
+    def _repr_html_(self) -> str:
+        sources = self.scores.shape[1]
+        rows = []
+        for credits in list(self[: min(10, len(self))].top(min(5, sources))):
+            cells = "".join(f"<td>{escape(c.name)} <b>{c.removal_effect:+.3g}</b></td>" for c in credits)
+            rows.append(f"<tr><th>query {credits[0].query}</th>{cells}</tr>")
+        more = f"<p>{len(self) - 10} more queries</p>" if len(self) > 10 else ""
+        return f"<table><caption>{escape(self.labels.unit)}</caption>{''.join(rows)}</table>{more}"
+
+    def to_pandas(self, values: Literal["removal_effect", "scores"] = "removal_effect") -> "pd.DataFrame":
+        """Queries × sources as a table with the sources' ids as columns."""
+        table = getattr(self, values).numpy()
+        frame: pd.DataFrame = _pandas().DataFrame(table, columns=list(self.labels.source_ids))
+        return frame.rename_axis(index="query", columns="source")
+
+    def plot(self, query: int | None = None, k: int = 12, ax: "Axes | None" = None) -> "Axes":
+        """Bars of the k largest removal effects: of one query, or of the mean over all queries."""
+        try:
+            from matplotlib import pyplot as plt
+        except ImportError as error:
+            raise MissingExtra("plot", "report") from error
+        if ax is None:
+            ax = plt.subplots(layout="constrained")[1]
+        effect = self.removal_effect.mean(0) if query is None else self.removal_effect[query]
+        order = effect.abs().argsort(descending=True)[:k].flip(0)
+        helps = effect[order] * (1 if self.labels.better != "higher" else -1) >= 0
+        colours = ["#2a6f97" if positive else "#c8553d" for positive in helps.tolist()]
+        ax.barh([self.labels.source_names[i] for i in order.tolist()], effect[order].tolist(), color=colours)
+        ax.axvline(0, color="0.3", linewidth=0.8)
+        ax.set_xlabel(self.labels.unit)
+        ax.set_title("mean over queries" if query is None else f"query {query}")
+        return ax
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write to one .safetensors file."""
+        metadata = {"imprint": json.dumps(vars(self.labels))}
+        save_file({"scores": self.scores.contiguous()}, path, metadata)
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> "Attribution":
+        """Read what `save` wrote."""
+        try:
+            with safe_open(path, framework="pt") as file:
+                values = json.loads(file.metadata()["imprint"])
+                scores = file.get_tensor("scores")
+        except (OSError, SafetensorError, KeyError, TypeError, ValueError) as error:
+            raise StoreError(f"{os.fspath(path)} is not a saved attribution: {error}") from error
+        fields: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in values.items()}
+        return cls(Labels(**fields), scores)
+
+
+@overload
+def attribute(
+    task: Task, store: Store, queries: Any, *, top: None = None, **options: Unpack[ReadoutOptions]
+) -> Attribution: ...
+@overload
+def attribute(task: Task, store: Store, queries: Any, *, top: int, **options: Unpack[ReadoutOptions]) -> Top: ...
+def attribute(
+    task: Task,
+    store: Store,
+    queries: Any,
+    *,
+    readout: Kind = "jvp",
+    top: int | None = None,
+    by: Order = "magnitude",
+    batch_size: int = 64,
+    collate_fn: Collate | None = None,
+    step: float | None = None,
+    memory: int | str | None = None,
+    progress: bool | Advance = True,
+) -> Attribution | Top:
+    """Score every query against every source of a store, with forward passes only.
+
+    queries: a map-style dataset, a tuple or mapping of tensors with one row per query, or an iterable of batches.
+    readout: "jvp" (default), "central", "literal" or "gradient"; see `imprint.readout`.
+    top: keep only this many sources per query, without ever holding all scores; `by` orders them.
+    step: relative step of the "central" readout; calibrated by default.
+    memory: what the readout may use, in bytes or as "4GiB"; by default a share of what is free.
+    progress: True for a line on standard error, False for none, or a function of (done, total).
+    """
+    batches = query_batches(queries, device=task.device, batch_size=batch_size, collate_fn=collate_fn)
+    reader = Reader(task, store, readout=readout, step=step, memory=memory)
+    k = None if top is None else _checked_k(top, len(store))
+    chunks = reader.chunks(batches[0][1], batches[0][0])
+    bar = Progress("attributing", sum(count for count, _ in batches) * len(store), "scores", progress)
+    parts: list[list[Tensor]] = [[] for _ in batches]
+    best: list[tuple[Tensor, Tensor] | None] = [None for _ in batches]
+    for start, stop in chunks:
+        for index, (count, batch) in enumerate(batches):
+            block = reader.block(start, stop, batch, count).cpu()
+            if k is None:
+                parts[index].append(block)
+            else:
+                best[index] = _merge(best[index], block, start, k, by)
+            bar.advance(count * (stop - start))
+    bar.close()
+    labels = Labels(
+        store.n,
+        store.source_ids,
+        store.source_names,
+        store.source_sizes,
+        task.measure_name,
+        task.better,
+        {"readout": reader.readout, **reader.details},
+    )
+    if k is None:
+        return Attribution(labels, torch.cat([torch.cat(blocks, dim=1) for blocks in parts]))
+    kept = [entry for entry in best if entry is not None]
+    return Top(labels, torch.cat([indices for indices, _ in kept]), torch.cat([scores for _, scores in kept]))
+
+
+def self_influence(
+    task: Task,
+    store: Store,
+    data: Any,
+    *,
+    batch_size: int = 64,
+    collate_fn: Collate | None = None,
+    memory: int | str | None = None,
+    progress: bool | Advance = True,
+) -> Tensor:
+    """s(b, b) of each source on the example in its own row of `data`, shape (sources,).
+
+    With one source per example and the training data this is each example's influence on itself, which stands out
+    for mislabelled ones.
+    """
+    examples = Data(data, device=task.device, batch_size=batch_size, collate_fn=collate_fn)
+    if len(examples) != len(store):
+        raise ReadoutError(
+            f"self-influence pairs sources and examples: {len(store)} sources, {len(examples)} examples."
+        )
+    reader = Reader(task, store, memory=memory)
+    bar = Progress("self-influence", len(store), "examples", progress)
+    parts = []
+    for indices, batch in examples.batches():
+        parts.append(reader.diagonal(batch, int(indices[0]), int(indices[-1]) + 1).cpu())
+        bar.advance(len(indices))
+    bar.close()
+    return torch.cat(parts)
+
+
+def _rank(scores: Tensor, by: Order) -> Tensor:
+    if by == "magnitude":
+        return scores.abs()
+    if by in ("raises", "lowers"):
+        return -scores if by == "raises" else scores  # a removal's effect is −s/N
+    raise ReadoutError(f'sources can be ordered by "magnitude", "raises" or "lowers", not by {by!r}.')
+
+
+def _merge(best: tuple[Tensor, Tensor] | None, block: Tensor, start: int, k: int, by: Order) -> tuple[Tensor, Tensor]:
+    """The k first of what was best so far and a new block of sources."""
+    indices = torch.arange(start, start + block.shape[1]).expand_as(block)
+    if best is not None:
+        indices, block = torch.cat([best[0], indices], 1), torch.cat([best[1], block], 1)
+    order = _rank(block, by).topk(min(k, block.shape[1]), dim=1).indices
+    return indices.gather(1, order), block.gather(1, order)
+
+
+def _checked_k(k: int, sources: int) -> int:
+    if k < 1:
+        raise ReadoutError(f"top needs at least 1 source, got {k}.")
+    return min(k, sources)
+
+
+def _pandas() -> Any:
+    try:
+        import pandas
+    except ImportError as error:
+        raise MissingExtra("to_pandas", "report") from error
+    return pandas

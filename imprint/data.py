@@ -1,0 +1,170 @@
+"""Data as batches: any map-style dataset, columns of tensors, or an iterable of ready batches."""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.data import TensorDataset, default_collate
+
+from imprint.errors import DataError
+from imprint.task import Batch
+
+Collate = Callable[[list[Any]], Batch]
+_KEPT_BYTES = 2 << 30  # collated data up to this size stays in memory, so that each step does not collate it again
+
+
+def map_tensors(function: Callable[[Tensor], Tensor], batch: Batch) -> Batch:
+    """`batch` with `function` applied to every tensor in it; other leaves stay as they are."""
+    if isinstance(batch, Tensor):
+        return function(batch)
+    if isinstance(batch, Mapping):
+        return {key: map_tensors(function, value) for key, value in batch.items()}
+    if isinstance(batch, tuple) and hasattr(batch, "_fields"):
+        return type(batch)(*(map_tensors(function, value) for value in batch))
+    if isinstance(batch, list | tuple):
+        return type(batch)(map_tensors(function, value) for value in batch)
+    return batch
+
+
+def leaves(batch: Batch) -> list[Any]:
+    """The tensors and other values in a batch, in order."""
+    if isinstance(batch, Mapping):
+        return [leaf for value in batch.values() for leaf in leaves(value)]
+    if isinstance(batch, list | tuple):
+        return [leaf for value in batch for leaf in leaves(value)]
+    return [batch]
+
+
+def length(batch: Batch) -> int:
+    """How many samples a collated batch has: the first dimension of its first tensor."""
+    for leaf in leaves(batch):
+        if isinstance(leaf, Tensor) and leaf.dim() > 0:
+            return leaf.shape[0]
+    raise DataError(f"a batch must hold at least one tensor with a first dimension; got {type(batch).__name__}.")
+
+
+def is_columnar(batch: Batch, count: int) -> bool:
+    """Whether every leaf is a tensor whose first dimension runs over the `count` samples."""
+    return all(isinstance(leaf, Tensor) and leaf.dim() > 0 and leaf.shape[0] == count for leaf in leaves(batch))
+
+
+def _size(batch: Batch) -> int:
+    return sum(leaf.nbytes for leaf in leaves(batch) if isinstance(leaf, Tensor))
+
+
+def _usable(tensor: Tensor, device: torch.device) -> Tensor:
+    tensor = tensor.to(device)
+    return tensor.clone() if tensor.is_inference() else tensor  # inference tensors take no derivative of any kind
+
+
+class Data:
+    """A dataset that hands out batches on a device, by index or in one fixed pass.
+
+    dataset: map-style (`len`, `[i]`), or a tuple, list or mapping of tensors with one row per example.
+    batch_size: how many examples are evaluated at once; it changes memory and speed, not results.
+    """
+
+    def __init__(
+        self,
+        dataset: Any,
+        *,
+        device: torch.device,
+        batch_size: int = 512,
+        collate_fn: Collate | None = None,
+    ) -> None:
+        if batch_size < 1:
+            raise DataError(f"batch_size must be at least 1, got {batch_size}.")
+        self.device = device
+        self.batch_size = batch_size
+        self._collate = collate_fn or default_collate
+        self._passes: list[tuple[Tensor, Batch]] | None = None
+        self._columns: Batch | None = None
+        if isinstance(dataset, TensorDataset) and collate_fn is None:
+            dataset = dataset.tensors
+        if _is_columns(dataset):
+            lengths = sorted({len(leaf) for leaf in leaves(dataset)})
+            if len(lengths) > 1:
+                raise DataError(f"columns of data must have equally many rows, got {lengths}.")
+            self._columns = map_tensors(lambda t: _usable(t, device), dataset)
+            self._length = lengths[0]
+        elif hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__"):
+            self._length = len(dataset)
+        else:
+            raise DataError(f"expected a map-style dataset (with len and [index]), got {type(dataset).__name__}.")
+        if self._length == 0:
+            raise DataError("the dataset is empty.")
+        self._dataset = dataset
+        if self._columns is None and collate_fn is None:
+            self._columns = self._collect()
+
+    def __len__(self) -> int:
+        return self._length
+
+    def gather(self, indices: Tensor) -> Batch:
+        """The samples at `indices` as one batch."""
+        if self._columns is not None:
+            where = indices.to(self.device)
+            return map_tensors(lambda t: t[where], self._columns)
+        return self._read(indices.tolist())
+
+    def batches(self) -> Iterator[tuple[Tensor, Batch]]:
+        """All samples once, in order, as (indices, batch)."""
+        if self._passes is not None:
+            yield from self._passes
+            return
+        passes, kept = [], 0
+        for start in range(0, len(self), self.batch_size):
+            indices = torch.arange(start, min(start + self.batch_size, len(self)), device=self.device)
+            batch = self.gather(indices)
+            kept += _size(batch)
+            if kept <= _KEPT_BYTES:
+                passes.append((indices, batch))
+            yield indices, batch
+        if kept <= _KEPT_BYTES:
+            self._passes = passes
+
+    def _read(self, indices: list[int]) -> Batch:
+        samples = [self._dataset[i] for i in indices]
+        try:
+            batch = self._collate(samples)
+        except Exception as error:
+            raise DataError(f"samples could not be collated into a batch ({error}): give a collate_fn.") from error
+        return map_tensors(lambda t: _usable(t, self.device), batch)
+
+    def _collect(self) -> Batch | None:
+        """The whole dataset as columns, if its samples stack and are small enough to keep."""
+        first = self._read(list(range(min(len(self), 64))))
+        if not is_columnar(first, min(len(self), 64)) or _size(first) / 64 * len(self) > _KEPT_BYTES:
+            return None
+        parts = [self._read(list(range(i, min(i + 4096, len(self))))) for i in range(0, len(self), 4096)]
+        return _concatenate(parts)
+
+
+def _is_columns(dataset: Any) -> bool:
+    if not isinstance(dataset, tuple | Mapping) or not dataset:
+        return False
+    return all(isinstance(leaf, Tensor) and leaf.dim() > 0 for leaf in leaves(dataset))
+
+
+def _concatenate(parts: list[Batch]) -> Batch:
+    columns = [iter(leaves(part)) for part in parts]
+    return map_tensors(lambda _: torch.cat([next(column) for column in columns]), parts[0])
+
+
+def query_batches(
+    queries: Any, *, device: torch.device, batch_size: int, collate_fn: Collate | None
+) -> list[tuple[int, Batch]]:
+    """Queries as (count, batch) pairs: a dataset cut into batches, or an iterable of batches taken as it is."""
+    if _is_columns(queries) or (hasattr(queries, "__getitem__") and hasattr(queries, "__len__")):
+        if len(queries) == 0:
+            raise DataError("there are no queries: the set is empty.")
+        data = Data(queries, device=device, batch_size=batch_size, collate_fn=collate_fn)
+        return [(len(indices), batch) for indices, batch in data.batches()]
+    if not isinstance(queries, Iterable):
+        raise DataError(f"queries must be a map-style dataset or an iterable of batches, got {type(queries).__name__}.")
+    batches = [map_tensors(lambda t: _usable(t, device), batch) for batch in queries]
+    counted = [(length(batch), batch) for batch in batches]
+    if not any(count for count, _ in counted):
+        raise DataError("there are no queries: the iterable gave no batch.")
+    return [(count, batch) for count, batch in counted if count]

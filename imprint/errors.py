@@ -1,0 +1,40 @@
+"""The errors a caller may want to catch. Their messages say what was given, what was expected and what to do."""
+
+
+class ImprintError(Exception):
+    """Any error this library raises on purpose."""
+
+
+class TaskError(ImprintError, ValueError):
+    """The model, its loss, its measurement or its parameters cannot be used as given."""
+
+
+class SourcesError(ImprintError, ValueError):
+    """The sources do not describe the training data."""
+
+
+class DataError(ImprintError, ValueError):
+    """A dataset or a set of queries cannot be read as batches."""
+
+
+class PlanError(ImprintError, ValueError):
+    """A setting of a simulation is out of its range, or does not fit the others."""
+
+
+class SimulationError(ImprintError, RuntimeError):
+    """A simulation produced numbers that cannot be trusted."""
+
+
+class StoreError(ImprintError, RuntimeError):
+    """A store cannot be written, or what it holds cannot be trusted."""
+
+
+class ReadoutError(ImprintError, RuntimeError):
+    """A readout cannot be done as asked on this task and store."""
+
+
+class MissingExtra(ImprintError, ImportError):
+    """An optional dependency is not installed."""
+
+    def __init__(self, feature: str, extra: str) -> None:
+        super().__init__(f'{feature} needs an optional dependency: pip install "imprint-attribution[{extra}]"')

@@ -1,0 +1,338 @@
+"""Forward-only scores: the measurement F evaluated along, or at, the imprinted parameters.
+
+`jvp`      F'(θ_T⁰)[u_b] by forward mode: exact, no step size, each imprint is read once.
+`central`  [F(θ + c·u_b) − F(θ − c·u_b)]/2c from plain evaluations, c calibrated.
+`literal`  the paper's difference between the two perturbed end points.
+`gradient` one backward pass per query, then dot products: for very many sources where a backward exists.
+
+All are functions of (F, θ, imprints) and return (sources, queries); `Reader` applies them to a store.
+"""
+
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+import torch
+from torch import Tensor
+from torch.func import grad, jvp, vjp, vmap
+
+from imprint.data import is_columnar, map_tensors
+from imprint.errors import ImprintError, ReadoutError
+from imprint.memory import activation_bytes, budget, tensor_bytes
+from imprint.store import Store
+from imprint.task import Batch, Functional, Parameters, Task
+from imprint.vectors import norm, over_rows, row_norms
+
+logger = logging.getLogger(__name__)
+
+Kind = Literal["jvp", "central", "literal", "gradient"]
+Measure = Callable[[Parameters], Tensor]
+"""F of the queries of one batch as a function of the selected parameters, shape (queries,)."""
+
+_SHIFTED_BYTES = 64 << 20  # shifted copies θ ± c·u alive at once: more only moves memory
+_RELATIVE_STEPS = tuple(10 ** (exponent / 2) for exponent in range(-12, -1))
+
+
+def along(measure: Measure, theta: Parameters, imprints: Parameters, *, vectorise: bool) -> Tensor:
+    """F'(θ)[u_b] for every row, by forward mode."""
+    return over_rows(lambda u: jvp(measure, (theta,), (u,))[1], imprints, vectorise=vectorise)  # type: ignore[no-any-return]
+
+
+def between(
+    measure: Measure,
+    theta: Parameters,
+    imprints: Parameters,
+    up: Tensor,
+    down: Tensor,
+    midpoints: Parameters | None = None,
+    *,
+    vectorise: bool,
+) -> Tensor:
+    """[F(θ + m_b + up_b·u_b) − F(θ + m_b − down_b·u_b)]/(up_b + down_b) for every row."""
+
+    def one(rows: tuple[Parameters, Tensor, Tensor, Parameters]) -> Tensor:
+        u, up, down, middle = rows
+        centre = {name: theta[name] + middle[name] for name in theta} if middle else theta
+        higher = measure({name: centre[name] + up * u[name] for name in theta})
+        lower = measure({name: centre[name] - down * u[name] for name in theta})
+        return (higher - lower) / (up + down)
+
+    rows, width = len(up), max(1, _SHIFTED_BYTES // (2 * tensor_bytes(theta)))
+    blocks = []
+    for start in range(0, rows, width):
+        part = slice(start, min(start + width, rows))
+        piece = (
+            {name: u[part] for name, u in imprints.items()},
+            up[part],
+            down[part],
+            {name: m[part] for name, m in (midpoints or {}).items()},
+        )
+        if vectorise:
+            blocks.append(vmap(one)(piece))
+        else:
+            each = range(part.stop - part.start)
+            blocks.append(torch.stack([one(map_tensors(lambda t, i=i: t[i], piece)) for i in each]))  # type: ignore[misc]
+    return torch.cat(blocks)
+
+
+def query_gradients(
+    functional: Functional, theta: Parameters, batch: Batch, count: int, *, vectorise: bool
+) -> Parameters:
+    """∇F of each query, one row per query."""
+    if vectorise and is_columnar(batch, count):
+        single = map_tensors(lambda t: t.unsqueeze(1), batch)
+        each = vmap(lambda sample: grad(lambda t: functional.measures(t, sample, 1)[0])(theta))
+        return each(single)  # type: ignore[no-any-return]
+    values, pull, *_ = vjp(lambda t: functional.measures(t, batch, count), theta)
+    rows = [pull(torch.eye(count, dtype=values.dtype, device=values.device)[i])[0] for i in range(count)]
+    return {name: torch.stack([row[name] for row in rows]) for name in theta}
+
+
+def dots(imprints: Parameters, gradients: Parameters) -> Tensor:
+    """u_bᵀ g_q for all pairs, shape (sources, queries)."""
+    products = [u.flatten(1) @ gradients[name].flatten(1).T for name, u in imprints.items()]
+    return torch.stack(products).sum(0)
+
+
+@contextmanager
+def forward_only(task: Task) -> Iterator[None]:
+    """No autograd graph, evaluation mode, and out of `inference_mode`, in which forward mode may return zeros."""
+    with torch.inference_mode(False), torch.no_grad(), task.evaluating():
+        yield
+
+
+@dataclass(frozen=True)
+class _Base:
+    """A checkpoint made ready: the task there, its selected parameters, and its share in the mean."""
+
+    index: int
+    share: float
+    functional: Functional
+    theta: Parameters
+
+
+class Reader:
+    """A store made ready to score queries of a task; what fits the memory budget is kept between calls.
+
+    readout: "jvp", "central", "literal" or "gradient"; `jvp` gives way to `central` on models without forward mode.
+    step: of `central`: the length of a displacement relative to that of the parameters; by default calibrated on the
+        first queries and kept in `details`.
+    """
+
+    def __init__(
+        self,
+        task: Task,
+        store: Store,
+        *,
+        readout: Kind = "jvp",
+        step: float | None = None,
+        memory: int | str | None = None,
+    ) -> None:
+        if readout not in get_args(Kind):
+            raise ReadoutError(f"readout {readout!r} is unknown: use one of {', '.join(get_args(Kind))}.")
+        store.check_task(task)
+        self.task, self.store = task, store
+        self.readout: Kind = readout
+        self.details: dict[str, float | str] = {}
+        self._step = step
+        self._budget = budget(memory, task.device)
+        self._vectorise = True
+        self._reason = ""
+        self._ready = False
+        self._rows = 1
+        self._kept: dict[tuple[int, int], tuple[Parameters, Parameters | None]] = {}
+        self._keep_bytes = self._budget // 2
+        if readout == "literal":
+            self._require_pair()
+        weights = [checkpoint.weight for checkpoint in store.checkpoints]
+        with torch.inference_mode(False):
+            self._bases = [
+                _Base(index, weight / sum(weights), *task.at(store.base(index, task.device)))
+                for index, weight in enumerate(weights)
+                if weight > 0
+            ]
+
+    def scores(self, batch: Batch, count: int) -> Tensor:
+        """s(b, q) of the `count` queries of a batch, shape (queries, sources)."""
+        return torch.cat([self.block(start, stop, batch, count) for start, stop in self.chunks(batch, count)], dim=1)
+
+    def chunks(self, batch: Batch, count: int) -> list[tuple[int, int]]:
+        """The sources in pieces that fit the memory budget, decided on the first batch seen."""
+        with forward_only(self.task):
+            self._prepare(batch, count)
+        return [(i, min(i + self._rows, len(self.store))) for i in range(0, len(self.store), self._rows)]
+
+    def block(self, start: int, stop: int, batch: Batch, count: int) -> Tensor:
+        """The mean over checkpoints of the scores of some sources, shape (queries, stop − start)."""
+        with forward_only(self.task):
+            self._prepare(batch, count)
+            total = torch.zeros(count, stop - start, device=self.task.device, dtype=torch.float64)
+            for base in self._bases:
+                imprints, midpoints = self._load(base.index, start, stop)
+                total += base.share * self._read(base, imprints, midpoints, batch, count).T
+        if not bool(total.isfinite().all()):
+            query, source = (~total.isfinite()).nonzero()[0].tolist()
+            raise ReadoutError(
+                f"the score of query {query} of its batch for source {self.store.source_ids[start + source]!r} is "
+                f"{float(total[query, source])}: look for NaN or infinity in the query, or an undefined measurement."
+            )
+        return total
+
+    def diagonal(self, batch: Batch, start: int, stop: int) -> Tensor:
+        """s(b, q_b): each source from `start` up to `stop` on the query in its own row of the batch."""
+        count = stop - start
+        with forward_only(self.task):
+            total = torch.zeros(count, device=self.task.device, dtype=torch.float64)
+            if not is_columnar(batch, count):
+                raise ReadoutError("a diagonal readout needs batches of tensors with one row per query.")
+            single = map_tensors(lambda t: t.unsqueeze(1), batch)
+            for base in self._bases:
+                imprints, _ = self._load(base.index, start, stop)
+
+                def one(u: Parameters, sample: Batch, base: _Base = base) -> Tensor:
+                    return jvp(lambda t: base.functional.measures(t, sample, 1), (base.theta,), (u,))[1][0]  # type: ignore[no-any-return]
+
+                total += base.share * over_rows(one, imprints, single, vectorise=self._vectorise)
+        return total
+
+    def _read(
+        self, base: _Base, imprints: Parameters, midpoints: Parameters | None, batch: Batch, count: int
+    ) -> Tensor:
+        def measure(theta: Parameters) -> Tensor:
+            return base.functional.measures(theta, batch, count)
+
+        if self.readout == "jvp":
+            return along(measure, base.theta, imprints, vectorise=self._vectorise)
+        if self.readout == "gradient":
+            gradients = query_gradients(base.functional, base.theta, batch, count, vectorise=self._vectorise)
+            return dots(imprints, gradients)
+        if self.readout == "central":
+            assert self._step is not None
+            c = _lengths(base.theta, imprints, self._step)
+            return between(measure, base.theta, imprints, c, c, vectorise=self._vectorise)
+        checkpoint = self.store.checkpoints[base.index]
+        assert checkpoint.epsilon is not None
+        rows = next(iter(imprints.values()))
+        up = rows.new_full((len(rows),), checkpoint.epsilon / self.store.n)
+        down = torch.zeros_like(up) if self.store.manifest.plan.variant == "one_sided" else up
+        return between(measure, base.theta, imprints, up, down, midpoints, vectorise=self._vectorise)
+
+    def _require_pair(self) -> None:
+        plan = self.store.manifest.plan
+        if plan.engine != "trajectories":
+            raise ReadoutError(
+                f"a literal readout needs the perturbed end points, which the {plan.engine} engine does not make: "
+                'simulate with Plan(engine="trajectories", keep_pair=True), or read out by "jvp".'
+            )
+        if plan.variant == "two_sided" and not plan.keep_pair:
+            raise ReadoutError(
+                "a literal readout needs both perturbed end points, and this store was made without them: simulate "
+                'with keep_pair=True, or read out by "jvp".'
+            )
+
+    def _load(self, checkpoint: int, start: int, stop: int) -> tuple[Parameters, Parameters | None]:
+        key = (checkpoint, start)
+        if key in self._kept:
+            return self._kept[key]
+        device = self.task.device
+        imprints = self.store.imprints(checkpoint, start, stop, device)
+        midpoints = None
+        if self.readout == "literal" and self.store.checkpoints[checkpoint].midpoints:
+            midpoints = self.store.midpoints(checkpoint, start, stop, device)
+        size = tensor_bytes(imprints) + tensor_bytes(midpoints or {})
+        if size <= self._keep_bytes:
+            self._keep_bytes -= size
+            self._kept[key] = imprints, midpoints
+        return imprints, midpoints
+
+    def _prepare(self, batch: Batch, count: int) -> None:
+        """Settle on the first queries what works for this model: vmap or a loop, forward mode or differences."""
+        if self._ready:
+            return
+        base = self._bases[0]
+        _refuse_measure(base, batch, count)
+        if self.readout == "jvp" and not self._works(batch, count):
+            reason = self._reason
+            self.readout = "central"
+            if not self._works(batch, count):
+                raise ReadoutError(f"the model can be read out neither by jvp nor by central: {self._reason}.")
+            logger.warning("forward mode does not take this model, reading out by central differences: %s", reason)
+            self.details["fallback"] = f"jvp is not possible: {reason}"
+        elif not self._works(batch, count):
+            raise ReadoutError(f"the model cannot be read out by {self.readout}: {self._reason}.")
+        if self.readout == "central":
+            self._step = self._step or self._calibrate(batch, count)
+            self.details["central_step"] = self._step
+        size = tensor_bytes(base.theta)
+        live = activation_bytes(lambda theta: base.functional.measures(dict(theta), batch, count), base.theta)
+        self._rows = max(1, min(len(self.store), self._budget // (2 * (size + live))))
+        self._ready = True
+
+    def _works(self, batch: Batch, count: int) -> bool:
+        """Try two sources by vmap, then by a loop; `_reason` says what failed last."""
+        base, rows = self._bases[0], min(2, len(self.store))
+        imprints = self.store.imprints(base.index, 0, rows, self.task.device)
+        midpoints = None
+        if self.readout == "literal" and self.store.checkpoints[base.index].midpoints:
+            midpoints = self.store.midpoints(base.index, 0, rows, self.task.device)
+        step, self._step = self._step, self._step or _RELATIVE_STEPS[4]
+        try:
+            for self._vectorise in (True, False):
+                try:
+                    self._read(base, imprints, midpoints, batch, count)
+                    if not self._vectorise:
+                        logger.warning("vmap does not take this model, sources are read one by one: %s", self._reason)
+                    return True
+                except (ImprintError, torch.OutOfMemoryError):
+                    raise
+                except Exception as error:
+                    self._reason = f"{type(error).__name__}: {str(error).strip().splitlines()[0]}"
+            return False
+        finally:
+            self._step = step
+
+    def _calibrate(self, batch: Batch, count: int) -> float:
+        """The relative step whose scores agree best with its neighbours': rounding grows below, curvature above."""
+        base, rows = self._bases[0], min(4, len(self.store))
+        imprints = self.store.imprints(base.index, 0, rows, self.task.device)
+        found = []
+        for step in _RELATIVE_STEPS:
+            c = _lengths(base.theta, imprints, step)
+            found.append(
+                between(
+                    lambda theta: base.functional.measures(theta, batch, count),
+                    base.theta,
+                    imprints,
+                    c,
+                    c,
+                    vectorise=self._vectorise,
+                ).double()
+            )
+        gaps = [
+            float((here - below).norm() + (above - here).norm())
+            for below, here, above in zip(found, found[1:], found[2:], strict=False)
+        ]
+        best = min(range(len(gaps)), key=gaps.__getitem__)
+        return _RELATIVE_STEPS[best + 1]
+
+
+def _lengths(theta: Parameters, imprints: Parameters, relative: float) -> Tensor:
+    """c_b with ‖c_b·u_b‖ = relative · ‖θ‖; 1 for an imprint that is zero."""
+    norms = row_norms(imprints)
+    lengths = torch.where(norms > 0, relative * norm(theta) / norms, 1.0)
+    return lengths.to(next(iter(imprints.values())).dtype)
+
+
+def _refuse_measure(base: _Base, batch: Batch, count: int) -> None:
+    """Run the measurement once, plainly, so that an error of its own shows as such."""
+    try:
+        values = base.functional.measures(base.theta, batch, count)
+    except ImprintError:
+        raise
+    except Exception as error:
+        raise ReadoutError(f"the measurement failed on the first queries: {type(error).__name__}: {error}") from error
+    if not bool(values.isfinite().all()):
+        index = int((~values.isfinite()).nonzero()[0, 0])
+        raise ReadoutError(f"the measurement of query {index} is {float(values[index])}: look for NaN in that query.")

@@ -1,0 +1,1 @@
+"""Training time: a task and its sources become imprints."""

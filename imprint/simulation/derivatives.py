@@ -1,0 +1,69 @@
+"""The two derivatives the path engines are made of, summed over batches of weighted examples.
+
+The objective is Σ_i c_i ℓ(θ; i) + r(θ), with c_i = 1/N for plain training. Its gradient moves the base path; the
+forward derivative of that gradient in (θ, c) along (v, d) is H v + Σ_i d_i ∇ℓ_i, which moves the response.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from torch import Tensor
+from torch.func import grad, jvp
+
+from imprint.task import Batch, Functional, Parameters
+
+
+@dataclass(frozen=True)
+class Weighted:
+    """A batch of training examples with the weight c_i of each; `examples` are their indices."""
+
+    examples: Tensor
+    weights: Tensor
+    batch: Batch
+
+    def __len__(self) -> int:
+        return len(self.examples)
+
+
+def gradient(task: Functional, theta: Parameters, weights: Tensor, batch: Batch) -> tuple[Parameters, Tensor]:
+    """∇_θ Σ_i c_i ℓ(θ; i), and the losses ℓ(θ; i)."""
+
+    def objective(theta: Parameters) -> tuple[Tensor, Tensor]:
+        losses = task.losses(theta, batch, len(weights))
+        return (weights * losses).sum(), losses
+
+    return grad(objective, has_aux=True)(theta)  # type: ignore[no-any-return]
+
+
+def gradient_along(
+    task: Functional, theta: Parameters, weights: Tensor, batch: Batch, v: Parameters, d: Tensor
+) -> Parameters:
+    """The forward derivative of `gradient` in (θ, c) along (v, d): H v + Σ_i d_i ∇ℓ_i."""
+
+    def only_gradient(theta: Parameters, weights: Tensor) -> Parameters:
+        return gradient(task, theta, weights, batch)[0]
+
+    return jvp(only_gradient, (theta, weights), (v, d))[1]  # type: ignore[no-any-return]
+
+
+def regulariser_gradient(task: Functional, theta: Parameters) -> Parameters:
+    """∇r(θ)."""
+    return grad(task.regulariser)(theta)  # type: ignore[no-any-return]
+
+
+def regulariser_gradient_along(task: Functional, theta: Parameters, v: Parameters) -> Parameters:
+    """∇²r(θ) v."""
+    return jvp(grad(task.regulariser), (theta,), (v,))[1]  # type: ignore[no-any-return]
+
+
+def hessian_product(task: Functional, theta: Parameters, batches: Iterable[Weighted], v: Parameters) -> Parameters:
+    """H v for the objective of the batches and the regulariser."""
+    total = {name: tensor.new_zeros(tensor.shape) for name, tensor in v.items()}
+    for part in batches:
+        product = gradient_along(task, theta, part.weights, part.batch, v, part.weights.new_zeros(len(part)))
+        for name, tensor in product.items():
+            total[name] += tensor
+    if task.task.regulariser is not None:
+        for name, tensor in regulariser_gradient_along(task, theta, v).items():
+            total[name] += tensor
+    return total

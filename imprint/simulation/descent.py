@@ -1,0 +1,194 @@
+"""What both path engines share: the batches of a step, the source's own gradient, and the checks on what moves."""
+
+import zlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.func import vmap
+
+from imprint.data import Data, is_columnar, map_tensors
+from imprint.errors import SimulationError
+from imprint.simulation.derivatives import Weighted, gradient, regulariser_gradient
+from imprint.simulation.plan import Plan
+from imprint.sources import Sources
+from imprint.task import Batch, Functional, Parameters
+from imprint.vectors import row, row_norms
+
+_RUNAWAY = 1e6  # times what a steady pull of the first step would have given by now
+_STACKED_MEMBERS = 32  # sources up to this size are differentiated together; larger ones fill the machine alone
+
+
+@dataclass(frozen=True)
+class Descent:
+    """One simulated descent: T steps of size η from θ*, for a chunk of sources."""
+
+    task: Functional
+    start: Parameters
+    data: Data
+    sources: Sources
+    plan: Plan
+    steps: int
+    lr: float
+    damping: float = 0.0
+    vectorise: bool = True
+    advice: str = ""
+    on_step: Callable[[int], None] = field(default=lambda rows: None)
+
+    @property
+    def n(self) -> int:
+        return len(self.data)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return next(iter(self.start.values())).dtype
+
+    def with_sources(self, sources: Sources) -> "Descent":
+        """The same descent for other sources."""
+        return replace(self, sources=sources)
+
+    def batches(self) -> Iterator[list[Weighted]]:
+        """The weighted batches of each step; one seed decides them for all sources, chunks and variants."""
+        if self.plan.batch_size is None or self.plan.batch_size >= self.n:
+            for _ in range(self.steps):
+                yield self._full_batch()
+            return
+        drawn = minibatches(self.n, self.plan.batch_size, self.plan.seed)
+        for _ in range(self.steps):
+            yield self._weighted(next(drawn))
+
+    @property
+    def is_full_batch(self) -> bool:
+        return self.plan.batch_size is None or self.plan.batch_size >= self.n
+
+    def _full_batch(self) -> list[Weighted]:
+        return [
+            Weighted(
+                examples, torch.full((len(examples),), 1 / self.n, dtype=self.dtype, device=examples.device), batch
+            )
+            for examples, batch in self.data.batches()
+        ]
+
+    def _weighted(self, examples: Tensor) -> list[Weighted]:
+        weights = torch.full((len(examples),), 1 / len(examples), dtype=self.dtype, device=self.data.device)
+        size = self.data.batch_size
+        pieces = zip(torch.split(examples, size), torch.split(weights, size), strict=True)
+        return [Weighted(piece.to(self.data.device), weight, self.data.gather(piece)) for piece, weight in pieces]
+
+    def base_gradient(self, theta: Parameters, parts: list[Weighted], step: int) -> Parameters:
+        """∇L(θ) on the batches of a step; a loss that is not finite stops the simulation."""
+        total = {name: torch.zeros_like(p) for name, p in theta.items()}
+        for part in parts:
+            piece, losses = gradient(self.task, theta, part.weights, part.batch)
+            if not bool(losses.isfinite().all()):
+                self._refuse_losses(losses, part.examples, step)
+            for name, tensor in piece.items():
+                total[name] += tensor
+        if self.task.task.regulariser is not None:
+            for name, tensor in regulariser_gradient(self.task, theta).items():
+                total[name] += tensor
+        return total
+
+    def _refuse_losses(self, losses: Tensor, examples: Tensor, step: int) -> None:
+        position = int((~losses.isfinite()).nonzero()[0, 0])
+        example, value = int(examples[position]), float(losses[position])
+        owners = [i for i, m in zip(self.sources.ids, self.sources.members, strict=True) if example in m]
+        of_source = f" (source {owners[0]!r})" if owners else ""
+        if step == 0:
+            reason = "look for NaN or infinity in that example, or a loss that is undefined there"
+        else:
+            reason = f"the unperturbed path left the region where the loss is finite. {self.advice}"
+        raise SimulationError(f"the loss of training example {example}{of_source} is {value} at step {step}: {reason}.")
+
+    def source_gradients(self, theta: Parameters, step: int, *, per_row: bool) -> Parameters:
+        """∇ℓ_b of each source's members (or an unbiased sample of them), one row per source.
+
+        `theta` is shared by all sources, or has a row for each (`per_row`).
+        """
+        members = [self._members(index, step) for index in range(len(self.sources))]
+        if self.vectorise and max(len(chosen) for chosen, _ in members) <= _STACKED_MEMBERS:
+            stacked = self._stacked_gradients(theta, members, per_row)
+            if stacked is not None:
+                return stacked
+        rows = []
+        for index, (chosen, scale) in enumerate(members):
+            at = row(theta, index) if per_row else theta
+            total = {name: torch.zeros_like(p) for name, p in at.items()}
+            for piece in torch.split(chosen, self.data.batch_size):
+                weights = torch.full((len(piece),), scale, dtype=self.dtype, device=self.data.device)
+                for name, tensor in gradient(self.task, at, weights, self.data.gather(piece))[0].items():
+                    total[name] += tensor
+            rows.append(total)
+        return {name: torch.stack([total[name] for total in rows]) for name in theta}
+
+    def _members(self, index: int, step: int) -> tuple[Tensor, float]:
+        """The members that stand for a source in a step, and the factor that makes their sum unbiased."""
+        members, sample = self.sources.members[index], self.plan.source_sample
+        if sample is None or len(members) <= sample:
+            return torch.from_numpy(members), 1.0
+        identity = zlib.crc32(self.sources.ids[index].encode())  # not the row: the draw must not depend on the order
+        draw = np.random.default_rng([self.plan.seed, step, identity]).choice(members, sample, replace=False)
+        return torch.from_numpy(draw), len(members) / sample
+
+    def _stacked_gradients(
+        self, theta: Parameters, members: list[tuple[Tensor, float]], per_row: bool
+    ) -> Parameters | None:
+        """All small sources at once, padded with examples of weight 0; None where batches are not plain columns."""
+        rows, width = len(members), max(len(chosen) for chosen, _ in members)
+        examples = torch.zeros(rows, width, dtype=torch.int64)
+        weights = torch.zeros(rows, width, dtype=self.dtype)
+        for index, (chosen, scale) in enumerate(members):
+            examples[index, : len(chosen)], examples[index, len(chosen) :] = chosen, chosen[0]
+            weights[index, : len(chosen)] = scale
+        batch = self.data.gather(examples.flatten())
+        if not is_columnar(batch, rows * width):
+            return None
+        batch = map_tensors(lambda t: t.reshape(rows, width, *t.shape[1:]), batch)
+
+        def one(theta: Parameters, weights: Tensor, batch: Batch) -> Parameters:
+            return gradient(self.task, theta, weights, batch)[0]
+
+        each = vmap(one, in_dims=(0 if per_row else None, 0, 0))
+        return each(theta, weights.to(self.data.device), batch)
+
+
+class Watch:
+    """Looks at the responses after every step and stops what is not finite or runs away."""
+
+    def __init__(self, sources: Sources, advice: str) -> None:
+        self.sources = sources
+        self.advice = advice
+        self._pull = 0.0
+
+    def __call__(self, responses: Parameters, step: int) -> None:
+        norms = row_norms(responses)
+        largest = float(norms.max())
+        if not np.isfinite(largest):
+            index = int((~norms.isfinite()).nonzero()[0, 0])
+            bad = next((n for n, t in responses.items() if not bool(t[index].isfinite().all())), "all parameters")
+            raise SimulationError(
+                f"the imprint of source {self.sources.ids[index]!r} is not finite at step {step}, first in "
+                f"parameter {bad!r}: {self._cause(step)}"
+            )
+        self._pull = self._pull or largest
+        if largest > _RUNAWAY * (step + 1) * self._pull > 0:
+            index = int(norms.argmax())
+            raise SimulationError(
+                f"the imprint of source {self.sources.ids[index]!r} runs away: its norm is {largest:.3g} at step "
+                f"{step}, {largest / self._pull:.1g} times that of the first step. {self.advice}"
+            )
+
+    def _cause(self, step: int) -> str:
+        if step == 0:
+            return "look for NaN or infinity in the source's examples, or a loss whose derivative is undefined there."
+        return f"the response has diverged. {self.advice}"
+
+
+def minibatches(n: int, size: int, seed: int) -> Iterator[Tensor]:
+    """Index batches without end: shuffled passes over the data, incomplete last batches dropped."""
+    generator = torch.Generator().manual_seed(seed)
+    while True:
+        order = torch.randperm(n, generator=generator)
+        yield from torch.split(order[: n - n % size], size)

@@ -1,0 +1,308 @@
+"""Runs a plan: every checkpoint, every chunk of sources, into a store."""
+
+import logging
+import os
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from imprint.data import Collate, Data
+from imprint.errors import DataError, PlanError, SimulationError, TaskError
+from imprint.memory import activation_bytes, budget, tensor_bytes
+from imprint.progress import Advance, Progress
+from imprint.simulation.curvature import Spectrum, spectrum
+from imprint.simulation.derivatives import Weighted
+from imprint.simulation.descent import Descent
+from imprint.simulation.plan import Plan
+from imprint.simulation.tangent import Simulated, tangent
+from imprint.simulation.trajectories import choose_epsilon, trajectories
+from imprint.sources import Sources
+from imprint.store import DTYPES, Checkpoint, File, Manifest, Store, Writer, describe
+from imprint.task import Parameters, Task
+from imprint.vectors import minus, norm
+
+logger = logging.getLogger(__name__)
+
+State = Mapping[str, Tensor] | str | os.PathLike[str]
+_COPIES = 6  # vectors of one source alive at once in a step: response, its change, and the temporaries of both modes
+
+
+def simulate(
+    task: Task,
+    data: Any,
+    sources: Sources,
+    plan: Plan | None = None,
+    *,
+    checkpoints: Sequence[State] | None = None,
+    out: str | os.PathLike[str] | None = None,
+    batch_size: int = 512,
+    collate_fn: Collate | None = None,
+    device: torch.device | str | None = None,
+    dtype: torch.dtype | None = None,
+    memory: int | str | None = None,
+    progress: bool | Advance = True,
+) -> Store:
+    """Simulate the imprint of every source and keep them in a store.
+
+    data: the training data: a map-style dataset, or a tuple or mapping of tensors with one row per example.
+    checkpoints: state dicts or .safetensors files; by default the model as it is.
+    out: folder of the store; without it the store is temporary and vanishes with the returned object.
+    batch_size: how many examples are evaluated at once; memory and speed only (the plan has the mini-batch).
+    device: where the data goes; it must be the model's device, which is the default.
+    dtype: of the stored imprints: that of the parameters by default, bfloat16 to halve it.
+    memory: what the simulation may use, in bytes or as "4GiB"; by default a share of what is free.
+    progress: True for a line on standard error, False for none, or a function of (done, total).
+    """
+    plan = plan or Plan()
+    _check_device(task, device)
+    training = Data(data, device=task.device, batch_size=batch_size, collate_fn=collate_fn)
+    sources.check(len(training))
+    states = _States(task, checkpoints)
+    settings = [plan.at(k, len(states)) for k in range(len(states))]
+    stored_as = _stored_dtype(task, dtype)
+    total = sum(s.steps for s in settings if s.weight) * len(sources) * (2 if _is_two_sided(plan) else 1)
+    bar = Progress("simulating", total, "source-steps", progress)
+    writer = Writer(out)
+    try:
+        with task.evaluating():
+            prepared = _Prepared(task, training, sources, plan, memory, stored_as, writer, bar)
+            done = tuple(prepared.checkpoint(k, states, len(states)) for k in range(len(states)))
+        manifest = Manifest(
+            n=len(training),
+            dtype=stored_as,
+            plan=plan,
+            parameters=describe(task),
+            sources=writer.sources(sources),
+            checkpoints=done,
+            execution={"device": str(task.device), "threads": torch.get_num_threads(), "batch_size": batch_size},
+        )
+        return writer.finish(manifest)
+    except BaseException:
+        writer.abandon()
+        raise
+    finally:
+        bar.close()
+
+
+@dataclass(frozen=True)
+class _Prepared:
+    """What is the same for all checkpoints."""
+
+    task: Task
+    data: Data
+    sources: Sources
+    plan: Plan
+    memory: int | str | None
+    stored_as: str
+    writer: Writer
+    bar: Progress
+
+    def checkpoint(self, index: int, states: "_States", count: int) -> Checkpoint:
+        """Simulate and write one checkpoint."""
+        settings = self.plan.at(index, count)
+        lr = settings.lr
+        if settings.weight == 0:
+            return Checkpoint(0.0, settings.steps, 0.0 if lr == "auto" else lr, settings.damping, None, {})
+        state = states[index]
+        _refuse_nonfinite(state, index, count)
+        functional, theta = self.task.at(state)
+        descent = Descent(functional, theta, self.data, self.sources, self.plan, settings.steps, 1.0, settings.damping)
+        first = next(descent.batches())
+        _refuse_loss(descent, first[0])
+        curvature = self._spectrum(descent)
+        step = curvature.step(settings.damping) if lr == "auto" else lr
+        stability = curvature.norm_of_step(step, settings.damping)
+        descent = replace(descent, lr=step, advice=_advice(curvature, step, settings.damping))
+        if stability > 1 + 1e-6:
+            _warn_unstable(index, stability, curvature, step)
+        descent = replace(descent, vectorise=_vectorises(descent, self.plan), on_step=self.bar.advance)
+        rows = self._rows_at_once(descent, first[0])
+        epsilon, agreement = self._epsilon(descent)
+        figures = {
+            "curvature": [curvature.smallest, curvature.largest],
+            "stability": stability,
+            "vectorised": descent.vectorise,
+            "rows_at_once": rows,
+        }
+        if agreement:
+            figures["epsilon_disagreement"] = agreement
+        checkpoint = Checkpoint(settings.weight, settings.steps, step, settings.damping, epsilon, figures)
+        return self._simulate(checkpoint, descent, state, f"checkpoint-{index:03}", rows)
+
+    def _simulate(
+        self, checkpoint: Checkpoint, descent: Descent, state: Parameters, folder: str, rows: int
+    ) -> Checkpoint:
+        imprints: list[File] = []
+        midpoints: list[File] = []
+        linearity: list[float] = []
+        base: File | None = None
+        drift = 0.0
+        for shard, start in enumerate(range(0, len(self.sources), rows)):
+            stop = min(start + rows, len(self.sources))
+            result = _engine(descent.with_sources(self.sources.rows(start, stop)), checkpoint.epsilon)
+            if base is None:
+                base = self.writer.tensors(f"{folder}/base.safetensors", {**state, **result.base})
+                drift = norm(minus(result.end, descent.start)) / max(norm(descent.start), 1e-300)
+            name = f"{folder}/imprints-{shard:05}.safetensors"
+            imprints.append(self.writer.tensors(name, self._cast(result.imprints), (start, stop)))
+            if result.midpoints is not None:
+                name = f"{folder}/midpoints-{shard:05}.safetensors"
+                midpoints.append(self.writer.tensors(name, self._cast(result.midpoints), (start, stop)))
+            linearity += result.linearity
+        figures = {**checkpoint.figures, "drift": drift}
+        if linearity:
+            figures["linearity"] = {"median": sorted(linearity)[len(linearity) // 2], "largest": max(linearity)}
+        return replace(checkpoint, base=base, imprints=tuple(imprints), midpoints=tuple(midpoints), figures=figures)
+
+    def _cast(self, tensors: Parameters) -> Parameters:
+        return {name: tensor.to(DTYPES[self.stored_as]) for name, tensor in tensors.items()}
+
+    def _spectrum(self, descent: Descent) -> Spectrum:
+        """Of the objective the descent will see: the full batch, or the sharpest of its first mini-batches."""
+        looks = [next(descent.batches())] if descent.is_full_batch else _first(descent, 2)
+        found = [spectrum(descent.task, descent.start, batches) for batches in looks]
+        return Spectrum(min(s.smallest for s in found), max(s.largest for s in found))
+
+    def _epsilon(self, descent: Descent) -> tuple[float | None, dict[str, float]]:
+        if self.plan.engine == "tangent":
+            return None, {}
+        return choose_epsilon(descent) if self.plan.epsilon == "auto" else (float(self.plan.epsilon), {})
+
+    def _rows_at_once(self, descent: Descent, part: Weighted) -> int:
+        """How many sources fit the memory budget together."""
+        activations = activation_bytes(
+            lambda theta: descent.task.losses(dict(theta), part.batch, len(part)), descent.start
+        )
+        each = _COPIES * (tensor_bytes(descent.start) + (activations if descent.vectorise else 0))
+        each += len(self.data) * descent.dtype.itemsize  # its row of example weights
+        rows = budget(self.memory, self.task.device) // (each * (2 if _is_two_sided(self.plan) else 1))
+        if rows < 1:
+            logger.warning("one source needs about %d bytes, more than the memory budget: going on one by one", each)
+        return int(max(1, min(rows, len(self.sources))))
+
+
+class _States:
+    """The checkpoints as complete states on the model's device, each read when it is its turn."""
+
+    def __init__(self, task: Task, checkpoints: Sequence[State] | None) -> None:
+        if checkpoints is not None and len(checkpoints) == 0:
+            raise PlanError("checkpoints is empty: leave it out to take the model as it is.")
+        self._task = task
+        self._checkpoints: Sequence[State] = checkpoints if checkpoints is not None else [task.state()]
+
+    def __len__(self) -> int:
+        return len(self._checkpoints)
+
+    def __getitem__(self, index: int) -> Parameters:
+        given = self._checkpoints[index]
+        if isinstance(given, str | os.PathLike):
+            if not Path(given).is_file():
+                raise TaskError(f"checkpoint file {given} does not exist.")
+            given = load_file(given)
+        return self._task.complete(given)
+
+
+def _engine(descent: Descent, epsilon: float | None) -> Simulated:
+    return tangent(descent) if epsilon is None else trajectories(descent, epsilon)
+
+
+def _is_two_sided(plan: Plan) -> bool:
+    return plan.engine == "trajectories" and plan.variant == "two_sided"
+
+
+def _first(descent: Descent, count: int) -> list[list[Weighted]]:
+    batches = descent.batches()
+    return [next(batches) for _ in range(min(count, descent.steps))]
+
+
+def _check_device(task: Task, device: torch.device | str | None) -> None:
+    if device is None:
+        return
+    asked, has = torch.device(device), task.device
+    if asked.type != has.type or (asked.index is not None and asked.index != has.index):
+        raise TaskError(f"device={str(asked)!r} was asked for, but the model is on {str(has)!r}: move the model there.")
+
+
+def _stored_dtype(task: Task, dtype: torch.dtype | None) -> str:
+    if dtype is None:
+        widest = max((task.model.get_parameter(name).dtype for name in task.names), key=lambda d: d.itemsize)
+        dtype = widest if widest in (torch.float32, torch.float64) else torch.float32
+    for name, known in DTYPES.items():
+        if dtype == known:
+            return name
+    raise PlanError(f"imprints can be stored as {', '.join(DTYPES)}, not as {dtype}.")
+
+
+def _refuse_nonfinite(state: Parameters, index: int, count: int) -> None:
+    for name, tensor in state.items():
+        if tensor.is_floating_point() and not bool(tensor.isfinite().all()):
+            where = f"checkpoint {index}" if count > 1 else "the model"
+            raise SimulationError(f"parameter or buffer {name!r} of {where} holds NaN or infinity.")
+
+
+def _refuse_loss(descent: Descent, part: Weighted) -> None:
+    """Run the loss once, plainly, so that an error of its own shows as such."""
+    try:
+        with torch.no_grad():
+            descent.task.losses(descent.start, part.batch, len(part))
+    except (TaskError, DataError):
+        raise
+    except Exception as error:
+        raise TaskError(f"the loss function failed on the first batch: {type(error).__name__}: {error}") from error
+
+
+def _advice(curvature: Spectrum, lr: float, damping: float) -> str:
+    sharpest = max(curvature.largest, -curvature.smallest)
+    holds = f" A step below {2 / (sharpest + damping):.2g} holds;" if sharpest + damping > 0 else ""
+    return (
+        f"The step is lr={lr:.3g} and the measured curvature runs from {curvature.smallest:.3g} to "
+        f'{curvature.largest:.3g}.{holds} lr="auto" chooses one; fewer steps or some damping help where curvature is '
+        "negative."
+    )
+
+
+def _warn_unstable(index: int, stability: float, curvature: Spectrum, lr: float) -> None:
+    if lr * curvature.largest > 2:
+        warnings.warn(
+            f"checkpoint {index}: ‖I − ηH‖ is {stability:.3g} at lr={lr:.3g}, above 1 (curvature up to "
+            f"{curvature.largest:.3g}): the descent may diverge; lr={1 / curvature.largest:.2g} would be safe.",
+            stacklevel=4,
+        )
+    else:
+        logger.info(
+            "checkpoint %d: ‖I − ηH‖ is %.3g, from negative curvature %.3g", index, stability, curvature.smallest
+        )
+
+
+def _vectorises(descent: Descent, plan: Plan) -> bool:
+    """Whether `vmap` takes this model; otherwise sources are simulated in a loop, and the reason is logged."""
+    few = descent.sources.rows(0, min(2, len(descent.sources)))
+    trial = replace(descent, sources=few, steps=1, on_step=lambda rows: None)
+    trial = replace(trial, plan=replace(plan, accept_drift=plan.engine == "trajectories"))
+    epsilon = None if plan.engine == "tangent" else 1.0
+    reason = _failure(lambda: _engine(replace(trial, vectorise=True), epsilon))
+    if reason is None:
+        return True
+    alone = _failure(lambda: _engine(replace(trial, vectorise=False), epsilon))
+    if alone is not None:
+        hint = ' engine="trajectories" needs first derivatives only.' if plan.engine == "tangent" else ""
+        raise TaskError(f"the {plan.engine} engine cannot differentiate this model: {alone}.{hint}")
+    logger.warning("vmap does not take this model, sources are simulated one by one: %s", reason)
+    return False
+
+
+def _failure(attempt: Callable[[], object]) -> str | None:
+    """Why an attempt fails; errors written for the user, and a lack of memory, are not failures of the transform."""
+    try:
+        attempt()
+    except (SimulationError, TaskError, DataError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:
+        return f"{type(error).__name__}: {str(error).strip().splitlines()[0]}"
+    return None

@@ -1,0 +1,75 @@
+"""The tangent engine: the exact response of the path to a source's weight, by forward-over-reverse.
+
+v_0 = 0,  v_{t+1} = v_t − η [(H(θ_t⁰) + λI) v_t + g_b(θ_t⁰)],  u_b = v_T, read out at θ_T⁰.
+"""
+
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+from imprint.simulation.derivatives import Weighted, gradient_along, regulariser_gradient_along
+from imprint.simulation.descent import Descent, Watch
+from imprint.task import Parameters
+from imprint.vectors import add_scaled_, over_rows, zeros_like
+
+
+@dataclass(frozen=True)
+class Simulated:
+    """What an engine returns for a chunk of sources.
+
+    base: the selected parameters at the read-out point.
+    imprints: u_b, one row per source.
+    midpoints: (θ⁺ + θ⁻)/2 − base, one row per source, where the pair was asked for.
+    linearity: ‖θ⁺ + θ⁻ − 2θ⁰‖ / ‖θ⁺ − θ⁻‖ per source, where there are two trajectories; 0 is perfectly linear.
+    end: θ_T⁰, from which the drift of the unperturbed path is known.
+    """
+
+    base: Parameters
+    imprints: Parameters
+    end: Parameters
+    midpoints: Parameters | None = None
+    linearity: list[float] = field(default_factory=list)
+
+
+def tangent(descent: Descent) -> Simulated:
+    """Imprints of the descent's sources by the response recursion."""
+    theta = {name: p.clone() for name, p in descent.start.items()}
+    responses = zeros_like(theta, len(descent.sources))
+    watch = Watch(descent.sources, descent.advice)
+    indicators: list[Tensor] = []
+    for step, parts in enumerate(descent.batches()):
+        if descent.is_full_batch and not indicators:
+            indicators = [descent.sources.indicator(part.examples, descent.dtype) for part in parts]
+        downhill = descent.base_gradient(theta, parts, step)
+        if descent.is_full_batch:
+            moving = _along(descent, theta, parts, responses, indicators)
+        else:
+            still = [part.weights.new_zeros(len(descent.sources), len(part)) for part in parts]
+            moving = _along(descent, theta, parts, responses, still)
+            add_scaled_(moving, descent.source_gradients(theta, step, per_row=False), 1.0)
+        if descent.damping:
+            add_scaled_(moving, responses, descent.damping)
+        add_scaled_(responses, moving, -descent.lr)
+        add_scaled_(theta, downhill, -descent.lr)
+        watch(responses, step)
+        descent.on_step(len(descent.sources))
+    return Simulated(base=theta, imprints=responses, end=theta)
+
+
+def _along(
+    descent: Descent, theta: Parameters, parts: list[Weighted], responses: Parameters, directions: list[Tensor]
+) -> Parameters:
+    """H v_b + Σ_i d_bi ∇ℓ_i for every source, over the batches of a step."""
+    total = zeros_like(theta, len(descent.sources))
+    for part, direction in zip(parts, directions, strict=True):
+
+        def one(v: Parameters, d: Tensor, part: Weighted = part) -> Parameters:
+            return gradient_along(descent.task, theta, part.weights, part.batch, v, d)
+
+        add_scaled_(total, over_rows(one, responses, direction, vectorise=descent.vectorise), 1.0)
+    if descent.task.task.regulariser is not None:
+        curved = over_rows(
+            lambda v: regulariser_gradient_along(descent.task, theta, v), responses, vectorise=descent.vectorise
+        )
+        add_scaled_(total, curved, 1.0)
+    return total

@@ -1,0 +1,140 @@
+"""The trajectories engine: the perturbed descents themselves, with first derivatives only.
+
+θ_{t+1}^± = θ_t^± − η [∇L(θ_t^±) ± (ε/N) ∇ℓ_b(θ_t^±) + λ(θ_t^± − θ_t⁰)], all from θ*, beside the unperturbed θ_t⁰.
+`two_sided` takes (θ⁺ − θ⁻)/(2ε/N), `one_sided` (θ⁺ − θ⁰)/(ε/N), the paper's `mirrored` (θ⁺ − θ*)/(ε/N).
+"""
+
+import logging
+from dataclasses import replace
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from imprint.errors import SimulationError
+from imprint.simulation.derivatives import Weighted, gradient, regulariser_gradient
+from imprint.simulation.descent import Descent, Watch
+from imprint.simulation.tangent import Simulated
+from imprint.sources import Sources
+from imprint.task import Parameters
+from imprint.vectors import add_scaled_, minus, norm, over_rows, repeated, row_norms, scaled
+
+logger = logging.getLogger(__name__)
+
+EPSILONS = (1 / 8, 1 / 4, 1 / 2, 1.0, 2.0, 4.0, 8.0)
+_DRIFT_ALLOWED = 0.1  # of a source's own displacement, before mirroring it is refused
+
+
+def trajectories(descent: Descent, epsilon: float) -> Simulated:
+    """Imprints of the descent's sources from their perturbed trajectories."""
+    variant, rows = descent.plan.variant, len(descent.sources)
+    two_sided = variant == "two_sided"
+    signs = [1.0] * rows + ([-1.0] * rows if two_sided else [])
+    if two_sided:
+        doubled = _twice(descent.sources)
+        base, ends = _descend(descent.with_sources(doubled), signs, epsilon)
+        plus = {name: tensor[:rows] for name, tensor in ends.items()}
+        minus_ends = {name: tensor[rows:] for name, tensor in ends.items()}
+        apart = minus(plus, minus_ends)
+        middle = {name: (plus[name] + minus_ends[name]) / 2 - base[name] for name in base}
+        linearity = (2 * row_norms(middle) / row_norms(apart)).tolist()
+        imprints = scaled(apart, descent.n / (2 * epsilon))
+        return Simulated(base, imprints, base, middle if descent.plan.keep_pair else None, linearity)
+    base, plus = _descend(descent, signs, epsilon)
+    if variant == "one_sided":
+        return Simulated(base, scaled(minus(plus, base), descent.n / epsilon), base)
+    _refuse_drift(descent, base, plus)
+    return Simulated(descent.start, scaled(minus(plus, descent.start), descent.n / epsilon), base)
+
+
+def _twice(sources: Sources) -> Sources:
+    """The sources, then the same again for the lighter side."""
+    again = tuple(f"{identity} (lighter)" for identity in sources.ids)
+    return Sources(sources.ids + again, sources.names * 2, sources.members * 2)
+
+
+def _descend(descent: Descent, signs: list[float], epsilon: float) -> tuple[Parameters, Parameters]:
+    """θ_T⁰ and the perturbed end points, one row for each source and sign."""
+    base = {name: p.clone() for name, p in descent.start.items()}
+    theta = repeated(base, len(signs))
+    shift = epsilon / descent.n * torch.tensor(signs, dtype=descent.dtype, device=descent.data.device)
+    watch = Watch(descent.sources, descent.advice)
+    extra: list[Tensor] = []
+    for step, parts in enumerate(descent.batches()):
+        if descent.is_full_batch and not extra:
+            extra = [shift[:, None] * descent.sources.indicator(part.examples, descent.dtype) for part in parts]
+        downhill = descent.base_gradient(base, parts, step)
+        moving = _gradients(descent, theta, parts, extra)
+        if not descent.is_full_batch:
+            own = descent.source_gradients(theta, step, per_row=True)
+            for name, tensor in moving.items():
+                tensor += own[name] * shift.reshape(-1, *[1] * (tensor.dim() - 1))
+        if descent.damping:
+            add_scaled_(moving, minus(theta, base), descent.damping)
+        add_scaled_(theta, moving, -descent.lr)
+        add_scaled_(base, downhill, -descent.lr)
+        watch(minus(theta, base), step)
+        descent.on_step(len(signs))
+    return base, theta
+
+
+def _gradients(descent: Descent, theta: Parameters, parts: list[Weighted], extra: list[Tensor]) -> Parameters:
+    """∇L at every row of θ, each with its own extra weights on its source's examples."""
+    rows = next(iter(theta.values())).shape[0]
+    total = {name: torch.zeros_like(p) for name, p in theta.items()}
+    for index, part in enumerate(parts):
+        weights = part.weights.expand(rows, -1)
+        if extra:
+            weights = weights + extra[index]
+
+        def one(theta: Parameters, weights: Tensor, part: Weighted = part) -> Parameters:
+            return gradient(descent.task, theta, weights, part.batch)[0]
+
+        add_scaled_(total, over_rows(one, theta, weights, vectorise=descent.vectorise), 1.0)
+    if descent.task.task.regulariser is not None:
+        pull = over_rows(lambda t: regulariser_gradient(descent.task, t), theta, vectorise=descent.vectorise)
+        add_scaled_(total, pull, 1.0)
+    return total
+
+
+def _refuse_drift(descent: Descent, base: Parameters, plus: Parameters) -> None:
+    """Mirroring reads θ* ± Δθ⁺, so the drift θ_T⁰ − θ* enters in full: refuse where it is not small."""
+    drift = norm(minus(base, descent.start))
+    own = row_norms(minus(plus, base))
+    index = int(own.argmin())
+    if drift <= _DRIFT_ALLOWED * float(own[index]) or descent.plan.accept_drift:
+        return
+    raise SimulationError(
+        f"mirrored trajectories hold at an optimum only: training on moves the parameters by {drift:.3g}, while source "
+        f"{descent.sources.ids[index]!r} moves them by {float(own[index]):.3g}. Use variant='one_sided' (the same "
+        "cost and right everywhere) or 'two_sided'; accept_drift=True takes the mirrored value as it is."
+    )
+
+
+def choose_epsilon(descent: Descent) -> tuple[float, dict[str, float]]:
+    """The ε whose imprints agree best with those at 2ε, over a few sources, and the disagreement at each."""
+    chosen = sorted({int(i) for i in np.linspace(0, len(descent.sources) - 1, 3)})
+    few = Sources(
+        tuple(descent.sources.ids[i] for i in chosen),
+        tuple(descent.sources.names[i] for i in chosen),
+        tuple(descent.sources.members[i] for i in chosen),
+    )
+    quiet = replace(descent, sources=few, on_step=lambda rows: None)
+    imprints: dict[float, Parameters] = {}
+    for epsilon in EPSILONS:
+        try:
+            imprints[epsilon] = trajectories(quiet, epsilon).imprints
+        except SimulationError as error:
+            logger.info("epsilon %g is out of reach: %s", epsilon, error)
+    disagreement = {
+        epsilon: float((row_norms(minus(imprints[2 * epsilon], u)) / row_norms(u)).mean())
+        for epsilon, u in imprints.items()
+        if 2 * epsilon in imprints
+    }
+    if not disagreement:
+        raise SimulationError(
+            f'epsilon="auto" found no usable step: the trajectories fail at every ε from {EPSILONS[0]} to '
+            f"{EPSILONS[-1]}. {descent.advice}"
+        )
+    best = min(disagreement, key=disagreement.__getitem__)
+    return best, {f"{epsilon:g}": value for epsilon, value in disagreement.items()}

@@ -1,0 +1,128 @@
+"""Sources: the units of credit, as named and possibly overlapping sets of training examples."""
+
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from imprint.errors import SourcesError
+
+Members = np.ndarray[Any, np.dtype[np.int64]]
+
+
+@dataclass(frozen=True)
+class Sources:
+    """Sets of training examples, in order, each with a unique id and a name to show.
+
+    >>> sources = Sources.by_label(["times", "post", "times"])
+    >>> sources
+    Sources(2: 'post' (1), 'times' (2))
+    >>> sources.members[1]
+    array([0, 2])
+    """
+
+    ids: tuple[str, ...]
+    names: tuple[str, ...]
+    members: tuple[Members, ...]
+
+    def __post_init__(self) -> None:
+        if not self.ids:
+            raise SourcesError("there are no sources: at least one is needed.")
+        if not len(self.ids) == len(self.names) == len(self.members):
+            counts = f"{len(self.ids)} ids, {len(self.names)} names, {len(self.members)} member lists"
+            raise SourcesError(f"ids, names and members must be equally many, got {counts}.")
+        if len(set(self.ids)) < len(self.ids):
+            seen: set[str] = set()
+            twice = next(i for i in self.ids if i in seen or seen.add(i))  # type: ignore[func-returns-value]
+            raise SourcesError(f"source id {twice!r} appears more than once: ids must be unique.")
+        for identity, members in zip(self.ids, self.members, strict=True):
+            if len(members) == 0:
+                raise SourcesError(f"source {identity!r} has no members: leave it out, or give it examples.")
+            if len(members) > 1 and len(np.unique(members)) < len(members):
+                raise SourcesError(f"source {identity!r} lists an example more than once.")
+
+    @classmethod
+    def per_example(cls, n: int) -> "Sources":
+        """Every one of `n` training examples is a source of its own."""
+        ids = tuple(map(str, range(n)))
+        return cls(ids, ids, tuple(np.arange(n).reshape(n, 1)))
+
+    @classmethod
+    def by_label(cls, labels: Sequence[Hashable] | Tensor, names: Mapping[Any, str] | None = None) -> "Sources":
+        """One source for each distinct label, sorted; `labels[i]` is the label of training example i."""
+        values = labels.tolist() if isinstance(labels, Tensor | np.ndarray) else list(labels)
+        groups: dict[Hashable, list[int]] = {}
+        for index, label in enumerate(values):
+            groups.setdefault(label, []).append(index)
+        try:
+            ordered = sorted(groups)  # type: ignore[type-var]
+        except TypeError:
+            ordered = sorted(groups, key=str)
+        return cls.groups({label: groups[label] for label in ordered}, names)
+
+    @classmethod
+    def groups(cls, groups: Mapping[Any, Any], names: Mapping[Any, str] | None = None) -> "Sources":
+        """Named sets of example indices (or boolean masks over the data), which may overlap."""
+        unknown = [str(key) for key in (names or {}) if key not in groups]
+        if unknown:
+            raise SourcesError(f"names are given for sources that do not exist: {', '.join(unknown[:5])}.")
+        return cls(
+            ids=tuple(map(str, groups)),
+            names=tuple(str((names or {}).get(key, key)) for key in groups),
+            members=tuple(_indices(key, values) for key, values in groups.items()),
+        )
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    def __repr__(self) -> str:
+        shown = [f"{i!r} ({len(m)})" for i, m in zip(self.ids[:4], self.members, strict=False)]
+        return f"Sources({len(self)}: {', '.join(shown)}{', …' if len(self) > 4 else ''})"
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """How many examples each source has."""
+        return tuple(len(members) for members in self.members)
+
+    def rows(self, start: int, stop: int) -> "Sources":
+        """The sources from `start` up to `stop`."""
+        return Sources(self.ids[start:stop], self.names[start:stop], self.members[start:stop])
+
+    def check(self, n: int) -> None:
+        """Refuse members that are not examples of a training set of length `n`."""
+        for identity, members in zip(self.ids, self.members, strict=True):
+            if members.min() < 0 or members.max() >= n:
+                outside = members[(members < 0) | (members >= n)][0]
+                raise SourcesError(
+                    f"source {identity!r} has member {outside}, but the training data has examples 0 to {n - 1}."
+                )
+
+    def indicator(self, examples: Tensor, dtype: torch.dtype) -> Tensor:
+        """1_b(i) for the given example indices, shape (sources, len(examples)), on their device."""
+        wanted = examples.cpu().numpy()
+        members = np.concatenate(self.members)
+        rows = np.repeat(np.arange(len(self)), self.sizes)
+        position = np.full(max(members.max(), wanted.max(initial=0)) + 1, -1)
+        position[wanted] = np.arange(len(wanted))
+        columns = position[members]
+        out = np.zeros((len(self), len(wanted)), dtype=bool)
+        out[rows[columns >= 0], columns[columns >= 0]] = True
+        return torch.from_numpy(out).to(examples.device, dtype)
+
+
+def _indices(key: object, values: Any) -> Members:
+    if isinstance(values, Tensor):
+        values = values.cpu().numpy()
+    array = np.asarray(values if isinstance(values, np.ndarray) else list(values))
+    if array.ndim != 1:
+        raise SourcesError(
+            f"the members of source {str(key)!r} must be a flat list of indices, got shape {array.shape}."
+        )
+    if array.dtype == bool:
+        return np.flatnonzero(array)
+    if array.size and not np.issubdtype(array.dtype, np.integer):
+        raise SourcesError(f"the members of source {str(key)!r} must be example indices, got values of {array.dtype}.")
+    return array.astype(np.int64)

@@ -1,0 +1,273 @@
+"""What is attributed: a model, its training loss per example, and the measurement F of a query.
+
+Users write ordinary model code; everything else in the library sees a task as pure functions of the selected
+parameters (`Functional`), which is what the simulation and the readout differentiate.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+from torch.nn import functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from imprint.errors import TaskError
+
+Parameters = dict[str, Tensor]
+"""Tensors by the name they have in the model."""
+
+Batch = Any
+"""What the user's collate function makes: tensors, tuples, lists or mappings of them."""
+
+PerExample = Callable[[nn.Module, Batch], Tensor]
+Better = Literal["lower", "higher"] | None
+
+
+def _logit(outputs: Tensor, targets: Tensor) -> Tensor:
+    return outputs.gather(-1, targets.unsqueeze(-1)).squeeze(-1)
+
+
+def _logprob(outputs: Tensor, targets: Tensor) -> Tensor:
+    return _logit(outputs.log_softmax(-1), targets)
+
+
+def _margin(outputs: Tensor, targets: Tensor) -> Tensor:
+    """log p − log(1 − p) of the right class, without forming p."""
+    right = torch.arange(outputs.shape[-1], device=outputs.device) == targets.unsqueeze(-1)
+    return _logit(outputs, targets) - outputs.masked_fill(right, -torch.inf).logsumexp(-1)
+
+
+_MEASURES = {"margin": _margin, "logprob": _logprob, "logit": _logit}
+_TARGET_KEYS = ("labels", "label", "targets", "target", "y")
+
+
+def _targets(batch: Batch) -> Tensor:
+    """The targets of a batch: its second element, or its `labels`."""
+    if isinstance(batch, Mapping):
+        for key in _TARGET_KEYS:
+            if isinstance(batch.get(key), Tensor):
+                return batch[key]  # type: ignore[no-any-return]
+    elif isinstance(batch, Sequence) and len(batch) > 1 and isinstance(batch[1], Tensor):
+        return batch[1]
+    raise TaskError(
+        "a measure by name needs the right class of each query: as the second element of a batch, or under one of "
+        f"the keys {', '.join(_TARGET_KEYS)}. Give measure=f(model, batch) for other batches."
+    )
+
+
+class _Host(nn.Module):
+    """Holds the model one level down, so that `functional_call` can swap its parameters around any function."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, function: PerExample, batch: Batch) -> Tensor:
+        return function(self.model, batch)
+
+
+class Task:
+    """A model, its loss per example and what is measured of a query.
+
+    Give either `loss(model, batch) -> (n,)`, or `outputs(model, batch) -> z` with `output_loss(z, batch) -> (n,)`.
+
+    measure: None for the loss itself; "margin", "logprob" or "logit" of the right class (these need `outputs`);
+        or any function of (model, batch) with one value per query.
+    regulariser: r(model) -> scalar, e.g. the weight decay of the training; it enters the objective once.
+    parameters: glob, or globs, over `model.named_parameters()`. Frozen parameters (`requires_grad=False`) are left out.
+
+    >>> task = Task.classifier(nn.Linear(3, 2), measure="margin")
+    >>> task
+    Task(Linear, measure='margin', parameters=2 tensors, 8 values)
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        loss: PerExample | None = None,
+        *,
+        outputs: PerExample | None = None,
+        output_loss: Callable[[Tensor, Batch], Tensor] | None = None,
+        measure: str | PerExample | None = None,
+        regulariser: Callable[[nn.Module], Tensor] | None = None,
+        parameters: str | Sequence[str] = "*",
+    ) -> None:
+        if (outputs is None) != (output_loss is None):
+            raise TaskError("outputs= and output_loss= belong together: give both, or loss= alone.")
+        if (loss is None) == (outputs is None):
+            raise TaskError("give either loss=, or outputs= with output_loss=.")
+        self.model = model
+        self.outputs = outputs
+        self.output_loss = output_loss
+        self.regulariser = regulariser
+        self.parameter_globs = (parameters,) if isinstance(parameters, str) else tuple(parameters)
+        if loss is None:
+            assert outputs is not None and output_loss is not None
+            output_of, loss_of = outputs, output_loss
+            loss = lambda model, batch: loss_of(output_of(model, batch), batch)  # noqa: E731
+        self.loss = loss
+        self._set_measure(measure)
+        self.names = self._select(self.parameter_globs)
+        self._host = _Host(model)
+
+    @classmethod
+    def classifier(cls, model: nn.Module, **options: Any) -> "Task":
+        """A classifier on (x, y) batches, trained with cross-entropy on `model(x)`."""
+        return cls(
+            model,
+            outputs=lambda model, batch: model(batch[0]),
+            output_loss=lambda z, batch: F.cross_entropy(z, batch[1], reduction="none"),
+            **options,
+        )
+
+    @classmethod
+    def regression(cls, model: nn.Module, **options: Any) -> "Task":
+        """A regression on (x, y) batches, trained with half the squared error of `model(x)`, summed over outputs."""
+
+        def half_squared_error(z: Tensor, batch: Batch) -> Tensor:
+            error: Tensor = z - batch[1].reshape(z.shape)
+            return 0.5 * error.square().flatten(1).sum(1)
+
+        return cls(
+            model,
+            outputs=lambda model, batch: model(batch[0]).reshape(len(batch[0]), -1),
+            output_loss=half_squared_error,
+            **options,
+        )
+
+    def _set_measure(self, measure: str | PerExample | None) -> None:
+        self.better: Better = None
+        if measure is None:
+            self.measure_name, self.measure, self.better = "loss", self.loss, "lower"
+        elif callable(measure):
+            self.measure_name, self.measure = getattr(measure, "__name__", "measure"), measure
+        elif measure not in _MEASURES:
+            raise TaskError(f"measure {measure!r} is unknown: use None, a function, or one of {', '.join(_MEASURES)}.")
+        elif self.outputs is None:
+            raise TaskError(
+                f"measure {measure!r} needs to see the model's outputs: give outputs= and output_loss= instead of "
+                "loss= (Task.classifier does), or measure=f(model, batch)."
+            )
+        else:
+            of_outputs, outputs = _MEASURES[measure], self.outputs
+            self.measure_name, self.better = measure, "higher"
+            self.measure = lambda model, batch: of_outputs(outputs(model, batch), _targets(batch))
+
+    def _select(self, globs: Sequence[str]) -> tuple[str, ...]:
+        """Names of the trainable floating-point parameters that match; tied weights appear once."""
+        trainable = {n: p for n, p in self.model.named_parameters() if p.requires_grad and p.is_floating_point()}
+        if not trainable:
+            raise TaskError("the model has no trainable parameter (all are frozen by requires_grad=False).")
+        for glob in globs:
+            if not any(fnmatchcase(name, glob) for name in trainable):
+                known = ", ".join(list(trainable)[:6]) + (", …" if len(trainable) > 6 else "")
+                raise TaskError(f"parameters={glob!r} matches no trainable parameter; the model has {known}.")
+        return tuple(name for name in trainable if any(fnmatchcase(name, glob) for glob in globs))
+
+    def __repr__(self) -> str:
+        selected = [self.model.get_parameter(name) for name in self.names]
+        size = sum(p.numel() for p in selected)
+        return (
+            f"Task({type(self.model).__name__}, measure={self.measure_name!r}, "
+            f"parameters={len(selected)} tensors, {size:,} values)"
+        )
+
+    @property
+    def device(self) -> torch.device:
+        """The one device all parameters of the model are on."""
+        devices = {p.device for p in self.model.parameters()}
+        if len(devices) > 1:
+            spread = ", ".join(sorted(map(str, devices)))
+            raise TaskError(f"the model is spread over several devices ({spread}): move it to one.")
+        (device,) = devices
+        if device.type == "meta":
+            raise TaskError("the model is on the meta device and has no values: load its weights first.")
+        return device
+
+    def state(self) -> Parameters:
+        """Every parameter and persistent buffer of the model as it is, detached; tied tensors once."""
+        persistent = self.model.state_dict().keys()
+        buffers = {name: b for name, b in self.model.named_buffers() if name in persistent}
+        return {name: t.detach().clone() for name, t in {**dict(self.model.named_parameters()), **buffers}.items()}
+
+    def complete(self, state: Mapping[str, Tensor]) -> Parameters:
+        """A user's state dict, checked against the model and put on its device; aliases of tied weights are dropped."""
+        own = self.state()
+        unknown = set(state) - set(own) - set(self.model.state_dict())
+        missing = set(own) - set(state)
+        if unknown or missing:
+            parts = [f"it lacks {', '.join(sorted(missing))}"] * bool(missing)
+            parts += [f"it has unknown {', '.join(sorted(unknown))}"] * bool(unknown)
+            raise TaskError(f"a checkpoint does not fit the model: {'; '.join(parts)}.")
+        for name, mine in own.items():
+            if state[name].shape != mine.shape:
+                theirs = tuple(state[name].shape)
+                raise TaskError(f"checkpoint tensor {name!r} has shape {theirs}, the model's is {tuple(mine.shape)}.")
+        return {name: state[name].detach().to(mine.device, mine.dtype, copy=True) for name, mine in own.items()}
+
+    def at(self, state: Mapping[str, Tensor]) -> tuple["Functional", Parameters]:
+        """The task as pure functions around `state`, and the selected parameters there."""
+        fixed = {name: tensor for name, tensor in state.items() if name not in self.names}
+        return Functional(self, fixed), {name: state[name] for name in self.names}
+
+    def call(self, function: PerExample, state: Mapping[str, Tensor], batch: Batch) -> Tensor:
+        """`function(model, batch)` with the tensors of `state` swapped into the model."""
+        return functional_call(self._host, {f"model.{name}": t for name, t in state.items()}, (function, batch))  # type: ignore[no-any-return]
+
+    @contextmanager
+    def evaluating(self) -> Iterator[None]:
+        """Evaluation mode and differentiable attention for the time of a call; the caller's settings come back after.
+
+        Fused attention and the encoder's fast path have no forward-mode derivative, hence the mathematical ones.
+        """
+        modes = [(module, module.training) for module in self.model.modules()]
+        fast_path = torch.backends.mha.get_fastpath_enabled()
+        try:
+            self.model.eval()
+            torch.backends.mha.set_fastpath_enabled(False)
+            with sdpa_kernel(SDPBackend.MATH):
+                yield
+        finally:
+            torch.backends.mha.set_fastpath_enabled(fast_path)
+            for module, mode in modes:
+                module.training = mode
+
+
+@dataclass(frozen=True)
+class Functional:
+    """A task as pure functions of its selected parameters; all other tensors of the model are `fixed`."""
+
+    task: Task
+    fixed: Parameters
+
+    def losses(self, parameters: Mapping[str, Tensor], batch: Batch, count: int) -> Tensor:
+        """ℓ(θ; i) for the `count` examples of a batch, shape (count,)."""
+        values = self.task.call(self.task.loss, {**self.fixed, **parameters}, batch)
+        return _one_each(values, count, "loss", "example")
+
+    def measures(self, parameters: Mapping[str, Tensor], batch: Batch, count: int) -> Tensor:
+        """F(q; θ) for the `count` queries of a batch, shape (count,)."""
+        values = self.task.call(self.task.measure, {**self.fixed, **parameters}, batch)
+        return _one_each(values, count, "measure", "query")
+
+    def regulariser(self, parameters: Mapping[str, Tensor]) -> Tensor:
+        """r(θ), a scalar."""
+        regulariser = self.task.regulariser
+        assert regulariser is not None
+        value = self.task.call(lambda model, _: regulariser(model), {**self.fixed, **parameters}, None)
+        if value.dim() != 0:
+            raise TaskError(f"regulariser must return a scalar, got shape {tuple(value.shape)}.")
+        return value
+
+
+def _one_each(values: Tensor, count: int, what: str, unit: str) -> Tensor:
+    if isinstance(values, Tensor) and tuple(values.shape) == (count,):
+        return values
+    got = f"shape {tuple(values.shape)}" if isinstance(values, Tensor) else f"a {type(values).__name__}"
+    hint = ' (is reduction="none" missing?)' if isinstance(values, Tensor) and values.dim() == 0 else ""
+    raise TaskError(f"{what} must return one value per {unit}, shape ({count},); it returned {got}{hint}.")

@@ -1,0 +1,62 @@
+"""Dictionaries of tensors as vectors, and stacks of them (first dimension: one row per source)."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.func import vmap
+from torch.utils._pytree import tree_map
+
+from imprint.task import Parameters
+
+
+def zeros_like(parameters: Parameters, rows: int) -> Parameters:
+    """`rows` zero vectors, stacked."""
+    return {name: p.new_zeros((rows, *p.shape)) for name, p in parameters.items()}
+
+
+def repeated(parameters: Parameters, rows: int) -> Parameters:
+    """`rows` copies of one vector, stacked and writable."""
+    return {name: p.expand(rows, *p.shape).clone() for name, p in parameters.items()}
+
+
+def add_scaled_(target: Parameters, vector: Parameters, scale: float) -> None:
+    """target += scale · vector, in place; a single vector is added to every row of a stack."""
+    for name, tensor in target.items():
+        tensor.add_(vector[name], alpha=scale)
+
+
+def minus(left: Parameters, right: Parameters) -> Parameters:
+    """left − right."""
+    return {name: tensor - right[name] for name, tensor in left.items()}
+
+
+def scaled(vector: Parameters, scale: float) -> Parameters:
+    """scale · vector."""
+    return {name: tensor * scale for name, tensor in vector.items()}
+
+
+def norm(vector: Parameters) -> float:
+    """The Euclidean norm of one vector."""
+    return float(torch.stack([t.double().square().sum() for t in vector.values()]).sum().sqrt())
+
+
+def row_norms(stack: Parameters) -> Tensor:
+    """The norm of each row, shape (rows,), in float64."""
+    squares = [t.flatten(1).double().square().sum(1) for t in stack.values()]
+    return torch.stack(squares).sum(0).sqrt()
+
+
+def row(stack: Any, index: int) -> Any:
+    """Row `index` of every tensor of a tree."""
+    return tree_map(lambda t: t[index], stack)
+
+
+def over_rows(function: Callable[..., Any], *stacks: Any, vectorise: bool) -> Any:
+    """`function` applied to each row of the stacks, by `vmap` or by a plain loop; the results are stacked."""
+    if vectorise:
+        return vmap(function)(*stacks)
+    rows = next(iter(stacks[0].values())).shape[0]
+    results = [function(*(row(stack, i) for stack in stacks)) for i in range(rows)]
+    return tree_map(lambda *values: torch.stack(values), *results)
