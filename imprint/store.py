@@ -152,7 +152,7 @@ class Writer:
             write(beside)
             digest, size = _sha256(beside), beside.stat().st_size
             _sync(beside)
-            os.replace(beside, place)
+            beside.replace(place)
             _sync(place.parent)
         except (OSError, SafetensorError) as error:
             with contextlib.suppress(OSError):
