@@ -1,0 +1,78 @@
+"""The command line, `imprint`."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+import imprint
+from imprint.errors import ImprintError
+
+app = typer.Typer(
+    help="How much does each data source move this prediction? Answered with forward passes only.",
+    no_args_is_help=True,
+    rich_markup_mode="markdown",
+)
+console = Console()
+
+
+def _version(asked: bool) -> None:
+    if asked:
+        console.print(f"imprint {imprint.__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version and leave.")
+    ] = False,
+) -> None:
+    pass
+
+
+@app.command()
+def demo(
+    out: Annotated[Path, typer.Option(help="Folder for the report and its pictures.")] = Path("imprint-demo"),
+    split: Annotated[int, typer.Option(min=0, help="Which division of the digits among the contributors.")] = 0,
+    retrainings: Annotated[int, typer.Option(min=2, help="How often to retrain without each contributor.")] = 24,
+) -> None:
+    """Credit twelve contributors of handwritten digits, then check it by really removing them.
+
+    Trains a small model, simulates the imprint of every contributor, predicts what removing each of them would do to
+    held-out predictions, and retrains without each to compare. Takes about a minute on two cores and writes
+    `imprint-demo/report.html`.
+
+    Example: `imprint demo --split 3 --out runs/demo-3`
+    """
+    from imprint.demo.experiment import run
+    from imprint.demo.report import rows, statistics, write
+
+    console.print("[bold]Twelve contributors, one of whom mislabels. Who moved which prediction?[/bold]")
+    outcome = run(split, retrainings, say=lambda text: console.print(f"  {text}", style="dim"))
+    table = Table(title="Change of the mean held-out loss (nats) if the contributor were removed")
+    for column in ("contributor", "examples", "predicted", "actual", "by prediction"):
+        table.add_column(column, justify="left" if column in ("contributor", "by prediction") else "right")
+    for row in rows(outcome):
+        name = f"{row.name} (mislabels a third)" if row.mislabels else row.name
+        actual = f"{row.actual:+.4f} ± {row.error:.4f}"
+        style = "red" if row.mislabels else None
+        table.add_row(name, str(row.size), f"{row.predicted:+.4f}", actual, row.verdict, style=style)
+    console.print(table)
+    figures = Table("", "imprint", "guess by size", "ceiling", title="Predicted against actual, 95% intervals")
+    for line in statistics(outcome):
+        figures.add_row(*(text.replace("[", r"\[") for text in line))
+    console.print(figures)
+    page = write(outcome, out)
+    console.print(f"Report: [bold]{page}[/bold]")
+
+
+def main() -> None:
+    """Run the command line; errors of this library are one line, not a traceback."""
+    try:
+        app()
+    except ImprintError as error:
+        Console(stderr=True).print(f"[red]error:[/red] {error}", highlight=False)
+        raise SystemExit(1) from None

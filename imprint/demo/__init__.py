@@ -1,0 +1,1 @@
+"""The demo: contributors of handwritten digits, credited and then checked by retraining without them."""

@@ -1,0 +1,88 @@
+"""The demo's report: one self-contained page, and the table for the terminal."""
+
+import base64
+from dataclasses import dataclass
+from importlib.resources import files
+from pathlib import Path
+
+import numpy as np
+
+from imprint.demo.experiment import Outcome
+from imprint.demo.figures import draw
+from imprint.errors import MissingExtra
+from imprint.evaluation.removal import RemovalCheck
+
+
+@dataclass(frozen=True)
+class Row:
+    """One contributor in the table, effects as changes of the mean loss if it were removed."""
+
+    name: str
+    size: int
+    predicted: float
+    actual: float
+    error: float
+    mislabels: bool
+
+    @property
+    def verdict(self) -> str:
+        return "helps" if self.predicted > 0 else "harms"
+
+
+def rows(outcome: Outcome) -> list[Row]:
+    """The contributors, most helpful first by prediction."""
+    check = outcome.check
+    predicted, actual = check.predicted.mean(0), check.truth.mean(0)
+    error = check.actual.mean(1).std(0, ddof=1) / np.sqrt(len(check.actual))
+    bad = outcome.setting.mislabeller
+    table = [
+        Row(name, size, float(predicted[i]), float(actual[i]), float(error[i]), i == bad)
+        for i, (name, size) in enumerate(zip(outcome.sources.names, outcome.sources.sizes, strict=True))
+    ]
+    return sorted(table, key=lambda row: -row.predicted)
+
+
+def statistics(outcome: Outcome) -> list[tuple[str, str, str, str]]:
+    """(what, imprint, guess by size, ceiling) for the figures the demo is judged by."""
+    bad = outcome.setting.mislabeller
+    ours, sizes = outcome.check, outcome.by_size
+
+    def correlation(what: str, ours: RemovalCheck, sizes: RemovalCheck) -> tuple[str, str, str, str]:
+        return what, str(ours.correlation), str(sizes.correlation), f"{ours.ceiling:.2f}"
+
+    return [
+        correlation("correlation over contributors", ours, sizes),
+        correlation("the same without the mislabeller", ours.without(bad), sizes.without(bad)),
+        (
+            "rank correlation per query",
+            str(ours.rank_correlation),
+            str(sizes.rank_correlation),
+            f"{ours.rank_ceiling:.2f}",
+        ),
+        ("slope of actual on predicted", str(ours.slope), "–", "1.00"),
+    ]
+
+
+def write(outcome: Outcome, folder: Path) -> Path:
+    """Write report.html and its pictures; returns the page."""
+    try:
+        import jinja2
+    except ImportError as error:
+        raise MissingExtra("the report", "report") from error
+    folder.mkdir(parents=True, exist_ok=True)
+    pictures = draw(outcome, folder)
+    environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined)
+    template = environment.from_string(files("imprint.demo").joinpath("report.html.j2").read_text(encoding="utf-8"))
+    page = folder / "report.html"
+    page.write_text(
+        template.render(
+            outcome=outcome,
+            rows=rows(outcome),
+            statistics=statistics(outcome),
+            culprit=outcome.sources.names[outcome.most_harmful],
+            found=outcome.most_harmful == outcome.setting.mislabeller,
+            pictures={name: base64.b64encode(file.read_bytes()).decode() for name, file in pictures.items()},
+        ),
+        encoding="utf-8",
+    )
+    return page

@@ -1,0 +1,1 @@
+"""Checking attributions against what really happens."""

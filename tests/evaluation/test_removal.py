@@ -1,0 +1,92 @@
+"""Figures about removal effects: right on planted truths, and bounded by the noise of the truth."""
+
+import numpy as np
+import pytest
+from scipy.stats import pearsonr, spearmanr
+
+from imprint import DataError
+from imprint.evaluation.removal import Array, RemovalCheck, ceiling, mean_estimate, pearson, spearman
+
+QUERIES, SOURCES = 200, 12
+
+
+def planted(runs: int, noise: float, seed: int = 0) -> tuple[Array, Array]:
+    """True effects (queries, sources), and noisy runs of them."""
+    draw = np.random.default_rng(seed)
+    truth = draw.normal(size=SOURCES) + draw.normal(size=(QUERIES, SOURCES))
+    return truth, truth + noise * draw.normal(size=(runs, QUERIES, SOURCES))
+
+
+def test_correlations_are_those_of_scipy() -> None:
+    draw = np.random.default_rng(0)
+    x, y = draw.normal(size=20), draw.integers(0, 4, 20).astype(np.float64)  # y has ties
+    assert pearson(x, y) == pytest.approx(pearsonr(x, y)[0])
+    assert spearman(x, y) == pytest.approx(spearmanr(x, y)[0])
+
+
+def test_a_constant_side_has_no_correlation() -> None:
+    assert np.isnan(pearson(np.ones(4), np.arange(4.0)))
+
+
+def test_a_perfect_predictor_reaches_the_ceiling_per_query() -> None:
+    truth, runs = planted(runs=6, noise=1.5)
+    check = RemovalCheck(truth, runs)
+    assert check.rank_ceiling < 0.95  # the noise matters in this test
+    assert check.rank_correlation.value <= check.rank_ceiling  # an upper estimate for ranks
+    assert check.rank_correlation.value == pytest.approx(check.rank_ceiling, abs=0.05)
+
+
+def test_a_random_predictor_gets_nothing() -> None:
+    _, runs = planted(runs=6, noise=1.0)
+    random = RemovalCheck(np.random.default_rng(1).normal(size=(QUERIES, SOURCES)), runs)
+    assert random.rank_correlation.low < 0.03
+    assert abs(random.rank_correlation.value) < 0.06
+
+
+def test_the_slope_is_the_factor_by_which_effects_are_understated() -> None:
+    truth, _ = planted(runs=1, noise=0.0)
+    check = RemovalCheck(truth / 3, truth[None])
+    assert check.slope.value == pytest.approx(3.0)
+    assert check.correlation.value == pytest.approx(1.0)
+
+
+def test_identical_runs_have_a_ceiling_of_one_and_a_single_run_has_none() -> None:
+    run = np.random.default_rng(0).normal(size=(1, SOURCES))
+    assert ceiling(np.repeat(run, 3, axis=0)) == pytest.approx(1.0)
+    assert np.isnan(ceiling(run))
+
+
+def test_intervals_contain_their_value_and_shrink_with_queries() -> None:
+    truth, runs = planted(runs=4, noise=1.0)
+    many, few = RemovalCheck(truth, runs), RemovalCheck(truth[:20], runs[:, :20])
+    for check in (many, few):
+        assert check.rank_correlation.low <= check.rank_correlation.value <= check.rank_correlation.high
+    assert np.diff([many.rank_correlation.low, many.rank_correlation.high]) < np.diff(
+        [few.rank_correlation.low, few.rank_correlation.high]
+    )
+
+
+def test_a_source_can_be_left_out_and_a_guess_put_in() -> None:
+    truth, runs = planted(runs=4, noise=0.1)
+    check = RemovalCheck(truth, runs)
+    assert check.without(3).predicted.shape == (QUERIES, SOURCES - 1)
+    np.testing.assert_array_equal(check.without(3).truth, np.delete(check.truth, 3, axis=1))
+    guess = check.guessed(np.arange(12.0))
+    assert guess.correlation.value == pytest.approx(pearson(np.arange(12.0), check.truth.mean(0)))
+
+
+def test_mean_estimate_brackets_the_mean() -> None:
+    estimate = mean_estimate([1.0, 2.0, 3.0])
+    assert estimate.value == pytest.approx(2.0)
+    assert 1.0 <= estimate.low < 2.0 < estimate.high <= 3.0
+
+
+@pytest.mark.parametrize("shape", [(2, 5, 3), (2, 4, 4), (5, 4)])
+def test_shapes_that_do_not_fit_are_refused(shape: tuple[int, ...]) -> None:
+    with pytest.raises(DataError, match="expected predicted"):
+        RemovalCheck(np.zeros((5, 4)), np.zeros(shape))
+
+
+def test_effects_that_are_not_finite_are_refused() -> None:
+    with pytest.raises(DataError, match="finite"):
+        RemovalCheck(np.full((5, 4), np.nan), np.zeros((2, 5, 4)))
