@@ -70,7 +70,7 @@ class Data:
         dataset: Any,
         *,
         device: torch.device,
-        batch_size: int = 512,
+        batch_size: int = 1024,
         collate_fn: Collate | None = None,
     ) -> None:
         if batch_size < 1:

@@ -3,9 +3,11 @@
 import os
 import re
 from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from imprint.errors import PlanError
 
@@ -44,18 +46,26 @@ def tensor_bytes(tensors: Mapping[str, Tensor]) -> int:
     return sum(tensor.nbytes for tensor in tensors.values())
 
 
-def activation_bytes(function: Callable[[Mapping[str, Tensor]], Tensor], parameters: Mapping[str, Tensor]) -> int:
-    """What reverse mode keeps of one evaluation of `function` besides the parameters themselves."""
-    leaves = {name: tensor.detach().clone().requires_grad_() for name, tensor in parameters.items()}
-    known = {tensor.untyped_storage().data_ptr() for tensor in leaves.values()}
-    kept: dict[int, int] = {}
+class _Outputs(TorchDispatchMode):
+    """Adds up the sizes of all tensors that operations return."""
 
-    def pack(tensor: Tensor) -> Tensor:
-        storage = tensor.untyped_storage()
-        if storage.data_ptr() not in known:
-            kept[storage.data_ptr()] = storage.nbytes()
-        return tensor
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.total = 0
 
-    with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        function(leaves)
-    return sum(kept.values())
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for value in result if isinstance(result, tuple | list) else (result,):
+            if isinstance(value, Tensor) and not func.is_view:
+                self.total += value.nbytes
+        return result
+
+
+def activation_bytes(function: Callable[[], object]) -> int:
+    """The size of everything one evaluation of `function` computes: an upper bound of what is alive at once."""
+    outputs = _Outputs()
+    with torch.no_grad(), outputs:
+        function()
+    return outputs.total

@@ -266,7 +266,7 @@ class Reader:
             self._step = self._step or self._calibrate(batch, count)
             self.details["central_step"] = self._step
         size = tensor_bytes(base.theta)
-        live = activation_bytes(lambda theta: base.functional.measures(dict(theta), batch, count), base.theta)
+        live = activation_bytes(lambda: base.functional.measures(base.theta, batch, count))
         self._rows = max(1, min(len(self.store), self._budget // (2 * (size + live))))
         self._ready = True
 

@@ -17,7 +17,7 @@ from imprint.sources import Sources
 from imprint.task import Batch, Functional, Parameters
 from imprint.vectors import row, row_norms
 
-_RUNAWAY = 1e6  # times what a steady pull of the first step would have given by now
+_RUNAWAY = 1e3  # times what a steady pull of the first step would have given by now
 _STACKED_MEMBERS = 32  # sources up to this size are differentiated together; larger ones fill the machine alone
 
 

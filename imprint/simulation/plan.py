@@ -30,7 +30,8 @@ class Plan:
 
     engine: "tangent", the exact response along the path (forward-over-reverse); or "trajectories", the perturbed
         descents themselves, which need first derivatives only and so run on any model.
-    steps, lr: T and η of the simulated gradient descent; "auto" takes η = 1/μ_max from the measured curvature.
+    steps, lr: T and η of the simulated gradient descent; "auto" takes η = 1/μ_max of the sharpest
+        curvature met along the path.
     damping: λ, on the response only; the path itself stays that of plain training.
     weight: of a checkpoint in the mean over checkpoints; 0 skips it.
     batch_size: None for the full batch, else mini-batches drawn with `seed` and shared by all sources.

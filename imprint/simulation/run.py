@@ -16,10 +16,11 @@ from imprint.data import Collate, Data
 from imprint.errors import DataError, PlanError, SimulationError, TaskError
 from imprint.memory import activation_bytes, budget, tensor_bytes
 from imprint.progress import Advance, Progress
-from imprint.simulation.curvature import Spectrum, spectrum
+from imprint.simulation.curvature import Spectrum
 from imprint.simulation.derivatives import Weighted
 from imprint.simulation.descent import Descent
 from imprint.simulation.plan import Plan
+from imprint.simulation.step import settle, starting_curvature
 from imprint.simulation.tangent import Simulated, tangent
 from imprint.simulation.trajectories import choose_epsilon, trajectories
 from imprint.sources import Sources
@@ -41,7 +42,7 @@ def simulate(
     *,
     checkpoints: Sequence[State] | None = None,
     out: str | os.PathLike[str] | None = None,
-    batch_size: int = 512,
+    batch_size: int = 1024,
     collate_fn: Collate | None = None,
     device: torch.device | str | None = None,
     dtype: torch.dtype | None = None,
@@ -112,16 +113,26 @@ class _Prepared:
         state = states[index]
         _refuse_nonfinite(state, index, count)
         functional, theta = self.task.at(state)
-        descent = Descent(functional, theta, self.data, self.sources, self.plan, settings.steps, 1.0, settings.damping)
+        descent = Descent(
+            functional,
+            theta,
+            self.data,
+            self.sources,
+            self.plan,
+            settings.steps,
+            lr=1.0,
+            damping=settings.damping,
+            on_step=self.bar.advance,
+        )
         first = next(descent.batches())
         _refuse_loss(descent, first[0])
-        curvature = self._spectrum(descent)
-        step = curvature.step(settings.damping) if lr == "auto" else lr
+        curvature = starting_curvature(descent)
+        step, curvature = settle(descent, curvature) if lr == "auto" else (lr, curvature)
         stability = curvature.norm_of_step(step, settings.damping)
         descent = replace(descent, lr=step, advice=_advice(curvature, step, settings.damping))
         if stability > 1 + 1e-6:
             _warn_unstable(index, stability, curvature, step)
-        descent = replace(descent, vectorise=_vectorises(descent, self.plan), on_step=self.bar.advance)
+        descent = replace(descent, vectorise=_vectorises(descent, self.plan))
         rows = self._rows_at_once(descent, first[0])
         epsilon, agreement = self._epsilon(descent)
         figures = {
@@ -163,12 +174,6 @@ class _Prepared:
     def _cast(self, tensors: Parameters) -> Parameters:
         return {name: tensor.to(DTYPES[self.stored_as]) for name, tensor in tensors.items()}
 
-    def _spectrum(self, descent: Descent) -> Spectrum:
-        """Of the objective the descent will see: the full batch, or the sharpest of its first mini-batches."""
-        looks = [next(descent.batches())] if descent.is_full_batch else _first(descent, 2)
-        found = [spectrum(descent.task, descent.start, batches) for batches in looks]
-        return Spectrum(min(s.smallest for s in found), max(s.largest for s in found))
-
     def _epsilon(self, descent: Descent) -> tuple[float | None, dict[str, float]]:
         if self.plan.engine == "tangent":
             return None, {}
@@ -176,9 +181,7 @@ class _Prepared:
 
     def _rows_at_once(self, descent: Descent, part: Weighted) -> int:
         """How many sources fit the memory budget together."""
-        activations = activation_bytes(
-            lambda theta: descent.task.losses(dict(theta), part.batch, len(part)), descent.start
-        )
+        activations = activation_bytes(lambda: descent.task.losses(descent.start, part.batch, len(part)))
         each = _COPIES * (tensor_bytes(descent.start) + (activations if descent.vectorise else 0))
         each += len(self.data) * descent.dtype.itemsize  # its row of example weights
         rows = budget(self.memory, self.task.device) // (each * (2 if _is_two_sided(self.plan) else 1))
@@ -214,11 +217,6 @@ def _engine(descent: Descent, epsilon: float | None) -> Simulated:
 
 def _is_two_sided(plan: Plan) -> bool:
     return plan.engine == "trajectories" and plan.variant == "two_sided"
-
-
-def _first(descent: Descent, count: int) -> list[list[Weighted]]:
-    batches = descent.batches()
-    return [next(batches) for _ in range(min(count, descent.steps))]
 
 
 def _check_device(task: Task, device: torch.device | str | None) -> None:
@@ -272,7 +270,7 @@ def _warn_unstable(index: int, stability: float, curvature: Spectrum, lr: float)
         warnings.warn(
             f"checkpoint {index}: ‖I − ηH‖ is {stability:.3g} at lr={lr:.3g}, above 1 (curvature up to "
             f"{curvature.largest:.3g}): the descent may diverge; lr={1 / curvature.largest:.2g} would be safe.",
-            stacklevel=4,
+            stacklevel=5,
         )
     else:
         logger.info(

@@ -1,0 +1,55 @@
+"""The step size, from the curvature the descent will meet and not only from where it starts.
+
+Curvature rises along a training path, by a factor of ten from an early checkpoint. A step that suits the start then
+leaves the stable range half-way, and the response grows without bound; so the unperturbed path is walked first, at the
+cost of about one source's gradient steps, and the step follows the sharpest point on it.
+"""
+
+from dataclasses import replace
+
+from imprint.errors import SimulationError
+from imprint.simulation.curvature import Spectrum, spectrum
+from imprint.simulation.descent import Descent
+from imprint.vectors import add_scaled_
+
+_LOOKS = (1 / 16, 1 / 8, 1 / 4, 1 / 2, 1.0)  # shares of the path at which curvature is measured
+_TRIES = 6
+
+
+def starting_curvature(descent: Descent) -> Spectrum:
+    """Of the objective the descent starts with: the full batch, or the sharpest of its first two mini-batches."""
+    batches = descent.batches()
+    looks = 1 if descent.is_full_batch else min(2, descent.steps)
+    return _widest([spectrum(descent.task, descent.start, next(batches)) for _ in range(looks)])
+
+
+def settle(descent: Descent, start: Spectrum) -> tuple[float, Spectrum]:
+    """A step of 1/(μ_max + λ) for the sharpest curvature on the path it makes, and the extremes met there."""
+    met = start
+    for _ in range(_TRIES):
+        step = met.step(descent.damping)
+        along = _walk(replace(descent, lr=step))
+        if along is not None and along.largest <= 1.25 * met.largest:
+            return step, _widest([met, along])
+        met = _widest([met, along]) if along is not None else Spectrum(met.smallest, 2 * met.largest)
+    return met.step(descent.damping), met
+
+
+def _walk(descent: Descent) -> Spectrum | None:
+    """Curvature extremes along the unperturbed path; None if the path leaves the region where losses are finite."""
+    looks = {max(1, round(share * descent.steps)) for share in _LOOKS}
+    theta = {name: p.clone() for name, p in descent.start.items()}
+    found = []
+    for step, parts in enumerate(descent.batches(), start=1):
+        try:
+            add_scaled_(theta, descent.base_gradient(theta, parts, step), -descent.lr)
+            descent.on_step(0)
+            if step in looks:
+                found.append(spectrum(descent.task, theta, parts, iterations=15))
+        except SimulationError:
+            return None
+    return _widest(found)
+
+
+def _widest(spectra: list[Spectrum]) -> Spectrum:
+    return Spectrum(min(s.smallest for s in spectra), max(s.largest for s in spectra))
