@@ -1,0 +1,132 @@
+"""Milliseconds per query by readout and number of sources, beside a plain forward and merely reading the imprints.
+
+    python benchmarks/query_cost.py
+
+A 9-layer 512-wide perceptron, one query batch; imprints are random, since cost does not depend on their values. All
+times are medians of repeated calls in one process, so their ratios can be compared; the machine matters for the rest.
+"""
+
+import argparse
+import platform
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from imprint.readout import along, between, dots, forward_only, query_gradients
+from imprint.task import Parameters, Task
+from imprint.vectors import norm, row_norms
+
+WIDTH, LAYERS, CLASSES = 512, 9, 10
+
+
+@dataclass(frozen=True)
+class Case:
+    """A number of sources and a choice of layers."""
+
+    layers: str
+    globs: str | list[str]
+
+
+CASES = (Case("all layers", "*"), Case("last two layers", [f"{2 * (LAYERS - 2)}.*", f"{2 * (LAYERS - 1)}.*"]))
+
+
+def perceptron() -> nn.Module:
+    layers: list[nn.Module] = []
+    for index in range(LAYERS):
+        layers += [nn.Linear(WIDTH, WIDTH if index < LAYERS - 1 else CLASSES), nn.GELU()]
+    return nn.Sequential(*layers[:-1])
+
+
+def median_ms(function: Callable[[], object], device: torch.device, seconds: float = 0.6) -> float:
+    """The median of at least five calls, after one to warm up."""
+
+    def once() -> float:
+        start = time.perf_counter()
+        function()
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+        return 1000 * (time.perf_counter() - start)
+
+    once()
+    times = [once()]
+    while len(times) < 5 or (sum(times) < 1000 * seconds and len(times) < 200):
+        times.append(once())
+    return statistics.median(times)
+
+
+def read(imprints: Parameters) -> Tensor:
+    """Every value once, and nothing else."""
+    return torch.stack([tensor.sum() for tensor in imprints.values()])
+
+
+def costs(case: Case, sources: int, queries: int, device: torch.device) -> dict[str, float]:
+    torch.manual_seed(0)
+    model = perceptron().to(device)
+    task = Task.classifier(model, parameters=case.globs)
+    functional, theta = task.at(task.state())
+    batch = (torch.randn(queries, WIDTH, device=device), torch.randint(0, CLASSES, (queries,), device=device))
+    imprints = {name: torch.randn(sources, *p.shape, device=device) for name, p in theta.items()}
+
+    def measure(theta: Parameters) -> Tensor:
+        return functional.measures(theta, batch, queries)
+
+    step = (1e-3 * norm(theta) / row_norms(imprints)).to(next(iter(theta.values())).dtype)
+    with forward_only(task):
+        times = {
+            "forward": median_ms(lambda: measure(theta), device),
+            "reading": median_ms(lambda: read(imprints), device),
+            "jvp": median_ms(lambda: along(measure, theta, imprints, vectorise=True), device),
+            "central": median_ms(lambda: between(measure, theta, imprints, step, step, vectorise=True), device),
+            "gradient": median_ms(
+                lambda: dots(imprints, query_gradients(functional, theta, batch, queries, vectorise=True)), device
+            ),
+        }
+    return {name: value / queries for name, value in times.items()}
+
+
+def crossover(rows: list[tuple[int, dict[str, float]]]) -> str:
+    """The smallest number of sources at which a backward pass per query is cheaper than jvp."""
+    for sources, times in rows:
+        if times["gradient"] < times["jvp"]:
+            return f"gradient is cheaper than jvp from {sources} sources on"
+    return f"jvp is cheaper than gradient up to {rows[-1][0]} sources"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--sources", type=int, nargs="+", default=[1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1000])
+    parser.add_argument("--queries", type=int, nargs="+", default=[1, 8])
+    parser.add_argument("--device", default="cpu")
+    arguments = parser.parse_args()
+    device = torch.device(arguments.device)
+    where = torch.cuda.get_device_name(device) if device.type == "cuda" else f"{torch.get_num_threads()} CPU threads"
+    print(f"{where}, torch {torch.__version__}, Python {platform.python_version()}, float32")
+    at_32: dict[tuple[str, int], dict[str, float]] = {}
+    for queries in arguments.queries:
+        for case in CASES:
+            print(f"\n{case.layers}, {queries} queries at once: milliseconds per query")
+            print("| sources | forward | reading | jvp | central | gradient | jvp / reading |")
+            print("|---:|---:|---:|---:|---:|---:|---:|")
+            rows = []
+            for sources in arguments.sources:
+                times = costs(case, sources, queries, device)
+                rows.append((sources, times))
+                cells = " | ".join(
+                    f"{times[name]:.2f}" for name in ("forward", "reading", "jvp", "central", "gradient")
+                )
+                print(f"| {sources} | {cells} | {times['jvp'] / times['reading']:.2f} |", flush=True)
+                if sources == 32:
+                    at_32[case.layers, queries] = times
+            print(crossover(rows))
+    for queries in arguments.queries:
+        if ("all layers", queries) in at_32:
+            share = at_32["last two layers", queries]["jvp"] / at_32["all layers", queries]["jvp"]
+            print(f"\n32 sources, {queries} queries: jvp on the last two layers takes {share:.2f} of the time for all.")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,34 @@
+"""The examples run as they stand and show what they promise."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+EXAMPLES = Path(__file__).parent.parent / "examples"
+
+
+def run(example: str, folder: Path) -> str:
+    command = [sys.executable, str(EXAMPLES / example)]
+    return subprocess.run(command, cwd=folder, check=True, capture_output=True, text=True, timeout=300).stdout
+
+
+def test_the_careless_publisher_of_the_own_model_example_harms_every_query(tmp_path: Path) -> None:
+    lines = [line for line in run("own_model.py", tmp_path).splitlines() if line.startswith("  query")]
+    assert len(lines) == 3
+    assert all("blog -" in line for line in lines)
+
+
+def test_the_digits_example_predicts_the_sign_of_every_effect(tmp_path: Path) -> None:
+    output = run("digits.py", tmp_path)
+    rows = [line for line in output.splitlines() if "predicted" in line]
+    assert len(rows) == 4
+    for row in rows:
+        predicted, actual = (float(part.split()[1].rstrip(",")) for part in row.split(": ")[1].split(", "))
+        assert predicted * actual > 0, row
+
+
+@pytest.mark.parametrize("example", sorted(path.name for path in EXAMPLES.glob("*.py")))
+def test_every_example_is_tested_here(example: str) -> None:
+    assert f'run("{example}"' in Path(__file__).read_text()
