@@ -5,6 +5,7 @@ import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from html import escape
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypedDict, Unpack, overload
 
 import torch
@@ -161,7 +162,8 @@ class Attribution:
         order = effect.abs().argsort(descending=True)[:k].flip(0)
         helps = effect[order] * (1 if self.labels.better != "higher" else -1) >= 0
         colours = ["#2a6f97" if positive else "#c8553d" for positive in helps.tolist()]
-        ax.barh([self.labels.source_names[i] for i in order.tolist()], effect[order].tolist(), color=colours)
+        names = [self.labels.source_names[i] for i in order.tolist()]
+        ax.barh(range(len(names)), effect[order].tolist(), color=colours, tick_label=names)
         ax.axvline(0, color="0.3", linewidth=0.8)
         ax.set_xlabel(self.labels.unit)
         ax.set_title("mean over queries" if query is None else f"query {query}")
@@ -170,7 +172,10 @@ class Attribution:
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write to one .safetensors file."""
         metadata = {"imprint": json.dumps(vars(self.labels))}
-        save_file({"scores": self.scores.contiguous()}, path, metadata)
+        try:
+            save_file({"scores": self.scores.contiguous()}, path, metadata)
+        except (OSError, SafetensorError) as error:
+            raise StoreError(f"could not write {os.fspath(path)}: {error}") from error
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> "Attribution":
@@ -179,10 +184,10 @@ class Attribution:
             with safe_open(path, framework="pt") as file:
                 values = json.loads(file.metadata()["imprint"])
                 scores = file.get_tensor("scores")
+            fields: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in values.items()}
+            return cls(Labels(**fields), scores)
         except (OSError, SafetensorError, KeyError, TypeError, ValueError) as error:
             raise StoreError(f"{os.fspath(path)} is not a saved attribution: {error}") from error
-        fields: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in values.items()}
-        return cls(Labels(**fields), scores)
 
 
 @overload
@@ -217,13 +222,15 @@ def attribute(
     batches = query_batches(queries, device=task.device, batch_size=batch_size, collate_fn=collate_fn)
     reader = Reader(task, store, readout=readout, step=step, memory=memory)
     k = None if top is None else _checked_k(top, len(store))
+    _rank(torch.zeros(1), by)
     chunks = reader.chunks(batches[0][1], batches[0][0])
     bar = Progress("attributing", sum(count for count, _ in batches) * len(store), "scores", progress)
     parts: list[list[Tensor]] = [[] for _ in batches]
     best: list[tuple[Tensor, Tensor] | None] = [None for _ in batches]
+    firsts = [0, *accumulate(count for count, _ in batches)]
     for start, stop in chunks:
         for index, (count, batch) in enumerate(batches):
-            block = reader.block(start, stop, batch, count).cpu()
+            block = reader.block(start, stop, batch, count, firsts[index]).cpu()
             if k is None:
                 parts[index].append(block)
             else:

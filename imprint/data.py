@@ -61,7 +61,7 @@ def _usable(tensor: Tensor, device: torch.device) -> Tensor:
 class Data:
     """A dataset that hands out batches on a device, by index or in one fixed pass.
 
-    dataset: map-style (`len`, `[i]`), or a tuple, list or mapping of tensors with one row per example.
+    dataset: map-style (`len`, `[i]`), or a tuple or mapping of tensors with one row per example.
     batch_size: how many examples are evaluated at once; it changes memory and speed, not results.
     """
 
@@ -83,11 +83,18 @@ class Data:
         if isinstance(dataset, TensorDataset) and collate_fn is None:
             dataset = dataset.tensors
         if _is_columns(dataset):
+            if collate_fn is not None:
+                raise DataError(
+                    "columns of tensors are batches already: leave collate_fn out, or give a dataset of samples."
+                )
             lengths = sorted({len(leaf) for leaf in leaves(dataset)})
             if len(lengths) > 1:
                 raise DataError(f"columns of data must have equally many rows, got {lengths}.")
             self._columns = map_tensors(lambda t: _usable(t, device), dataset)
             self._length = lengths[0]
+        elif isinstance(dataset, Mapping):
+            wrong = next((key for key, v in dataset.items() if not isinstance(v, Tensor)), "(none)")
+            raise DataError(f"a mapping must hold tensors with one row per example; {wrong!r} is no tensor.")
         elif hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__"):
             self._length = len(dataset)
         else:
@@ -157,7 +164,7 @@ def query_batches(
 ) -> list[tuple[int, Batch]]:
     """Queries as (count, batch) pairs: a dataset cut into batches, or an iterable of batches taken as it is."""
     if _is_columns(queries) or (hasattr(queries, "__getitem__") and hasattr(queries, "__len__")):
-        if len(queries) == 0:
+        if len(queries) == 0 or (_is_columns(queries) and not any(len(leaf) for leaf in leaves(queries))):
             raise DataError("there are no queries: the set is empty.")
         data = Data(queries, device=device, batch_size=batch_size, collate_fn=collate_fn)
         return [(len(indices), batch) for indices, batch in data.batches()]

@@ -1,6 +1,12 @@
 """The errors a caller may want to catch. Their messages say what was given, what was expected and what to do."""
 
 
+def first_line(error: BaseException) -> str:
+    """The kind of an error and the first line of its message."""
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0].rstrip('.') if lines else '(no message)'}"
+
+
 class ImprintError(Exception):
     """Any error this library raises on purpose."""
 

@@ -25,7 +25,7 @@ def budget(memory: int | str | None, device: torch.device) -> int:
             return int(0.5 * torch.cuda.mem_get_info(device)[0])
         return int(0.25 * _free())
     if isinstance(memory, str):
-        match = re.fullmatch(r"\s*([\d.]+)\s*([kmgt]?i?)b?\s*", memory.lower())
+        match = re.fullmatch(r"\s*(\d+(?:\.\d*)?|\.\d+)\s*([kmgt]?i?)b?\s*", memory.lower())
         if match is None or match[2] not in _UNITS:
             raise PlanError(f'memory must be a number of bytes or a text such as "2GiB", got {memory!r}.')
         memory = int(float(match[1]) * _UNITS[match[2]])

@@ -9,7 +9,7 @@ from typing import Protocol, TextIO
 class Advance(Protocol):
     """Told how far a long computation has come."""
 
-    def __call__(self, done: int, total: int) -> None: ...
+    def __call__(self, done: int, total: int, /) -> None: ...
 
 
 class Progress:

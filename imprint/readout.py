@@ -9,6 +9,7 @@ All are functions of (F, θ, imprints) and return (sources, queries); `Reader` a
 """
 
 import logging
+import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -19,7 +20,7 @@ from torch import Tensor
 from torch.func import grad, jvp, vjp, vmap
 
 from imprint.data import is_columnar, map_tensors
-from imprint.errors import ImprintError, ReadoutError
+from imprint.errors import ImprintError, ReadoutError, first_line
 from imprint.memory import activation_bytes, budget, tensor_bytes
 from imprint.store import Store
 from imprint.task import Batch, Functional, Parameters, Task
@@ -92,7 +93,9 @@ def query_gradients(
 
 def dots(imprints: Parameters, gradients: Parameters) -> Tensor:
     """u_bᵀ g_q for all pairs, shape (sources, queries)."""
-    products = [u.flatten(1) @ gradients[name].flatten(1).T for name, u in imprints.items()]
+    products = [
+        u.reshape(len(u), -1) @ gradients[name].reshape(len(gradients[name]), -1).T for name, u in imprints.items()
+    ]
     return torch.stack(products).sum(0)
 
 
@@ -132,6 +135,8 @@ class Reader:
     ) -> None:
         if readout not in get_args(Kind):
             raise ReadoutError(f"readout {readout!r} is unknown: use one of {', '.join(get_args(Kind))}.")
+        if step is not None and not (step > 0 and math.isfinite(step)):
+            raise ReadoutError(f"step must be a positive number, got {step}.")
         store.check_task(task)
         self.task, self.store = task, store
         self.readout: Kind = readout
@@ -142,7 +147,7 @@ class Reader:
         self._reason = ""
         self._ready = False
         self._rows = 1
-        self._kept: dict[tuple[int, int], tuple[Parameters, Parameters | None]] = {}
+        self._kept: dict[tuple[int, int, int], tuple[Parameters, Parameters | None]] = {}
         self._keep_bytes = self._budget // 2
         if readout == "literal":
             self._require_pair()
@@ -164,8 +169,11 @@ class Reader:
             self._prepare(batch, count)
         return [(i, min(i + self._rows, len(self.store))) for i in range(0, len(self.store), self._rows)]
 
-    def block(self, start: int, stop: int, batch: Batch, count: int) -> Tensor:
-        """The mean over checkpoints of the scores of some sources, shape (queries, stop − start)."""
+    def block(self, start: int, stop: int, batch: Batch, count: int, first: int = 0) -> Tensor:
+        """The mean over checkpoints of the scores of some sources, shape (queries, stop − start).
+
+        `first` is the number of the batch's first query, for messages.
+        """
         with forward_only(self.task):
             self._prepare(batch, count)
             total = torch.zeros(count, stop - start, device=self.task.device, dtype=torch.float64)
@@ -175,7 +183,7 @@ class Reader:
         if not bool(total.isfinite().all()):
             query, source = (~total.isfinite()).nonzero()[0].tolist()
             raise ReadoutError(
-                f"the score of query {query} of its batch for source {self.store.source_ids[start + source]!r} is "
+                f"the score of query {first + query} for source {self.store.source_ids[start + source]!r} is "
                 f"{float(total[query, source])}: look for NaN or infinity in the query, or an undefined measurement."
             )
         return total
@@ -184,18 +192,42 @@ class Reader:
         """s(b, q_b): each source from `start` up to `stop` on the query in its own row of the batch."""
         count = stop - start
         with forward_only(self.task):
-            total = torch.zeros(count, device=self.task.device, dtype=torch.float64)
             if not is_columnar(batch, count):
                 raise ReadoutError("a diagonal readout needs batches of tensors with one row per query.")
+            self._prepare(batch, count)
+            total = torch.zeros(count, device=self.task.device, dtype=torch.float64)
             single = map_tensors(lambda t: t.unsqueeze(1), batch)
             for base in self._bases:
-                imprints, _ = self._load(base.index, start, stop)
-
-                def one(u: Parameters, sample: Batch, base: _Base = base) -> Tensor:
-                    return jvp(lambda t: base.functional.measures(t, sample, 1), (base.theta,), (u,))[1][0]  # type: ignore[no-any-return]
-
-                total += base.share * over_rows(one, imprints, single, vectorise=self._vectorise)
+                total += base.share * self._pairs(base, self._load(base.index, start, stop)[0], single)
+        if not bool(total.isfinite().all()):
+            index = int((~total.isfinite()).nonzero()[0, 0])
+            raise ReadoutError(
+                f"the self-influence of example {start + index} is {float(total[index])}: look for NaN in it."
+            )
         return total
+
+    def _pairs(self, base: _Base, imprints: Parameters, single: Batch) -> Tensor:
+        """Each imprint on the query in its own row; here `vmap` runs over the queries too, which may be refused."""
+
+        def one(u: Parameters, c: Tensor, sample: Batch) -> Tensor:
+            def measure(theta: Parameters) -> Tensor:
+                return base.functional.measures(theta, sample, 1)[0]
+
+            if self.readout == "jvp":
+                return jvp(measure, (base.theta,), (u,))[1]  # type: ignore[no-any-return]
+            higher = measure({name: t + c * u[name] for name, t in base.theta.items()})
+            return (higher - measure({name: t - c * u[name] for name, t in base.theta.items()})) / (2 * c)
+
+        c = _lengths(base.theta, imprints, self._step or 1.0)
+        if self._vectorise:
+            try:
+                return over_rows(one, imprints, c, single, vectorise=True)  # type: ignore[no-any-return]
+            except (ImprintError, torch.OutOfMemoryError):
+                raise
+            except Exception as error:
+                logger.warning("vmap does not take this model, examples are read one by one: %s", first_line(error))
+                self._vectorise = False
+        return over_rows(one, imprints, c, single, vectorise=False)  # type: ignore[no-any-return]
 
     def _read(
         self, base: _Base, imprints: Parameters, midpoints: Parameters | None, batch: Batch, count: int
@@ -233,7 +265,7 @@ class Reader:
             )
 
     def _load(self, checkpoint: int, start: int, stop: int) -> tuple[Parameters, Parameters | None]:
-        key = (checkpoint, start)
+        key = (checkpoint, start, stop)
         if key in self._kept:
             return self._kept[key]
         device = self.task.device
@@ -288,7 +320,7 @@ class Reader:
                 except (ImprintError, torch.OutOfMemoryError):
                     raise
                 except Exception as error:
-                    self._reason = f"{type(error).__name__}: {str(error).strip().splitlines()[0]}"
+                    self._reason = first_line(error)
             return False
         finally:
             self._step = step
@@ -310,12 +342,13 @@ class Reader:
                     vectorise=self._vectorise,
                 ).double()
             )
+        # a step too small for the precision moves nothing: its scores are 0, and agree with their neighbours
         gaps = [
-            float((here - below).norm() + (above - here).norm())
+            float((here - below).norm() + (above - here).norm()) / float(here.norm()) if bool(here.any()) else math.inf
             for below, here, above in zip(found, found[1:], found[2:], strict=False)
         ]
         best = min(range(len(gaps)), key=gaps.__getitem__)
-        return _RELATIVE_STEPS[best + 1]
+        return _RELATIVE_STEPS[best + 1 if math.isfinite(gaps[best]) else len(_RELATIVE_STEPS) // 2]
 
 
 def _lengths(theta: Parameters, imprints: Parameters, relative: float) -> Tensor:

@@ -11,6 +11,7 @@ import os
 import platform
 import shutil
 import tempfile
+import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
@@ -91,7 +92,9 @@ class Manifest:
 
 
 def _file(values: dict[str, Any]) -> File:
-    rows = values.get("rows")
+    rows, parts = values.get("rows"), Path(values["path"]).parts
+    if not parts or Path(values["path"]).is_absolute() or ".." in parts:
+        raise ValueError(f"{values['path']!r} is not inside the store")
     return File(values["path"], values["sha256"], values["bytes"], tuple(rows) if rows is not None else None)
 
 
@@ -113,14 +116,15 @@ class Writer:
     """Writes a store, file by file; nothing counts until `finish` has written the manifest."""
 
     def __init__(self, out: str | os.PathLike[str] | None) -> None:
-        self._temporary = tempfile.TemporaryDirectory(prefix="imprint-") if out is None else None
-        self.path = Path(self._temporary.name if self._temporary else str(out))
+        self._temporary = out is None
+        self.path = Path(tempfile.mkdtemp(prefix="imprint-") if out is None else out)
         if self.path.exists() and not self.path.is_dir():
             raise StoreError(f"{self.path} is a file: give a folder for the store.")
         if (self.path / "manifest.json").exists():
             raise StoreError(f"{self.path} already holds a store: give another folder, or delete it first.")
         if self.path.exists() and any(self.path.iterdir()):
             raise StoreError(f"{self.path} is not empty: give a new folder for the store.")
+        self._found = self.path.exists() and not self._temporary
         self.path.mkdir(parents=True, exist_ok=True)
 
     def tensors(self, name: str, tensors: Parameters, rows: tuple[int, int] | None = None) -> File:
@@ -137,12 +141,16 @@ class Writer:
         """Write the manifest, and open what is now a store."""
         text = json.dumps(manifest.to_json(), indent=1, allow_nan=False)
         self._write("manifest.json", lambda path: path.write_text(text))
-        return Store(self.path, keep=self._temporary)
+        store = Store(self.path)
+        if self._temporary:  # a temporary folder lives as long as its store
+            weakref.finalize(store, shutil.rmtree, self.path, ignore_errors=True)
+        return store
 
     def abandon(self) -> None:
         """Remove what was written, after an error."""
-        if self._temporary is None:
-            shutil.rmtree(self.path, ignore_errors=True)
+        shutil.rmtree(self.path, ignore_errors=True)
+        if self._found:
+            self.path.mkdir(exist_ok=True)
 
     def _write(self, name: str, write: Callable[[Path], object], rows: tuple[int, int] | None = None) -> File:
         place = self.path / name
@@ -167,9 +175,8 @@ class Store:
     `imprint.simulate` returns one; `Store(path)` opens one made earlier.
     """
 
-    def __init__(self, path: str | os.PathLike[str], keep: object = None) -> None:
+    def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(path)
-        self._keep = keep  # a temporary folder lives as long as its store
         self._verified: set[str] = set()
         manifest = self.path / "manifest.json"
         if not manifest.is_file():

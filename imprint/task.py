@@ -195,9 +195,25 @@ class Task:
         buffers = {name: b for name, b in self.model.named_buffers() if name in persistent}
         return {name: t.detach().clone() for name, t in {**dict(self.model.named_parameters()), **buffers}.items()}
 
+    def _aliases(self) -> dict[str, list[str]]:
+        """The other names of each tied parameter or buffer, by its first."""
+        first: dict[int, str] = {}
+        others: dict[str, list[str]] = {}
+        everything = [
+            *self.model.named_parameters(remove_duplicate=False),
+            *self.model.named_buffers(remove_duplicate=False),
+        ]
+        for name, tensor in everything:
+            if first.setdefault(id(tensor), name) != name:
+                others.setdefault(first[id(tensor)], []).append(name)
+        return others
+
     def complete(self, state: Mapping[str, Tensor]) -> Parameters:
         """A user's state dict, checked against the model and put on its device; aliases of tied weights are dropped."""
         own = self.state()
+        for first, others in self._aliases().items():  # a file keeps a tied weight under one of its names
+            found = [state[name] for name in others if name in state]
+            state = {first: found[0], **state} if found else state
         unknown = set(state) - set(own) - set(self.model.state_dict())
         missing = set(own) - set(state)
         if unknown or missing:
@@ -205,6 +221,8 @@ class Task:
             parts += [f"it has unknown {', '.join(sorted(unknown))}"] * bool(unknown)
             raise TaskError(f"a checkpoint does not fit the model: {'; '.join(parts)}.")
         for name, mine in own.items():
+            if not isinstance(state[name], Tensor):
+                raise TaskError(f"checkpoint value {name!r} is a {type(state[name]).__name__}, not a tensor.")
             if state[name].shape != mine.shape:
                 theirs = tuple(state[name].shape)
                 raise TaskError(f"checkpoint tensor {name!r} has shape {theirs}, the model's is {tuple(mine.shape)}.")

@@ -44,7 +44,7 @@ def norm(vector: Parameters) -> float:
 
 def row_norms(stack: Parameters) -> Tensor:
     """The norm of each row, shape (rows,), in float64."""
-    squares = [t.flatten(1).double().square().sum(1) for t in stack.values()]
+    squares = [t.reshape(len(t), -1).double().square().sum(1) for t in stack.values()]
     return torch.stack(squares).sum(0).sqrt()
 
 

@@ -118,23 +118,26 @@ def queries(outcome: Outcome, count: int = 6) -> "Figure":
 
     check, names = outcome.check, outcome.sources.names
     chosen = most_telling(outcome, count)
+    columns = (count + 1) // 2
     figure, axes = plt.subplots(
-        2, count, figsize=(2.25 * count, 5.4), layout="constrained", height_ratios=(1, 2.6), sharey="row"
+        4, columns, figsize=(3.6 * columns, 8.6), layout="constrained", height_ratios=(1, 2.4, 1, 2.4)
     )
     rows = np.arange(len(names))[::-1]
-    for column, query in enumerate(chosen):
-        picture, bars = axes[0, column], axes[1, column]
+    for place, query in enumerate(chosen):
+        top, column = 2 * (place // columns), place % columns
+        picture, bars = axes[top, column], axes[top + 1, column]
         picture.imshow(outcome.setting.queries[0][query].reshape(8, 8).numpy(), cmap="gray_r", interpolation="nearest")
         picture.set_axis_off()
-        picture.set_title(f"a {int(outcome.setting.queries[1][query])}", fontsize=11)
+        picture.set_title(f"a {int(outcome.setting.queries[1][query])}", fontsize=12, loc="center")
         effect = check.predicted[query]
         bars.barh(rows, effect, 0.62, color=[PREDICTED if value >= 0 else HARM for value in effect])
         bars.plot(check.truth[query], rows, "D", color=ACTUAL, markersize=4.5, markeredgecolor="white")
         bars.axvline(0, color="0.4", linewidth=0.8)
-        bars.set_yticks(rows, names)
-        bars.tick_params(axis="x", labelsize=8)
-        bars.set_xlabel(f"rank corr. {check.rank_correlations[query]:.2f}", fontsize=9)
-    axes[1, 0].get_yticklabels()[outcome.setting.mislabeller].set_color(HARM)
+        bars.set_yticks(rows, names if column == 0 else [""] * len(names))
+        bars.tick_params(axis="both", labelsize=9)
+        bars.set_xlabel(f"rank correlation {check.rank_correlations[query]:.2f}", fontsize=9)
+        if column == 0:
+            bars.get_yticklabels()[outcome.setting.mislabeller].set_color(HARM)
     figure.suptitle(
         "Change of one query's loss if the contributor were removed: bars predicted, diamonds actual", fontsize=11
     )

@@ -19,13 +19,18 @@ from imprint.task import Batch, Parameters, Task
 
 @dataclass(frozen=True, kw_only=True)
 class Training:
-    """Stochastic gradient descent with momentum and weight decay over shuffled mini-batches."""
+    """Stochastic gradient descent with momentum and weight decay over shuffled mini-batches.
+
+    drop_last: leave out an epoch's last batch if it is not full. A batch of a few examples has a noisy gradient of full
+        length, and whether there is one depends on the size of the subset: it blurs what a removal does.
+    """
 
     epochs: int
     lr: float
     batch_size: int = 64
     momentum: float = 0.0
     weight_decay: float = 0.0
+    drop_last: bool = False
 
 
 def train_together(
@@ -61,7 +66,7 @@ def train_together(
 
     gradients = vmap(grad_and_value(objective))
     for epoch in range(1, training.epochs + 1):
-        examples, weights = _epoch(subsets, shuffles, training.batch_size, next(iter(theta.values())))
+        examples, weights = _epoch(subsets, shuffles, training, next(iter(theta.values())))
         for chosen, weight in zip(examples, weights, strict=True):
             batch = map_tensors(partial(_per_model, len(seeds)), data.gather(chosen.flatten()))
             downhill, _ = gradients(theta, batch, weight)
@@ -96,15 +101,17 @@ def _initial(build: Callable[[], nn.Module], seed: int) -> nn.Module:
 
 
 def _epoch(
-    subsets: Sequence[Tensor], shuffles: Sequence[torch.Generator], size: int, like: Tensor
+    subsets: Sequence[Tensor], shuffles: Sequence[torch.Generator], training: Training, like: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Shuffled mini-batches of every model, shape (steps, models, size), and weights that average over each batch."""
-    steps = max(-(-len(subset) // size) for subset in subsets)
+    size = training.batch_size
+    steps = max(len(subset) // size if training.drop_last else -(-len(subset) // size) for subset in subsets)
     examples = torch.zeros(len(subsets), steps * size, dtype=torch.int64)
     present = torch.zeros(len(subsets), steps * size, dtype=like.dtype)
     for model, (subset, shuffle) in enumerate(zip(subsets, shuffles, strict=True)):
-        examples[model, : len(subset)] = subset[torch.randperm(len(subset), generator=shuffle)]
-        present[model, : len(subset)] = 1
+        seen = len(subset) - (len(subset) % size if training.drop_last else 0)
+        examples[model, :seen] = subset[torch.randperm(len(subset), generator=shuffle)[:seen]]
+        present[model, :seen] = 1
     examples = examples.reshape(len(subsets), steps, size).transpose(0, 1)
     present = present.reshape(len(subsets), steps, size).transpose(0, 1)
     weights = present / present.sum(2, keepdim=True).clamp(min=1)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from imprint.errors import SimulationError
+from imprint.errors import SimulationError, first_line
 from imprint.simulation.derivatives import Weighted, gradient, hessian_product, regulariser_gradient
 from imprint.task import Functional, Parameters
 from imprint.vectors import norm
@@ -100,7 +100,9 @@ def _forward_mode_works(task: Functional, theta: Parameters, batches: list[Weigh
     except torch.OutOfMemoryError:
         raise
     except (RuntimeError, NotImplementedError, ValueError) as error:
-        logger.warning("curvature is measured by differences of gradients: forward mode fails here (%s)", error)
+        logger.warning(
+            "curvature is measured by differences of gradients: forward mode fails here (%s)", first_line(error)
+        )
         return False
     return True
 
@@ -111,9 +113,9 @@ def _by_difference(task: Functional, theta: Parameters, batches: list[Weighted],
 
     def total(sign: float) -> Parameters:
         at = {name: p + sign * step * v[name] for name, p in theta.items()}
-        parts = [gradient(task, at, part.weights, part.batch)[0] for part in batches]
+        parts = [gradient(task, at, part.weights, part.batch, plain=True)[0] for part in batches]
         if task.task.regulariser is not None:
-            parts.append(regulariser_gradient(task, at))
+            parts.append(regulariser_gradient(task, at, plain=True))
         return {name: sum((part[name] for part in parts[1:]), parts[0][name]) for name in at}
 
     up, down = total(1.0), total(-1.0)

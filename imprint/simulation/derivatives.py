@@ -4,9 +4,10 @@ The objective is Σ_i c_i ℓ(θ; i) + r(θ), with c_i = 1/N for plain training.
 forward derivative of that gradient in (θ, c) along (v, d) is H v + Σ_i d_i ∇ℓ_i, which moves the response.
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 from torch.func import grad, jvp
 
@@ -25,14 +26,29 @@ class Weighted:
         return len(self.examples)
 
 
-def gradient(task: Functional, theta: Parameters, weights: Tensor, batch: Batch) -> tuple[Parameters, Tensor]:
-    """∇_θ Σ_i c_i ℓ(θ; i), and the losses ℓ(θ; i)."""
+def gradient(
+    task: Functional, theta: Parameters, weights: Tensor, batch: Batch, *, plain: bool = False
+) -> tuple[Parameters, Tensor]:
+    """∇_θ Σ_i c_i ℓ(θ; i), and the losses ℓ(θ; i); `plain` by autograd itself, which takes what torch.func refuses."""
 
     def objective(theta: Parameters) -> tuple[Tensor, Tensor]:
         losses = task.losses(theta, batch, len(weights))
         return (weights * losses).sum(), losses
 
+    if plain:
+        return _plain_gradient(objective, theta)
     return grad(objective, has_aux=True)(theta)  # type: ignore[no-any-return]
+
+
+def _plain_gradient(
+    objective: Callable[[Parameters], tuple[Tensor, Tensor]], theta: Parameters
+) -> tuple[Parameters, Tensor]:
+    """The gradient of the first result by autograd itself, and the second result."""
+    with torch.enable_grad():
+        leaves = {name: tensor.detach().requires_grad_() for name, tensor in theta.items()}
+        total, beside = objective(leaves)
+        slopes = torch.autograd.grad(total, list(leaves.values()), allow_unused=True, materialize_grads=True)
+    return dict(zip(leaves, slopes, strict=True)), beside.detach()
 
 
 def gradient_along(
@@ -46,8 +62,10 @@ def gradient_along(
     return jvp(only_gradient, (theta, weights), (v, d))[1]  # type: ignore[no-any-return]
 
 
-def regulariser_gradient(task: Functional, theta: Parameters) -> Parameters:
+def regulariser_gradient(task: Functional, theta: Parameters, *, plain: bool = False) -> Parameters:
     """∇r(θ)."""
+    if plain:
+        return _plain_gradient(lambda theta: (value := task.regulariser(theta), value), theta)[0]
     return grad(task.regulariser)(theta)  # type: ignore[no-any-return]
 
 

@@ -81,21 +81,37 @@ class Descent:
         """∇L(θ) on the batches of a step; a loss that is not finite stops the simulation."""
         total = {name: torch.zeros_like(p) for name, p in theta.items()}
         for part in parts:
-            piece, losses = gradient(self.task, theta, part.weights, part.batch)
+            piece, losses = gradient(self.task, theta, part.weights, part.batch, plain=True)
             if not bool(losses.isfinite().all()):
-                self._refuse_losses(losses, part.examples, step)
+                self.refuse_losses(losses, part.examples, step)
             for name, tensor in piece.items():
                 total[name] += tensor
         if self.task.task.regulariser is not None:
-            for name, tensor in regulariser_gradient(self.task, theta).items():
+            for name, tensor in regulariser_gradient(self.task, theta, plain=True).items():
                 total[name] += tensor
         return total
 
-    def _refuse_losses(self, losses: Tensor, examples: Tensor, step: int) -> None:
+    def refuse_gradients(self, parts: list[Weighted]) -> None:
+        """Name the example whose gradient is not finite."""
+        for part in parts:
+            for position, example in enumerate(part.examples.tolist()):
+                batch = self.data.gather(torch.tensor([example]))
+                slope = gradient(self.task, self.start, part.weights[position : position + 1], batch, plain=True)[0]
+                bad = next((n for n, t in slope.items() if not bool(t.isfinite().all())), None)
+                if bad is not None:
+                    raise SimulationError(
+                        f"the gradient of training example {example}{self._owner(example)} is not finite at step 0, "
+                        f"first in parameter {bad!r}: the loss has no derivative there."
+                    )
+
+    def _owner(self, example: int) -> str:
+        owners = [i for i, m in zip(self.sources.ids, self.sources.members, strict=True) if example in m]
+        return f" (source {owners[0]!r})" if owners else ""
+
+    def refuse_losses(self, losses: Tensor, examples: Tensor, step: int) -> None:
         position = int((~losses.isfinite()).nonzero()[0, 0])
         example, value = int(examples[position]), float(losses[position])
-        owners = [i for i, m in zip(self.sources.ids, self.sources.members, strict=True) if example in m]
-        of_source = f" (source {owners[0]!r})" if owners else ""
+        of_source = self._owner(example)
         if step == 0:
             reason = "look for NaN or infinity in that example, or a loss that is undefined there"
         else:
@@ -118,7 +134,7 @@ class Descent:
             total = {name: torch.zeros_like(p) for name, p in at.items()}
             for piece in torch.split(chosen, self.data.batch_size):
                 weights = torch.full((len(piece),), scale, dtype=self.dtype, device=self.data.device)
-                for name, tensor in gradient(self.task, at, weights, self.data.gather(piece))[0].items():
+                for name, tensor in gradient(self.task, at, weights, self.data.gather(piece), plain=True)[0].items():
                     total[name] += tensor
             rows.append(total)
         return {name: torch.stack([total[name] for total in rows]) for name in theta}

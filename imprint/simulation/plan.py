@@ -62,7 +62,7 @@ class Plan:
         _one_of("engine", self.engine, get_args(Engine))
         _one_of("variant", self.variant, get_args(Variant))
         for steps in _each(self.steps):
-            _require(isinstance(steps, int) and steps >= 1, "steps", steps, "a whole number of at least 1")
+            _require(_whole(steps) and steps >= 1, "steps", steps, "a whole number of at least 1")
         for lr in _each(self.lr):
             _require(lr == "auto" or _number(lr, above=0), "lr", lr, 'a positive number or "auto"')
         for damping in _each(self.damping):
@@ -72,8 +72,8 @@ class Plan:
         _require(any(_each(self.weight)), "weight", self.weight, "positive for at least one checkpoint")
         for field in ("batch_size", "source_sample"):
             size = getattr(self, field)
-            _require(size is None or (isinstance(size, int) and size >= 1), field, size, "None or at least 1")
-        _require(isinstance(self.seed, int), "seed", self.seed, "a whole number")
+            _require(size is None or (_whole(size) and size >= 1), field, size, "None or at least 1")
+        _require(_whole(self.seed), "seed", self.seed, "a whole number")
         _require(
             self.epsilon == "auto" or _number(self.epsilon, above=0),
             "epsilon",
@@ -86,6 +86,12 @@ class Plan:
             for field in ("variant", "epsilon", "accept_drift", "keep_pair"):
                 if getattr(self, field) != getattr(type(self), field):
                     raise PlanError(f'{field} belongs to engine="trajectories"; the tangent engine has no such thing.')
+        if self.keep_pair and self.variant != "two_sided":
+            raise PlanError(
+                f'keep_pair belongs to variant="two_sided": a {self.variant} imprint holds its pair already.'
+            )
+        if self.accept_drift and self.variant != "mirrored":
+            raise PlanError('accept_drift belongs to variant="mirrored": the others are right with drift.')
         lengths = {name: len(value) for name, value in vars(self).items() if isinstance(value, tuple)}
         if len(set(lengths.values())) > 1:
             raise PlanError(f"settings per checkpoint must be equally many, got {lengths}.")
@@ -120,6 +126,10 @@ class Plan:
 
 def _each(value: Any) -> tuple[Any, ...]:
     return value if isinstance(value, tuple) else (value,)
+
+
+def _whole(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
 
 
 def _number(value: Any, above: float | None = None) -> bool:

@@ -9,11 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
 from imprint.data import Collate, Data
-from imprint.errors import DataError, PlanError, SimulationError, TaskError
+from imprint.errors import DataError, PlanError, SimulationError, TaskError, first_line
 from imprint.memory import activation_bytes, budget, tensor_bytes
 from imprint.progress import Advance, Progress
 from imprint.simulation.curvature import Spectrum
@@ -34,6 +35,7 @@ State = Mapping[str, Tensor] | str | os.PathLike[str]
 _COPIES = 6  # vectors of one source alive at once in a step: response, its change, and the temporaries of both modes
 
 
+@torch.inference_mode(False)
 def simulate(
     task: Task,
     data: Any,
@@ -125,14 +127,14 @@ class _Prepared:
             on_step=self.bar.advance,
         )
         first = next(descent.batches())
-        _refuse_loss(descent, first[0])
+        _refuse_loss(descent, first)
+        descent = replace(descent, vectorise=_vectorises(descent, self.plan))
         curvature = starting_curvature(descent)
         step, curvature = settle(descent, curvature) if lr == "auto" else (lr, curvature)
         stability = curvature.norm_of_step(step, settings.damping)
         descent = replace(descent, lr=step, advice=_advice(curvature, step, settings.damping))
         if stability > 1 + 1e-6:
             _warn_unstable(index, stability, curvature, step)
-        descent = replace(descent, vectorise=_vectorises(descent, self.plan))
         rows = self._rows_at_once(descent, first[0])
         epsilon, agreement = self._epsilon(descent)
         figures = {
@@ -194,6 +196,8 @@ class _States:
     """The checkpoints as complete states on the model's device, each read when it is its turn."""
 
     def __init__(self, task: Task, checkpoints: Sequence[State] | None) -> None:
+        if isinstance(checkpoints, Mapping | str | os.PathLike):
+            raise PlanError("checkpoints must be a list: for one checkpoint, give a list of one.")
         if checkpoints is not None and len(checkpoints) == 0:
             raise PlanError("checkpoints is empty: leave it out to take the model as it is.")
         self._task = task
@@ -207,7 +211,10 @@ class _States:
         if isinstance(given, str | os.PathLike):
             if not Path(given).is_file():
                 raise TaskError(f"checkpoint file {given} does not exist.")
-            given = load_file(given)
+            try:
+                given = load_file(given)
+            except (OSError, SafetensorError) as error:
+                raise TaskError(f"checkpoint file {given} cannot be read as safetensors: {error}") from error
         return self._task.complete(given)
 
 
@@ -222,7 +229,10 @@ def _is_two_sided(plan: Plan) -> bool:
 def _check_device(task: Task, device: torch.device | str | None) -> None:
     if device is None:
         return
-    asked, has = torch.device(device), task.device
+    try:
+        asked, has = torch.device(device), task.device
+    except RuntimeError as error:
+        raise TaskError(f"device={device!r} is no device: {first_line(error)}") from error
     if asked.type != has.type or (asked.index is not None and asked.index != has.index):
         raise TaskError(f"device={str(asked)!r} was asked for, but the model is on {str(has)!r}: move the model there.")
 
@@ -244,15 +254,35 @@ def _refuse_nonfinite(state: Parameters, index: int, count: int) -> None:
             raise SimulationError(f"parameter or buffer {name!r} of {where} holds NaN or infinity.")
 
 
-def _refuse_loss(descent: Descent, part: Weighted) -> None:
-    """Run the loss once, plainly, so that an error of its own shows as such."""
+def _refuse_loss(descent: Descent, parts: list[Weighted]) -> None:
+    """Run what the user gave once, plainly, so that an error of its own shows as such; then its gradient."""
+    with torch.no_grad():
+        for part in parts:
+            losses = _own(
+                "loss function failed on the first batch", descent.task.losses, descent.start, part.batch, len(part)
+            )
+            if not bool(losses.isfinite().all()):
+                descent.refuse_losses(losses, part.examples, 0)
+        if descent.task.task.regulariser is not None:
+            _own("regulariser failed", descent.task.regulariser, descent.start)
     try:
-        with torch.no_grad():
-            descent.task.losses(descent.start, part.batch, len(part))
+        slope = descent.base_gradient(descent.start, parts, 0)
+    except (TaskError, DataError, SimulationError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:
+        raise TaskError(f"the {descent.plan.engine} engine cannot differentiate this model: {error}") from error
+    if not all(bool(tensor.isfinite().all()) for tensor in slope.values()):
+        descent.refuse_gradients(parts)
+
+
+def _own(what: str, call: Callable[..., Tensor], *given: Any) -> Tensor:
+    """The user's own function, whose errors are told as such."""
+    try:
+        return call(*given)
     except (TaskError, DataError):
         raise
     except Exception as error:
-        raise TaskError(f"the loss function failed on the first batch: {type(error).__name__}: {error}") from error
+        raise TaskError(f"the {what}: {type(error).__name__}: {error}") from error
 
 
 def _advice(curvature: Spectrum, lr: float, damping: float) -> str:
@@ -282,7 +312,7 @@ def _vectorises(descent: Descent, plan: Plan) -> bool:
     """Whether `vmap` takes this model; otherwise sources are simulated in a loop, and the reason is logged."""
     few = descent.sources.rows(0, min(2, len(descent.sources)))
     trial = replace(descent, sources=few, steps=1, on_step=lambda rows: None)
-    trial = replace(trial, plan=replace(plan, accept_drift=plan.engine == "trajectories"))
+    trial = replace(trial, plan=replace(plan, accept_drift=plan.variant == "mirrored"))
     epsilon = None if plan.engine == "tangent" else 1.0
     reason = _failure(lambda: _engine(replace(trial, vectorise=True), epsilon))
     if reason is None:
@@ -290,7 +320,7 @@ def _vectorises(descent: Descent, plan: Plan) -> bool:
     alone = _failure(lambda: _engine(replace(trial, vectorise=False), epsilon))
     if alone is not None:
         hint = ' engine="trajectories" needs first derivatives only.' if plan.engine == "tangent" else ""
-        raise TaskError(f"the {plan.engine} engine cannot differentiate this model: {alone}.{hint}")
+        raise TaskError(f"the {plan.engine} engine cannot differentiate this model: {alone.rstrip('.')}.{hint}")
     logger.warning("vmap does not take this model, sources are simulated one by one: %s", reason)
     return False
 
@@ -302,5 +332,5 @@ def _failure(attempt: Callable[[], object]) -> str | None:
     except (SimulationError, TaskError, DataError, torch.OutOfMemoryError):
         raise
     except Exception as error:
-        return f"{type(error).__name__}: {str(error).strip().splitlines()[0]}"
+        return first_line(error)
     return None

@@ -88,11 +88,15 @@ def _gradients(descent: Descent, theta: Parameters, parts: list[Weighted], extra
             weights = weights + extra[index]
 
         def one(theta: Parameters, weights: Tensor, part: Weighted = part) -> Parameters:
-            return gradient(descent.task, theta, weights, part.batch)[0]
+            return gradient(descent.task, theta, weights, part.batch, plain=not descent.vectorise)[0]
 
         add_scaled_(total, over_rows(one, theta, weights, vectorise=descent.vectorise), 1.0)
     if descent.task.task.regulariser is not None:
-        pull = over_rows(lambda t: regulariser_gradient(descent.task, t), theta, vectorise=descent.vectorise)
+        pull = over_rows(
+            lambda t: regulariser_gradient(descent.task, t, plain=not descent.vectorise),
+            theta,
+            vectorise=descent.vectorise,
+        )
         add_scaled_(total, pull, 1.0)
     return total
 

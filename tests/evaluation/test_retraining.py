@@ -1,5 +1,8 @@
 """Many models trained as one computation are the models a plain loop would have trained."""
 
+from dataclasses import replace
+
+import pytest
 import torch
 from torch import Tensor, nn
 
@@ -21,7 +24,7 @@ def data() -> tuple[Tensor, Tensor]:
     return torch.randn(30, 4, dtype=torch.float64), torch.randint(0, 3, (30,))
 
 
-def train_alone(x: Tensor, y: Tensor, subset: Tensor, seed: int) -> nn.Module:
+def train_alone(x: Tensor, y: Tensor, subset: Tensor, seed: int, drop_last: bool) -> nn.Module:
     """The same training with torch's own optimiser, one model at a time."""
     with torch.random.fork_rng():
         torch.manual_seed(seed)
@@ -30,23 +33,24 @@ def train_alone(x: Tensor, y: Tensor, subset: Tensor, seed: int) -> nn.Module:
     order = torch.Generator().manual_seed(seed)
     for _ in range(TRAINING.epochs):
         for batch in subset[torch.randperm(len(subset), generator=order)].split(TRAINING.batch_size):
+            if drop_last and len(batch) < TRAINING.batch_size:
+                continue
             optimiser.zero_grad()
             nn.functional.cross_entropy(model(x[batch]), y[batch]).backward()
             optimiser.step()
     return model
 
 
-def test_models_trained_together_are_those_trained_alone() -> None:
+@pytest.mark.parametrize("drop_last", [False, True])
+def test_models_trained_together_are_those_trained_alone(drop_last: bool) -> None:
     x, y = data()
-    together = train_together(
-        build, Task.classifier, Data((x, y), device=torch.device("cpu")), SUBSETS, SEEDS, TRAINING
-    )
+    inputs = Data((x, y), device=torch.device("cpu"))
+    training = replace(TRAINING, drop_last=drop_last)
+    together = train_together(build, Task.classifier, inputs, SUBSETS, SEEDS, training)[TRAINING.epochs]
     for index, (subset, seed) in enumerate(zip(SUBSETS, SEEDS, strict=True)):
-        alone = train_alone(x, y, subset, seed)
+        alone = train_alone(x, y, subset, seed, drop_last)
         for name, parameter in alone.named_parameters():
-            torch.testing.assert_close(
-                together[TRAINING.epochs][name][index], parameter.detach(), rtol=1e-9, atol=1e-12
-            )
+            torch.testing.assert_close(together[name][index], parameter.detach(), rtol=1e-9, atol=1e-12)
 
 
 def test_measurements_of_a_stack_are_those_of_its_models() -> None:
@@ -59,7 +63,7 @@ def test_measurements_of_a_stack_are_those_of_its_models() -> None:
 
 
 def test_recorded_epochs_are_states_on_the_way() -> None:
-    short = Training(**{**vars(TRAINING), "epochs": 2})
+    short = replace(TRAINING, epochs=2)
     inputs = Data(data(), device=torch.device("cpu"))
     whole = train_together(build, Task.classifier, inputs, SUBSETS, SEEDS, TRAINING, record=(2,))
     part = train_together(build, Task.classifier, inputs, SUBSETS, SEEDS, short)

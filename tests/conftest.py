@@ -1,0 +1,28 @@
+"""What every test starts from: one thread, one seed, and examples that hypothesis draws the same way each time."""
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+try:
+    from hypothesis import settings
+except ImportError:  # the zoo also runs where there is only torch and pytest
+    pass
+else:
+    settings.register_profile("repeatable", derandomize=True, deadline=None, max_examples=50)
+    settings.load_profile("repeatable")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def one_thread() -> Iterator[None]:
+    """The tensors of the tests are tiny: a second thread only waits, for long on a busy machine."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture(autouse=True)
+def one_seed() -> None:
+    torch.manual_seed(0)

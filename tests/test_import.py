@@ -1,0 +1,84 @@
+"""What importing costs, and which way the modules depend on each other."""
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import imprint
+
+PACKAGE = Path(imprint.__file__).parent
+CORE = ("errors", "progress", "memory", "task", "sources", "data", "vectors", "simulation", "store", "readout")
+LAYERS = {
+    "errors": (),
+    "progress": (),
+    "memory": ("errors",),
+    "task": ("errors",),
+    "sources": ("errors",),
+    "data": ("errors", "task"),
+    "vectors": ("task",),
+    "simulation": ("errors", "progress", "memory", "task", "sources", "data", "vectors", "store"),
+    "store": ("errors", "task", "sources", "simulation.plan"),
+    "readout": ("errors", "memory", "task", "data", "vectors", "store"),
+    "attribution": ("errors", "progress", "task", "data", "store", "readout"),
+}
+"""What each module may import. Only `simulation.run` writes stores, and only `simulation.plan` is read by them."""
+
+
+def _loaded(statement: str) -> set[str]:
+    """Names of the top-level modules that are loaded after a statement, in an interpreter of its own."""
+    show = "import sys; print(*sorted({name.split('.')[0] for name in sys.modules}))"
+    command = [sys.executable, "-c", f"{statement}\n{show}"]
+    return set(subprocess.run(command, capture_output=True, text=True, check=True).stdout.split())
+
+
+def test_importing_needs_torch_numpy_and_safetensors_only() -> None:
+    given = _loaded("import torch, numpy, safetensors.torch")
+    assert {"torch", "numpy", "safetensors"} <= given
+    added = _loaded("import imprint") - given - set(sys.stdlib_module_names)
+    assert added == {"imprint"}
+
+
+def _imports(path: Path) -> set[str]:
+    """Modules of this package that a file imports, relative to the package."""
+    found: set[str] = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path.name} imports relatively"
+            found.add(node.module or "")
+        elif isinstance(node, ast.Import):
+            found.update(alias.name for alias in node.names)
+    return {name.removeprefix("imprint.") for name in found if name.startswith("imprint")}
+
+
+def _files(module: str) -> list[Path]:
+    folder = PACKAGE / module
+    return sorted(folder.rglob("*.py")) if folder.is_dir() else [PACKAGE / f"{module}.py"]
+
+
+@pytest.mark.parametrize("module", LAYERS)
+def test_dependencies_point_along_the_data_flow(module: str) -> None:
+    allowed = (module, *LAYERS[module])
+    for path in _files(module):
+        for name in _imports(path):
+            assert name.startswith(tuple(allowed)), f"{path.relative_to(PACKAGE)} imports imprint.{name}"
+
+
+def test_only_the_run_writes_stores() -> None:
+    writers = {path.name for path in _files("simulation") if "store" in _imports(path)}
+    assert writers == {"run.py"}
+
+
+def test_the_core_knows_nothing_of_what_is_built_on_it() -> None:
+    for module in CORE:
+        for path in _files(module):
+            later = {name for name in _imports(path) if name.split(".")[0] not in CORE}
+            assert not later, f"{path.relative_to(PACKAGE)} imports {later}"
+
+
+def test_everything_public_is_there() -> None:
+    assert sorted(imprint.__all__) == list(imprint.__all__)
+    assert all(hasattr(imprint, name) for name in imprint.__all__)
+    assert imprint.__version__.count(".") == 2
