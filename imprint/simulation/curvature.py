@@ -46,7 +46,7 @@ def lanczos(product: Callable[[Tensor], Tensor], start: Tensor, iterations: int,
     diagonal: list[float] = []
     off_diagonal: list[float] = []
     found = Spectrum(0.0, 0.0)
-    for iteration in range(min(iterations, len(start))):
+    for _ in range(min(iterations, len(start))):
         image = product(basis[-1])
         diagonal.append(float(image @ basis[-1]))
         for _ in range(2):  # twice is enough for orthogonality to rounding
@@ -58,12 +58,12 @@ def lanczos(product: Callable[[Tensor], Tensor], start: Tensor, iterations: int,
             matrix += torch.diag(beside, 1) + torch.diag(beside, -1)
         if not bool(matrix.isfinite().all()):
             raise SimulationError("the curvature is not finite: look for NaN or infinity in the data or the weights.")
-        values = torch.linalg.eigvalsh(matrix)
-        before, found = found, Spectrum(float(values[0]), float(values[-1]))
+        values, vectors = torch.linalg.eigh(matrix)
+        found = Spectrum(float(values[0]), float(values[-1]))
         scale = max(abs(found.smallest), abs(found.largest))
-        change = max(abs(found.smallest - before.smallest), abs(found.largest - before.largest))
         remaining = float(image.norm())
-        if remaining <= 1e-10 * max(scale, 1e-30) or (iteration >= 8 and change <= tolerance * scale):
+        residual = remaining * float(vectors[-1, [0, -1]].abs().max())  # of the two extreme Ritz pairs
+        if remaining <= 1e-10 * max(scale, 1e-30) or residual <= tolerance * scale:
             break
         off_diagonal.append(remaining)
         basis.append(image / remaining)
@@ -109,7 +109,7 @@ def _forward_mode_works(task: Functional, theta: Parameters, batches: list[Weigh
 
 def _by_difference(task: Functional, theta: Parameters, batches: list[Weighted], v: Parameters) -> Parameters:
     """H v from two gradients, for models without forward-mode rules."""
-    step = _DIFFERENCE * norm(theta) / norm(v)
+    step = _DIFFERENCE * (norm(theta) or 1.0) / norm(v)
 
     def total(sign: float) -> Parameters:
         at = {name: p + sign * step * v[name] for name, p in theta.items()}

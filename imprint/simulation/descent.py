@@ -17,7 +17,8 @@ from imprint.sources import Sources
 from imprint.task import Batch, Functional, Parameters
 from imprint.vectors import row, row_norms
 
-_RUNAWAY = 1e3  # times what a steady pull of the first step would have given by now
+_RUNAWAY = 1e3  # times what a steady pull, as strong as at the beginning, would have given by now
+_BEGINNING = 3  # steps in which the pull of a source shows
 _STACKED_MEMBERS = 32  # sources up to this size are differentiated together; larger ones fill the machine alone
 
 
@@ -124,6 +125,8 @@ class Descent:
         `theta` is shared by all sources, or has a row for each (`per_row`).
         """
         members = [self._members(index, step) for index in range(len(self.sources))]
+        if per_row:  # the lighter side of a pair has the same sources, and the same samples of them, again
+            members *= next(iter(theta.values())).shape[0] // len(members)
         if self.vectorise and max(len(chosen) for chosen, _ in members) <= _STACKED_MEMBERS:
             stacked = self._stacked_gradients(theta, members, per_row)
             if stacked is not None:
@@ -176,7 +179,7 @@ class Watch:
     def __init__(self, sources: Sources, advice: str) -> None:
         self.sources = sources
         self.advice = advice
-        self._pull = 0.0
+        self._pull: Tensor | None = None  # of each source: the largest displacement per step at the beginning
 
     def __call__(self, responses: Parameters, step: int) -> None:
         norms = row_norms(responses)
@@ -188,12 +191,15 @@ class Watch:
                 f"the imprint of source {self.sources.ids[index]!r} is not finite at step {step}, first in "
                 f"parameter {bad!r}: {self._cause(step)}"
             )
-        self._pull = self._pull or largest
-        if largest > _RUNAWAY * (step + 1) * self._pull > 0:
-            index = int(norms.argmax())
+        steady = norms / (step + 1)
+        if self._pull is None or step < _BEGINNING:
+            self._pull = steady if self._pull is None else torch.maximum(self._pull, steady)
+        growth = torch.where(self._pull > 0, steady / self._pull, 0.0)
+        if float(growth.max()) > _RUNAWAY:
+            index = int(growth.argmax())
             raise SimulationError(
-                f"the imprint of source {self.sources.ids[index]!r} runs away: its norm is {largest:.3g} at step "
-                f"{step}, {largest / self._pull:.1g} times that of the first step. {self.advice}"
+                f"the imprint of source {self.sources.ids[index]!r} runs away: its norm is {float(norms[index]):.3g} "
+                f"at step {step}, {float(growth[index]):.1g} times what its first steps led to expect. {self.advice}"
             )
 
     def _cause(self, step: int) -> str:

@@ -134,7 +134,7 @@ class _Prepared:
         stability = curvature.norm_of_step(step, settings.damping)
         descent = replace(descent, lr=step, advice=_advice(curvature, step, settings.damping))
         if stability > 1 + 1e-6:
-            _warn_unstable(index, stability, curvature, step)
+            _warn_unstable(index, stability, curvature, step, settings.damping)
         rows = self._rows_at_once(descent, first[0])
         epsilon, agreement = self._epsilon(descent)
         figures = {
@@ -295,11 +295,12 @@ def _advice(curvature: Spectrum, lr: float, damping: float) -> str:
     )
 
 
-def _warn_unstable(index: int, stability: float, curvature: Spectrum, lr: float) -> None:
-    if lr * curvature.largest > 2:
+def _warn_unstable(index: int, stability: float, curvature: Spectrum, lr: float, damping: float) -> None:
+    if lr * (curvature.largest + damping) > 2:
         warnings.warn(
             f"checkpoint {index}: ‖I − ηH‖ is {stability:.3g} at lr={lr:.3g}, above 1 (curvature up to "
-            f"{curvature.largest:.3g}): the descent may diverge; lr={1 / curvature.largest:.2g} would be safe.",
+            f"{curvature.largest:.3g}): the descent may diverge; "
+            f"lr={1 / (curvature.largest + damping):.2g} would be safe.",
             stacklevel=5,
         )
     else:

@@ -25,14 +25,17 @@ def starting_curvature(descent: Descent) -> Spectrum:
 
 def settle(descent: Descent, start: Spectrum) -> tuple[float, Spectrum]:
     """A step of 1/(μ_max + λ) for the sharpest curvature on the path it makes, and the extremes met there."""
-    met = start
+    assumed = start
     for _ in range(_TRIES):
-        step = met.step(descent.damping)
+        step = assumed.step(descent.damping)
         along = _walk(replace(descent, lr=step))
-        if along is not None and along.largest <= 1.25 * met.largest:
-            return step, _widest([met, along])
-        met = _widest([met, along]) if along is not None else Spectrum(met.smallest, 2 * met.largest)
-    return met.step(descent.damping), met
+        if along is None:  # not even the unperturbed path holds at this step
+            assumed = Spectrum(assumed.smallest, 2 * assumed.largest)
+        elif along.largest <= 1.25 * assumed.largest:
+            return step, _widest([start, along])
+        else:
+            assumed = _widest([assumed, along])
+    return assumed.step(descent.damping), assumed
 
 
 def _walk(descent: Descent) -> Spectrum | None:

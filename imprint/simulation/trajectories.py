@@ -31,13 +31,12 @@ def trajectories(descent: Descent, epsilon: float) -> Simulated:
     two_sided = variant == "two_sided"
     signs = [1.0] * rows + ([-1.0] * rows if two_sided else [])
     if two_sided:
-        doubled = _twice(descent.sources)
-        base, ends = _descend(descent.with_sources(doubled), signs, epsilon)
+        base, ends = _descend(descent, signs, epsilon)
         plus = {name: tensor[:rows] for name, tensor in ends.items()}
         minus_ends = {name: tensor[rows:] for name, tensor in ends.items()}
         apart = minus(plus, minus_ends)
         middle = {name: (plus[name] + minus_ends[name]) / 2 - base[name] for name in base}
-        linearity = (2 * row_norms(middle) / row_norms(apart)).tolist()
+        linearity = _ratio(2 * row_norms(middle), row_norms(apart)).tolist()
         imprints = scaled(apart, descent.n / (2 * epsilon))
         return Simulated(base, imprints, base, middle if descent.plan.keep_pair else None, linearity)
     base, plus = _descend(descent, signs, epsilon)
@@ -47,10 +46,9 @@ def trajectories(descent: Descent, epsilon: float) -> Simulated:
     return Simulated(descent.start, scaled(minus(plus, descent.start), descent.n / epsilon), base)
 
 
-def _twice(sources: Sources) -> Sources:
-    """The sources, then the same again for the lighter side."""
-    again = tuple(f"{identity} (lighter)" for identity in sources.ids)
-    return Sources(sources.ids + again, sources.names * 2, sources.members * 2)
+def _ratio(above: Tensor, below: Tensor) -> Tensor:
+    """above / below, 0 where a source moves nothing at all."""
+    return torch.where((above == 0) & (below == 0), 0.0, above / below)
 
 
 def _descend(descent: Descent, signs: list[float], epsilon: float) -> tuple[Parameters, Parameters]:
@@ -58,11 +56,13 @@ def _descend(descent: Descent, signs: list[float], epsilon: float) -> tuple[Para
     base = {name: p.clone() for name, p in descent.start.items()}
     theta = repeated(base, len(signs))
     shift = epsilon / descent.n * torch.tensor(signs, dtype=descent.dtype, device=descent.data.device)
-    watch = Watch(descent.sources, descent.advice)
+    copies = len(signs) // len(descent.sources)
+    watches = [Watch(descent.sources, descent.advice) for _ in range(copies)]
     extra: list[Tensor] = []
     for step, parts in enumerate(descent.batches()):
         if descent.is_full_batch and not extra:
-            extra = [shift[:, None] * descent.sources.indicator(part.examples, descent.dtype) for part in parts]
+            own_examples = [descent.sources.indicator(part.examples, descent.dtype) for part in parts]
+            extra = [shift[:, None] * rows.repeat(copies, 1) for rows in own_examples]
         downhill = descent.base_gradient(base, parts, step)
         moving = _gradients(descent, theta, parts, extra)
         if not descent.is_full_batch:
@@ -73,7 +73,10 @@ def _descend(descent: Descent, signs: list[float], epsilon: float) -> tuple[Para
             add_scaled_(moving, minus(theta, base), descent.damping)
         add_scaled_(theta, moving, -descent.lr)
         add_scaled_(base, downhill, -descent.lr)
-        watch(minus(theta, base), step)
+        apart = minus(theta, base)
+        for side, watch in enumerate(watches):
+            rows = slice(side * len(descent.sources), (side + 1) * len(descent.sources))
+            watch({name: tensor[rows] for name, tensor in apart.items()}, step)
         descent.on_step(len(signs))
     return base, theta
 
@@ -125,20 +128,22 @@ def choose_epsilon(descent: Descent) -> tuple[float, dict[str, float]]:
     )
     quiet = replace(descent, sources=few, on_step=lambda rows: None)
     imprints: dict[float, Parameters] = {}
+    last: SimulationError | None = None
     for epsilon in EPSILONS:
         try:
             imprints[epsilon] = trajectories(quiet, epsilon).imprints
         except SimulationError as error:
             logger.info("epsilon %g is out of reach: %s", epsilon, error)
+            last = error
     disagreement = {
-        epsilon: float((row_norms(minus(imprints[2 * epsilon], u)) / row_norms(u)).mean())
+        epsilon: float(_ratio(row_norms(minus(imprints[2 * epsilon], u)), row_norms(u)).mean())
         for epsilon, u in imprints.items()
         if 2 * epsilon in imprints
     }
     if not disagreement:
         raise SimulationError(
             f'epsilon="auto" found no usable step: the trajectories fail at every ε from {EPSILONS[0]} to '
-            f"{EPSILONS[-1]}. {descent.advice}"
-        )
+            f"{EPSILONS[-1]}, the last because {last}"
+        ) from last
     best = min(disagreement, key=disagreement.__getitem__)
     return best, {f"{epsilon:g}": value for epsilon, value in disagreement.items()}
