@@ -37,7 +37,7 @@ CASES = (Case("all layers", "*"), Case("last two layers", [f"{2 * (LAYERS - 2)}.
 def perceptron() -> nn.Module:
     layers: list[nn.Module] = []
     for index in range(LAYERS):
-        layers += [nn.Linear(WIDTH, WIDTH if index < LAYERS - 1 else CLASSES), nn.GELU()]
+        layers += [nn.Linear(WIDTH, WIDTH if index < LAYERS - 1 else CLASSES), nn.ReLU()]
     return nn.Sequential(*layers[:-1])
 
 

@@ -21,6 +21,7 @@ from torch.func import grad, jvp, vjp, vmap
 
 from imprint.data import is_columnar, map_tensors
 from imprint.errors import ImprintError, ReadoutError, first_line
+from imprint.linear import FastLinear
 from imprint.memory import activation_bytes, budget, tensor_bytes
 from imprint.store import Store
 from imprint.task import Batch, Functional, Parameters, Task
@@ -33,12 +34,18 @@ Measure = Callable[[Parameters], Tensor]
 """F of the queries of one batch as a function of the selected parameters, shape (queries,)."""
 
 _SHIFTED_BYTES = 64 << 20  # shifted copies θ ± c·u alive at once: more only moves memory
+_LARGE_BYTES = 1 << 20  # parameters from which a CPU shifts them faster one by one than by vmap
 _RELATIVE_STEPS = tuple(10 ** (exponent / 2) for exponent in range(-12, -1))
 
 
 def along(measure: Measure, theta: Parameters, imprints: Parameters, *, vectorise: bool) -> Tensor:
     """F'(θ)[u_b] for every row, by forward mode."""
-    return over_rows(lambda u: jvp(measure, (theta,), (u,))[1], imprints, vectorise=vectorise)  # type: ignore[no-any-return]
+
+    def fast(theta: Parameters) -> Tensor:
+        with FastLinear():
+            return measure(theta)
+
+    return over_rows(lambda u: jvp(fast, (theta,), (u,))[1], imprints, vectorise=vectorise)  # type: ignore[no-any-return]
 
 
 def between(
@@ -53,29 +60,49 @@ def between(
 ) -> Tensor:
     """[F(θ + m_b + up_b·u_b) − F(θ + m_b − down_b·u_b)]/(up_b + down_b) for every row."""
 
-    def one(rows: tuple[Parameters, Tensor, Tensor, Parameters]) -> Tensor:
-        u, up, down, middle = rows
+    def one(u: Parameters, up: Tensor, down: Tensor, middle: Parameters) -> Tensor:
         centre = {name: theta[name] + middle[name] for name in theta} if middle else theta
         higher = measure({name: centre[name] + up * u[name] for name in theta})
         lower = measure({name: centre[name] - down * u[name] for name in theta})
         return (higher - lower) / (up + down)
 
-    rows, width = len(up), max(1, _SHIFTED_BYTES // (2 * tensor_bytes(theta)))
+    size, rows = tensor_bytes(theta), len(up)
+    if not vectorise or (size > _LARGE_BYTES and up.device.type == "cpu"):
+        return _between_one_by_one(measure, theta, imprints, up, down, midpoints)
     blocks = []
-    for start in range(0, rows, width):
+    for start in range(0, rows, width := max(1, _SHIFTED_BYTES // (2 * size))):
         part = slice(start, min(start + width, rows))
-        piece = (
-            {name: u[part] for name, u in imprints.items()},
-            up[part],
-            down[part],
-            {name: m[part] for name, m in (midpoints or {}).items()},
+        blocks.append(
+            vmap(one)(
+                {name: u[part] for name, u in imprints.items()},
+                up[part],
+                down[part],
+                {name: m[part] for name, m in (midpoints or {}).items()},
+            )
         )
-        if vectorise:
-            blocks.append(vmap(one)(piece))
-        else:
-            each = range(part.stop - part.start)
-            blocks.append(torch.stack([one(map_tensors(lambda t, i=i: t[i], piece)) for i in each]))  # type: ignore[misc]
     return torch.cat(blocks)
+
+
+def _between_one_by_one(
+    measure: Measure,
+    theta: Parameters,
+    imprints: Parameters,
+    up: Tensor,
+    down: Tensor,
+    midpoints: Parameters | None,
+) -> Tensor:
+    """`between` in a loop that shifts the parameters in one buffer: fresh memory for each shift would cost more."""
+    buffer = {name: torch.empty_like(tensor) for name, tensor in theta.items()}
+
+    def shifted(row: int, by: float) -> Tensor:
+        for name, tensor in theta.items():
+            torch.add(tensor, imprints[name][row], alpha=by, out=buffer[name])
+            if midpoints:
+                buffer[name] += midpoints[name][row]
+        return measure(buffer).clone()
+
+    pairs = zip(up.tolist(), down.tolist(), strict=True)
+    return torch.stack([(shifted(i, u) - shifted(i, -d)) / (u + d) for i, (u, d) in enumerate(pairs)])
 
 
 def query_gradients(
