@@ -10,7 +10,6 @@ import pytest
 import imprint
 
 PACKAGE = Path(imprint.__file__).parent
-CORE = ("errors", "progress", "memory", "task", "sources", "data", "vectors", "simulation", "store", "readout")
 LAYERS = {
     "errors": (),
     "progress": (),
@@ -21,10 +20,12 @@ LAYERS = {
     "vectors": ("task",),
     "simulation": ("errors", "progress", "memory", "task", "sources", "data", "vectors", "store"),
     "store": ("errors", "task", "sources", "simulation.plan"),
-    "readout": ("errors", "memory", "task", "data", "vectors", "store"),
+    "linear": (),
+    "readout": ("errors", "linear", "memory", "task", "data", "vectors", "store"),
     "attribution": ("errors", "progress", "task", "data", "store", "readout"),
 }
 """What each module may import. Only `simulation.run` writes stores, and only `simulation.plan` is read by them."""
+CORE = tuple(module for module in LAYERS if module != "attribution")
 
 
 def _loaded(statement: str) -> set[str]:
