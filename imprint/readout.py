@@ -165,6 +165,7 @@ class Reader:
         if step is not None and not (step > 0 and math.isfinite(step)):
             raise ReadoutError(f"step must be a positive number, got {step}.")
         store.check_task(task)
+        store.check_loss(task)
         self.task, self.store = task, store
         self.readout: Kind = readout
         self.details: dict[str, float | str] = {}

@@ -1,18 +1,14 @@
 """The store: a folder with the imprints of all sources at all checkpoints, and what is needed to trust them.
 
-Only safetensors and JSON. Every file is written beside its place, synced and renamed; the manifest comes last, so a
-folder with a manifest is a complete store. `Writer` is used by the simulation, `Store` by everything after it.
+Only safetensors and JSON. `imprint.writer` writes it, file by file, the manifest last: a folder with a manifest is a
+complete store. Everything after the simulation reads it through `Store`.
 """
 
 import contextlib
-import hashlib
 import json
 import os
 import platform
-import shutil
-import tempfile
-import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
@@ -20,15 +16,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
+from safetensors import safe_open
 
+from imprint.data import rebuilt
 from imprint.errors import StoreError
+from imprint.files import sha256
+from imprint.fingerprint import changed_loss
 from imprint.simulation.plan import Plan
-from imprint.sources import Sources
 from imprint.task import Parameters, Task
 
 SCHEMA = 1
+JOURNAL = "unfinished.json"
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
 
 
@@ -58,6 +56,15 @@ class Checkpoint:
 
 
 @dataclass(frozen=True)
+class Probes:
+    """A few training examples, as a batch, and their losses at the first checkpoint's read-out point."""
+
+    file: File
+    structure: Any
+    losses: list[float]
+
+
+@dataclass(frozen=True)
 class Manifest:
     """Everything about a store but its tensors."""
 
@@ -65,7 +72,9 @@ class Manifest:
     dtype: str
     plan: Plan
     parameters: dict[str, dict[str, Any]]
+    fingerprints: dict[str, Any]
     sources: File
+    probes: Probes | None
     checkpoints: tuple[Checkpoint, ...]
     execution: dict[str, Any]
     versions: dict[str, str] = field(default_factory=lambda: _versions())
@@ -85,7 +94,9 @@ class Manifest:
             fields = {name: value for name, value in values.items() if name != "schema"}
             fields["plan"] = Plan.from_json(fields["plan"])
             fields["sources"] = _file(fields["sources"])
-            fields["checkpoints"] = tuple(_checkpoint(value) for value in fields["checkpoints"])
+            if fields["probes"] is not None:
+                fields["probes"] = Probes(**{**fields["probes"], "file": _file(fields["probes"]["file"])})
+            fields["checkpoints"] = tuple(checkpoint_from_json(value) for value in fields["checkpoints"])
             return cls(**fields)
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise StoreError(f"the manifest cannot be read: {error}") from error
@@ -98,7 +109,8 @@ def _file(values: dict[str, Any]) -> File:
     return File(values["path"], values["sha256"], values["bytes"], tuple(rows) if rows is not None else None)
 
 
-def _checkpoint(values: dict[str, Any]) -> Checkpoint:
+def checkpoint_from_json(values: dict[str, Any]) -> Checkpoint:
+    """A checkpoint as a manifest or a journal describes it."""
     fields = dict(values)
     fields["base"] = _file(fields["base"]) if fields["base"] is not None else None
     for kind in ("imprints", "midpoints"):
@@ -112,63 +124,6 @@ def describe(task: Task) -> dict[str, dict[str, Any]]:
     return {name: {"shape": list(p.shape), "dtype": str(p.dtype)} for name, p in selected.items()}
 
 
-class Writer:
-    """Writes a store, file by file; nothing counts until `finish` has written the manifest."""
-
-    def __init__(self, out: str | os.PathLike[str] | None) -> None:
-        self._temporary = out is None
-        self.path = Path(tempfile.mkdtemp(prefix="imprint-") if out is None else out)
-        if self.path.exists() and not self.path.is_dir():
-            raise StoreError(f"{self.path} is a file: give a folder for the store.")
-        if (self.path / "manifest.json").exists():
-            raise StoreError(f"{self.path} already holds a store: give another folder, or delete it first.")
-        if self.path.exists() and any(self.path.iterdir()):
-            raise StoreError(f"{self.path} is not empty: give a new folder for the store.")
-        self._found = self.path.exists() and not self._temporary
-        self.path.mkdir(parents=True, exist_ok=True)
-
-    def tensors(self, name: str, tensors: Parameters, rows: tuple[int, int] | None = None) -> File:
-        """Write tensors under `name`, durably."""
-        contiguous = {key: tensor.detach().cpu().contiguous() for key, tensor in tensors.items()}
-        return self._write(name, lambda path: save_file(contiguous, path), rows)
-
-    def sources(self, sources: Sources) -> File:
-        """Write the table of sources."""
-        table = {"ids": sources.ids, "names": sources.names, "sizes": sources.sizes}
-        return self._write("sources.json", lambda path: path.write_text(json.dumps(table)))
-
-    def finish(self, manifest: Manifest) -> "Store":
-        """Write the manifest, and open what is now a store."""
-        text = json.dumps(manifest.to_json(), indent=1, allow_nan=False)
-        self._write("manifest.json", lambda path: path.write_text(text))
-        store = Store(self.path)
-        if self._temporary:  # a temporary folder lives as long as its store
-            weakref.finalize(store, shutil.rmtree, self.path, ignore_errors=True)
-        return store
-
-    def abandon(self) -> None:
-        """Remove what was written, after an error."""
-        shutil.rmtree(self.path, ignore_errors=True)
-        if self._found:
-            self.path.mkdir(exist_ok=True)
-
-    def _write(self, name: str, write: Callable[[Path], object], rows: tuple[int, int] | None = None) -> File:
-        place = self.path / name
-        place.parent.mkdir(exist_ok=True)
-        beside = place.with_name(f".{place.name}.tmp")
-        try:
-            write(beside)
-            digest, size = _sha256(beside), beside.stat().st_size
-            _sync(beside)
-            beside.replace(place)
-            _sync(place.parent)
-        except (OSError, SafetensorError) as error:
-            with contextlib.suppress(OSError):
-                beside.unlink(missing_ok=True)
-            raise StoreError(f"could not write {place}: {error}") from error
-        return File(name, digest, size, rows)
-
-
 class Store:
     """Imprints on disk, opened for reading. Files are checked against their checksums on first use.
 
@@ -179,11 +134,13 @@ class Store:
         self.path = Path(path)
         self._verified: set[str] = set()
         manifest = self.path / "manifest.json"
+        if not manifest.is_file() and (self.path / JOURNAL).is_file():
+            raise StoreError(f"{self.path} holds an unfinished simulation: make the same call again to finish it.")
         if not manifest.is_file():
             raise StoreError(f"{self.path} holds no store: there is no manifest.json (was the simulation finished?).")
-        self.manifest = Manifest.from_json(_read_json(manifest))
+        self.manifest = Manifest.from_json(read_json(manifest))
         self._check(self.manifest.sources)
-        table = _read_json(self.path / self.manifest.sources.path)
+        table = read_json(self.path / self.manifest.sources.path)
         self.source_ids = tuple(table["ids"])
         self.source_names = tuple(table["names"])
         self.source_sizes = tuple(table["sizes"])
@@ -224,6 +181,20 @@ class Store:
         raise StoreError(
             f"parameter {name!r} was {_shown(mine[name])} in the store, the task's is {_shown(theirs[name])}."
         )
+
+    def check_loss(self, task: Task) -> None:
+        """Refuse a task whose loss on the probe examples is not what it was when the store was made."""
+        probes = self.manifest.probes
+        if probes is None:
+            return
+        index = next(k for k, checkpoint in enumerate(self.checkpoints) if checkpoint.weight > 0)
+        functional, theta = task.at(self.base(index, task.device))
+        with self._opened(probes.file) as tensors:
+            batch = rebuilt(probes.structure, lambda name: tensors.get_tensor(name).to(task.device))
+        with torch.no_grad(), task.evaluating():
+            now = functional.losses(theta, batch, len(probes.losses)).double().tolist()
+        if difference := changed_loss(probes.losses, now):
+            raise StoreError(f"{difference}: the loss function changed since the store was made.")
 
     def base(self, checkpoint: int, device: torch.device) -> Parameters:
         """Every parameter and buffer at the read-out point of a checkpoint."""
@@ -266,6 +237,8 @@ class Store:
 
     def _files(self) -> Iterator[File]:
         yield self.manifest.sources
+        if self.manifest.probes is not None:
+            yield self.manifest.probes.file
         for checkpoint in self.checkpoints:
             if checkpoint.base is not None:
                 yield checkpoint.base
@@ -278,7 +251,7 @@ class Store:
         place = self.path / file.path
         if not place.is_file():
             raise StoreError(f"{place} is missing: the store is damaged{_which(file)}.")
-        if _sha256(place) != file.sha256:
+        if sha256(place) != file.sha256:
             raise StoreError(f"{place} is damaged: it differs from its checksum{_which(file)}.")
         self._verified.add(file.path)
 
@@ -297,7 +270,8 @@ def _shown(parameter: dict[str, Any]) -> str:
     return f"{tuple(parameter['shape'])} of {parameter['dtype']}"
 
 
-def _read_json(path: Path) -> dict[str, Any]:
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON object from a file."""
     try:
         values = json.loads(path.read_text())
     except (OSError, ValueError) as error:
@@ -305,19 +279,6 @@ def _read_json(path: Path) -> dict[str, Any]:
     if not isinstance(values, dict):
         raise StoreError(f"{path} cannot be read: expected an object, found {type(values).__name__}.")
     return values
-
-
-def _sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _versions() -> dict[str, str]:

@@ -3,6 +3,7 @@
 import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
+from itertools import islice
 
 import numpy as np
 import torch
@@ -13,9 +14,10 @@ from imprint.data import Data, is_columnar, map_tensors
 from imprint.errors import SimulationError
 from imprint.simulation.derivatives import Weighted, gradient, regulariser_gradient
 from imprint.simulation.plan import Plan
+from imprint.simulation.snapshot import Moment, Snapshot
 from imprint.sources import Sources
 from imprint.task import Batch, Functional, Parameters
-from imprint.vectors import row, row_norms
+from imprint.vectors import add_scaled_, row, row_norms
 
 _RUNAWAY = 1e3  # times what a steady pull, as strong as at the beginning, would have given by now
 _BEGINNING = 3  # steps in which the pull of a source shows
@@ -37,6 +39,7 @@ class Descent:
     vectorise: bool = True
     advice: str = ""
     on_step: Callable[[int], None] = field(default=lambda rows: None)
+    snapshot: Snapshot | None = None
 
     @property
     def n(self) -> int:
@@ -50,15 +53,15 @@ class Descent:
         """The same descent for other sources."""
         return replace(self, sources=sources)
 
-    def batches(self) -> Iterator[list[Weighted]]:
-        """The weighted batches of each step; one seed decides them for all sources, chunks and variants."""
+    def batches(self, start: int = 0) -> Iterator[list[Weighted]]:
+        """The weighted batches of each step from `start` on; one seed decides them for all sources and variants."""
         if self.plan.batch_size is None or self.plan.batch_size >= self.n:
-            for _ in range(self.steps):
+            for _ in range(start, self.steps):
                 yield self._full_batch()
             return
         drawn = minibatches(self.n, self.plan.batch_size, self.plan.seed)
-        for _ in range(self.steps):
-            yield self._weighted(next(drawn))
+        for examples in islice(drawn, start, self.steps):
+            yield self._weighted(examples)
 
     @property
     def is_full_batch(self) -> bool:
@@ -179,7 +182,7 @@ class Watch:
     def __init__(self, sources: Sources, advice: str) -> None:
         self.sources = sources
         self.advice = advice
-        self._pull: Tensor | None = None  # of each source: the largest displacement per step at the beginning
+        self.pull: Tensor | None = None  # of each row: the largest displacement per step at the beginning
 
     def __call__(self, responses: Parameters, step: int) -> None:
         norms = row_norms(responses)
@@ -188,24 +191,60 @@ class Watch:
             index = int((~norms.isfinite()).nonzero()[0, 0])
             bad = next((n for n, t in responses.items() if not bool(t[index].isfinite().all())), "all parameters")
             raise SimulationError(
-                f"the imprint of source {self.sources.ids[index]!r} is not finite at step {step}, first in "
+                f"the imprint of source {self._source(index)!r} is not finite at step {step}, first in "
                 f"parameter {bad!r}: {self._cause(step)}"
             )
         steady = norms / (step + 1)
-        if self._pull is None or step < _BEGINNING:
-            self._pull = steady if self._pull is None else torch.maximum(self._pull, steady)
-        growth = torch.where(self._pull > 0, steady / self._pull, 0.0)
+        if self.pull is None or step < _BEGINNING:
+            self.pull = steady if self.pull is None else torch.maximum(self.pull, steady)
+        growth = torch.where(self.pull > 0, steady / self.pull, 0.0)
         if float(growth.max()) > _RUNAWAY:
             index = int(growth.argmax())
             raise SimulationError(
-                f"the imprint of source {self.sources.ids[index]!r} runs away: its norm is {float(norms[index]):.3g} "
+                f"the imprint of source {self._source(index)!r} runs away: its norm is {float(norms[index]):.3g} "
                 f"at step {step}, {float(growth[index]):.1g} times what its first steps led to expect. {self.advice}"
             )
+
+    def _source(self, row: int) -> str:
+        return self.sources.ids[row % len(self.sources)]  # the lighter sides follow the heavier ones
 
     def _cause(self, step: int) -> str:
         if step == 0:
             return "look for NaN or infinity in the source's examples, or a loss whose derivative is undefined there."
         return f"the response has diverged. {self.advice}"
+
+
+def follow(
+    descent: Descent,
+    rows: Parameters,
+    moving: Callable[[Parameters, Parameters, list[Weighted], int], Parameters],
+    responses: Callable[[Parameters, Parameters], Parameters],
+) -> tuple[Parameters, Parameters]:
+    """T steps of the base path and of every row beside it; both at the end.
+
+    moving: what moves the rows, from (base, rows, batches, step); it is scaled by −η, after damping.
+    responses: how far each row is displaced by its source, from (base, rows).
+    """
+    base = {name: p.clone() for name, p in descent.start.items()}
+    count = len(next(iter(rows.values())))
+    watch = Watch(descent.sources, descent.advice)
+    begin = 0
+    moment = descent.snapshot.restore(descent.data.device) if descent.snapshot else None
+    if moment is not None:
+        base, rows, watch.pull, begin = moment.base, moment.rows, moment.pull, moment.step
+        descent.on_step(begin * count)
+    for step, parts in enumerate(descent.batches(begin), begin):
+        downhill = descent.base_gradient(base, parts, step)
+        change = moving(base, rows, parts, step)
+        if descent.damping:
+            add_scaled_(change, responses(base, rows), descent.damping)
+        add_scaled_(rows, change, -descent.lr)
+        add_scaled_(base, downhill, -descent.lr)
+        watch(responses(base, rows), step)
+        descent.on_step(count)
+        if descent.snapshot and watch.pull is not None:
+            descent.snapshot.keep(Moment(step + 1, base, rows, watch.pull))
+    return base, rows
 
 
 def minibatches(n: int, size: int, seed: int) -> Iterator[Tensor]:

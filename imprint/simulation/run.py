@@ -6,13 +6,14 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
+from imprint import fingerprint
 from imprint.data import Collate, Data
 from imprint.errors import DataError, PlanError, SimulationError, TaskError, first_line
 from imprint.memory import activation_bytes, budget, tensor_bytes
@@ -20,18 +21,20 @@ from imprint.progress import Advance, Progress
 from imprint.simulation.curvature import Spectrum
 from imprint.simulation.derivatives import Weighted
 from imprint.simulation.descent import Descent
-from imprint.simulation.plan import Plan
+from imprint.simulation.plan import Plan, Settings
 from imprint.simulation.step import settle, starting_curvature
 from imprint.simulation.tangent import Simulated, tangent
 from imprint.simulation.trajectories import choose_epsilon, trajectories
 from imprint.sources import Sources
-from imprint.store import DTYPES, Checkpoint, File, Manifest, Store, Writer, describe
+from imprint.store import DTYPES, Checkpoint, File, Manifest, Probes, Store, describe
 from imprint.task import Parameters, Task
 from imprint.vectors import minus, norm
+from imprint.writer import Writer
 
 logger = logging.getLogger(__name__)
 
 State = Mapping[str, Tensor] | str | os.PathLike[str]
+Result = TypeVar("Result")
 _COPIES = 6  # vectors of one source alive at once in a step: response, its change, and the temporaries of both modes
 
 
@@ -55,7 +58,8 @@ def simulate(
 
     data: the training data: a map-style dataset, or a tuple or mapping of tensors with one row per example.
     checkpoints: state dicts or .safetensors files; by default the model as it is.
-    out: folder of the store; without it the store is temporary and vanishes with the returned object.
+    out: folder of the store; without it the store is temporary and vanishes with the returned object. A simulation
+        that was killed goes on where it stood when the same call is made again; a finished one is returned.
     batch_size: how many examples are evaluated at once; memory and speed only (the plan has the mini-batch).
     device: where the data goes; it must be the model's device, which is the default.
     dtype: of the stored imprints: that of the parameters by default, bfloat16 to halve it.
@@ -69,28 +73,58 @@ def simulate(
     states = _States(task, checkpoints)
     settings = [plan.at(k, len(states)) for k in range(len(states))]
     stored_as = _stored_dtype(task, dtype)
-    total = sum(s.steps for s in settings if s.weight) * len(sources) * (2 if _is_two_sided(plan) else 1)
-    bar = Progress("simulating", total, "source-steps", progress)
-    writer = Writer(out)
-    try:
-        with task.evaluating():
+    total = sum(s.steps for s in settings if s.weight) * len(sources) * _sides(plan)
+    with task.evaluating():
+        request = _request(task, training, sources, plan, states, stored_as)
+        writer = Writer(out, request)
+        if writer.finished:
+            return writer.finished
+        bar = Progress("simulating", total, "source-steps", progress)
+        try:
             prepared = _Prepared(task, training, sources, plan, memory, stored_as, writer, bar)
             done = tuple(prepared.checkpoint(k, states, len(states)) for k in range(len(states)))
-        manifest = Manifest(
-            n=len(training),
-            dtype=stored_as,
-            plan=plan,
-            parameters=describe(task),
-            sources=writer.sources(sources),
-            checkpoints=done,
-            execution={"device": str(task.device), "threads": torch.get_num_threads(), "batch_size": batch_size},
-        )
-        return writer.finish(manifest)
-    except BaseException:
-        writer.abandon()
-        raise
-    finally:
-        bar.close()
+            manifest = Manifest(
+                n=len(training),
+                dtype=stored_as,
+                plan=plan,
+                parameters=describe(task),
+                fingerprints=request,
+                sources=writer.sources(sources),
+                probes=prepared.probes(done),
+                checkpoints=done,
+                execution={"device": str(task.device), "threads": torch.get_num_threads(), "batch_size": batch_size},
+            )
+            return writer.finish(manifest)
+        except BaseException:
+            if writer.stop():
+                logger.warning("stopped: the same call again goes on where %s stands", writer.path)
+            raise
+        finally:
+            bar.close()
+
+
+def _request(task: Task, data: Data, sources: Sources, plan: Plan, states: "_States", stored_as: str) -> dict[str, Any]:
+    """Everything the imprints depend on, as far as it can be known."""
+    first = next(k for k in range(len(states)) if plan.at(k, len(states)).weight > 0)
+    hashes: list[str] = []
+    losses: list[float] = []
+    for index in range(len(states)):
+        state = states[index]
+        hashes.append(fingerprint.of_tensors(state))
+        if index == first:
+            _refuse_nonfinite(state, index, len(states))
+            functional, theta = task.at(state)
+            losses = _own("loss function failed on a few examples", fingerprint.probe_losses, functional, theta, data)
+    return {
+        "n": len(data),
+        "dtype": stored_as,
+        "plan": plan.to_json(),
+        "parameters": describe(task),
+        "states": hashes,
+        "sources": fingerprint.of_sources(sources),
+        "data": fingerprint.of_data(data),
+        "losses": losses,
+    }
 
 
 @dataclass(frozen=True)
@@ -109,9 +143,9 @@ class _Prepared:
     def checkpoint(self, index: int, states: "_States", count: int) -> Checkpoint:
         """Simulate and write one checkpoint."""
         settings = self.plan.at(index, count)
-        lr = settings.lr
         if settings.weight == 0:
-            return Checkpoint(0.0, settings.steps, 0.0 if lr == "auto" else lr, settings.damping, None, {})
+            step = 0.0 if settings.lr == "auto" else settings.lr
+            return Checkpoint(0.0, settings.steps, step, settings.damping, None, {})
         state = states[index]
         _refuse_nonfinite(state, index, count)
         functional, theta = self.task.at(state)
@@ -126,52 +160,106 @@ class _Prepared:
             damping=settings.damping,
             on_step=self.bar.advance,
         )
+        checkpoint = self.writer.settled(index)
+        if checkpoint is None:
+            checkpoint = self._settle(descent, settings, index)
+            self.writer.settle(index, checkpoint)
+        figures = checkpoint.figures
+        descent = replace(
+            descent,
+            lr=checkpoint.lr,
+            vectorise=figures["vectorised"],
+            advice=_advice(Spectrum(*figures["curvature"]), checkpoint.lr, settings.damping),
+        )
+        return self._simulate(checkpoint, descent, state, f"checkpoint-{index:03}")
+
+    def _settle(self, descent: Descent, settings: Settings, index: int) -> Checkpoint:
+        """Decide what the plan leaves open: the step, ε, and how many sources are simulated at once."""
         first = next(descent.batches())
         _refuse_loss(descent, first)
         descent = replace(descent, vectorise=_vectorises(descent, self.plan))
         curvature = starting_curvature(descent)
-        step, curvature = settle(descent, curvature) if lr == "auto" else (lr, curvature)
+        step, curvature = settle(descent, curvature) if settings.lr == "auto" else (settings.lr, curvature)
         stability = curvature.norm_of_step(step, settings.damping)
         descent = replace(descent, lr=step, advice=_advice(curvature, step, settings.damping))
         if stability > 1 + 1e-6:
             _warn_unstable(index, stability, curvature, step, settings.damping)
-        rows = self._rows_at_once(descent, first[0])
         epsilon, agreement = self._epsilon(descent)
         figures = {
             "curvature": [curvature.smallest, curvature.largest],
             "stability": stability,
             "vectorised": descent.vectorise,
-            "rows_at_once": rows,
+            "rows_at_once": self._rows_at_once(descent, first[0]),
         }
         if agreement:
             figures["epsilon_disagreement"] = agreement
-        checkpoint = Checkpoint(settings.weight, settings.steps, step, settings.damping, epsilon, figures)
-        return self._simulate(checkpoint, descent, state, f"checkpoint-{index:03}", rows)
+        return Checkpoint(settings.weight, settings.steps, step, settings.damping, epsilon, figures)
 
-    def _simulate(
-        self, checkpoint: Checkpoint, descent: Descent, state: Parameters, folder: str, rows: int
-    ) -> Checkpoint:
-        imprints: list[File] = []
-        midpoints: list[File] = []
-        linearity: list[float] = []
-        base: File | None = None
-        drift = 0.0
-        for shard, start in enumerate(range(0, len(self.sources), rows)):
-            stop = min(start + rows, len(self.sources))
-            result = _engine(descent.with_sources(self.sources.rows(start, stop)), checkpoint.epsilon)
-            if base is None:
-                base = self.writer.tensors(f"{folder}/base.safetensors", {**state, **result.base})
-                drift = norm(minus(result.end, descent.start)) / max(norm(descent.start), 1e-300)
-            name = f"{folder}/imprints-{shard:05}.safetensors"
-            imprints.append(self.writer.tensors(name, self._cast(result.imprints), (start, stop)))
-            if result.midpoints is not None:
-                name = f"{folder}/midpoints-{shard:05}.safetensors"
-                midpoints.append(self.writer.tensors(name, self._cast(result.midpoints), (start, stop)))
-            linearity += result.linearity
-        figures = {**checkpoint.figures, "drift": drift}
+    def _simulate(self, checkpoint: Checkpoint, descent: Descent, state: Parameters, folder: str) -> Checkpoint:
+        shards: list[_Shard] = []
+        rows = checkpoint.figures["rows_at_once"]
+        for number, start in enumerate(range(0, len(self.sources), rows)):
+            chunk = descent.with_sources(self.sources.rows(start, min(start + rows, len(self.sources))))
+            shard = self._finished_shard(checkpoint, chunk, folder, number, start)
+            if shard is None:
+                shard = self._shard(checkpoint, chunk, state, folder, number, start)
+            else:
+                self.bar.advance(chunk.steps * len(chunk.sources) * _sides(self.plan))
+            shards.append(shard)
+        linearity = [value for shard in shards for value in shard.linearity]
+        figures = {**checkpoint.figures, "drift": shards[0].drift}
         if linearity:
             figures["linearity"] = {"median": sorted(linearity)[len(linearity) // 2], "largest": max(linearity)}
-        return replace(checkpoint, base=base, imprints=tuple(imprints), midpoints=tuple(midpoints), figures=figures)
+        return replace(
+            checkpoint,
+            base=shards[0].base,
+            imprints=tuple(shard.imprints for shard in shards),
+            midpoints=tuple(shard.midpoints for shard in shards if shard.midpoints is not None),
+            figures=figures,
+        )
+
+    def _shard(
+        self, checkpoint: Checkpoint, chunk: Descent, state: Parameters, folder: str, number: int, start: int
+    ) -> "_Shard":
+        """Simulate a chunk of sources and write it. The imprints come last: where they are, all of it is."""
+        snapshot = self.writer.snapshot(folder, start)
+        result = _engine(replace(chunk, snapshot=snapshot), checkpoint.epsilon)
+        span = (start, start + len(chunk.sources))
+        base, midpoints = None, None
+        drift = norm(minus(result.end, chunk.start)) / max(norm(chunk.start), 1e-300)
+        if number == 0:
+            base = self.writer.tensors(f"{folder}/base.safetensors", {**state, **result.base})
+        if result.midpoints is not None:
+            name = f"{folder}/midpoints-{number:05}.safetensors"
+            midpoints = self.writer.tensors(name, self._cast(result.midpoints), span)
+        about = {"linearity": result.linearity, "drift": drift}
+        name = f"{folder}/imprints-{number:05}.safetensors"
+        imprints = self.writer.tensors(name, self._cast(result.imprints), span, about)
+        if snapshot is not None:
+            snapshot.clear()
+        return _Shard(imprints, result.linearity, drift, base, midpoints)
+
+    def _finished_shard(
+        self, checkpoint: Checkpoint, chunk: Descent, folder: str, number: int, start: int
+    ) -> "_Shard | None":
+        """What an earlier run has left of this chunk, if it finished it."""
+        span = (start, start + len(chunk.sources))
+        imprints = self.writer.done(f"{folder}/imprints-{number:05}.safetensors", span)
+        if imprints is None:
+            return None
+        base = self.writer.done(f"{folder}/base.safetensors") if number == 0 else None
+        midpoints = self.writer.done(f"{folder}/midpoints-{number:05}.safetensors", span)
+        file, about = imprints
+        return _Shard(
+            file, about["linearity"], about["drift"], base[0] if base else None, midpoints[0] if midpoints else None
+        )
+
+    def probes(self, checkpoints: tuple[Checkpoint, ...]) -> Probes | None:
+        """Keep a few training examples, with their losses where the first checkpoint is read out."""
+        index = next(k for k, checkpoint in enumerate(checkpoints) if checkpoint.weight > 0)
+        base = load_file(self.writer.path / f"checkpoint-{index:03}" / "base.safetensors", str(self.task.device))
+        losses = fingerprint.probe_losses(*self.task.at(base), self.data)
+        return self.writer.probes(self.data.gather(fingerprint.probe_examples(len(self.data))), losses)
 
     def _cast(self, tensors: Parameters) -> Parameters:
         return {name: tensor.to(DTYPES[self.stored_as]) for name, tensor in tensors.items()}
@@ -186,10 +274,21 @@ class _Prepared:
         activations = activation_bytes(lambda: descent.task.losses(descent.start, part.batch, len(part)))
         each = _COPIES * (tensor_bytes(descent.start) + (activations if descent.vectorise else 0))
         each += len(self.data) * descent.dtype.itemsize  # its row of example weights
-        rows = budget(self.memory, self.task.device) // (each * (2 if _is_two_sided(self.plan) else 1))
+        rows = budget(self.memory, self.task.device) // (each * _sides(self.plan))
         if rows < 1:
             logger.warning("one source needs about %d bytes, more than the memory budget: going on one by one", each)
         return int(max(1, min(rows, len(self.sources))))
+
+
+@dataclass(frozen=True)
+class _Shard:
+    """The files of one chunk of sources, and what was measured on it."""
+
+    imprints: File
+    linearity: list[float]
+    drift: float
+    base: File | None
+    midpoints: File | None
 
 
 class _States:
@@ -222,8 +321,9 @@ def _engine(descent: Descent, epsilon: float | None) -> Simulated:
     return tangent(descent) if epsilon is None else trajectories(descent, epsilon)
 
 
-def _is_two_sided(plan: Plan) -> bool:
-    return plan.engine == "trajectories" and plan.variant == "two_sided"
+def _sides(plan: Plan) -> int:
+    """How many trajectories a source has."""
+    return 2 if plan.engine == "trajectories" and plan.variant == "two_sided" else 1
 
 
 def _check_device(task: Task, device: torch.device | str | None) -> None:
@@ -275,7 +375,7 @@ def _refuse_loss(descent: Descent, parts: list[Weighted]) -> None:
         descent.refuse_gradients(parts)
 
 
-def _own(what: str, call: Callable[..., Tensor], *given: Any) -> Tensor:
+def _own(what: str, call: Callable[..., Result], *given: Any) -> Result:
     """The user's own function, whose errors are told as such."""
     try:
         return call(*given)

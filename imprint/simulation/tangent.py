@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 from imprint.simulation.derivatives import Weighted, gradient_along, regulariser_gradient_along
-from imprint.simulation.descent import Descent, Watch
+from imprint.simulation.descent import Descent, follow
 from imprint.task import Parameters
 from imprint.vectors import add_scaled_, over_rows, zeros_like
 
@@ -33,27 +33,21 @@ class Simulated:
 
 def tangent(descent: Descent) -> Simulated:
     """Imprints of the descent's sources by the response recursion."""
-    theta = {name: p.clone() for name, p in descent.start.items()}
-    responses = zeros_like(theta, len(descent.sources))
-    watch = Watch(descent.sources, descent.advice)
     indicators: list[Tensor] = []
-    for step, parts in enumerate(descent.batches()):
-        if descent.is_full_batch and not indicators:
-            indicators = [descent.sources.indicator(part.examples, descent.dtype) for part in parts]
-        downhill = descent.base_gradient(theta, parts, step)
+
+    def moving(base: Parameters, responses: Parameters, parts: list[Weighted], step: int) -> Parameters:
         if descent.is_full_batch:
-            moving = _along(descent, theta, parts, responses, indicators)
-        else:
-            still = [part.weights.new_zeros(len(descent.sources), len(part)) for part in parts]
-            moving = _along(descent, theta, parts, responses, still)
-            add_scaled_(moving, descent.source_gradients(theta, step, per_row=False), 1.0)
-        if descent.damping:
-            add_scaled_(moving, responses, descent.damping)
-        add_scaled_(responses, moving, -descent.lr)
-        add_scaled_(theta, downhill, -descent.lr)
-        watch(responses, step)
-        descent.on_step(len(descent.sources))
-    return Simulated(base=theta, imprints=responses, end=theta)
+            if not indicators:
+                indicators.extend(descent.sources.indicator(part.examples, descent.dtype) for part in parts)
+            return _along(descent, base, parts, responses, indicators)
+        still = [part.weights.new_zeros(len(descent.sources), len(part)) for part in parts]
+        total = _along(descent, base, parts, responses, still)
+        add_scaled_(total, descent.source_gradients(base, step, per_row=False), 1.0)
+        return total
+
+    nothing = zeros_like(descent.start, len(descent.sources))
+    base, imprints = follow(descent, nothing, moving, responses=lambda base, rows: rows)
+    return Simulated(base=base, imprints=imprints, end=base)
 
 
 def _along(

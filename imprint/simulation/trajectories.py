@@ -13,7 +13,7 @@ from torch import Tensor
 
 from imprint.errors import SimulationError
 from imprint.simulation.derivatives import Weighted, gradient, regulariser_gradient
-from imprint.simulation.descent import Descent, Watch
+from imprint.simulation.descent import Descent, follow
 from imprint.simulation.tangent import Simulated
 from imprint.sources import Sources
 from imprint.task import Parameters
@@ -53,32 +53,23 @@ def _ratio(above: Tensor, below: Tensor) -> Tensor:
 
 def _descend(descent: Descent, signs: list[float], epsilon: float) -> tuple[Parameters, Parameters]:
     """θ_T⁰ and the perturbed end points, one row for each source and sign."""
-    base = {name: p.clone() for name, p in descent.start.items()}
-    theta = repeated(base, len(signs))
     shift = epsilon / descent.n * torch.tensor(signs, dtype=descent.dtype, device=descent.data.device)
-    copies = len(signs) // len(descent.sources)
-    watches = [Watch(descent.sources, descent.advice) for _ in range(copies)]
     extra: list[Tensor] = []
-    for step, parts in enumerate(descent.batches()):
-        if descent.is_full_batch and not extra:
-            own_examples = [descent.sources.indicator(part.examples, descent.dtype) for part in parts]
-            extra = [shift[:, None] * rows.repeat(copies, 1) for rows in own_examples]
-        downhill = descent.base_gradient(base, parts, step)
-        moving = _gradients(descent, theta, parts, extra)
+
+    def moving(base: Parameters, theta: Parameters, parts: list[Weighted], step: int) -> Parameters:
         if not descent.is_full_batch:
+            total = _gradients(descent, theta, parts, extra)
             own = descent.source_gradients(theta, step, per_row=True)
-            for name, tensor in moving.items():
+            for name, tensor in total.items():
                 tensor += own[name] * shift.reshape(-1, *[1] * (tensor.dim() - 1))
-        if descent.damping:
-            add_scaled_(moving, minus(theta, base), descent.damping)
-        add_scaled_(theta, moving, -descent.lr)
-        add_scaled_(base, downhill, -descent.lr)
-        apart = minus(theta, base)
-        for side, watch in enumerate(watches):
-            rows = slice(side * len(descent.sources), (side + 1) * len(descent.sources))
-            watch({name: tensor[rows] for name, tensor in apart.items()}, step)
-        descent.on_step(len(signs))
-    return base, theta
+            return total
+        if not extra:
+            own_examples = [descent.sources.indicator(part.examples, descent.dtype) for part in parts]
+            extra.extend(shift[:, None] * own.repeat(len(signs) // len(own), 1) for own in own_examples)
+        return _gradients(descent, theta, parts, extra)
+
+    together = repeated(descent.start, len(signs))
+    return follow(descent, together, moving, responses=lambda base, theta: minus(theta, base))
 
 
 def _gradients(descent: Descent, theta: Parameters, parts: list[Weighted], extra: list[Tensor]) -> Parameters:
@@ -126,7 +117,7 @@ def choose_epsilon(descent: Descent) -> tuple[float, dict[str, float]]:
         tuple(descent.sources.names[i] for i in chosen),
         tuple(descent.sources.members[i] for i in chosen),
     )
-    quiet = replace(descent, sources=few, on_step=lambda rows: None)
+    quiet = replace(descent, sources=few, on_step=lambda rows: None, snapshot=None)
     imprints: dict[float, Parameters] = {}
     last: SimulationError | None = None
     for epsilon in EPSILONS:

@@ -1,0 +1,78 @@
+"""What can be known of the inputs of a simulation, so that a store is never read or continued with others.
+
+Data: its length and a hash of all samples, or of a seeded choice of them. Losses: their values on a few probe examples,
+which catch a changed loss function. States and sources: hashes of their values.
+"""
+
+import hashlib
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from imprint.data import Data, leaves
+from imprint.sources import Sources
+from imprint.task import Functional, Parameters
+
+SAMPLED = 1024
+PROBES = 8
+
+
+def of_data(data: Data) -> str:
+    """A hash of all samples, or of 1,024 seeded ones."""
+    digest = hashlib.sha256(str(len(data)).encode())
+    chosen = torch.arange(len(data))
+    if len(data) > SAMPLED:
+        drawn = np.random.default_rng(0).choice(len(data), SAMPLED, replace=False)
+        chosen = torch.from_numpy(np.sort(drawn))
+    for piece in torch.split(chosen, 64):  # small pieces: a hash must not depend on the caller's batch size
+        for leaf in leaves(data.gather(piece)):
+            _add(digest, leaf)
+    return digest.hexdigest()
+
+
+def of_tensors(tensors: Mapping[str, Tensor]) -> str:
+    """A hash of names, shapes, dtypes and values."""
+    digest = hashlib.sha256()
+    for name in sorted(tensors):
+        digest.update(name.encode())
+        _add(digest, tensors[name])
+    return digest.hexdigest()
+
+
+def of_sources(sources: Sources) -> str:
+    """A hash of ids, names and members."""
+    digest = hashlib.sha256(repr((sources.ids, sources.names, sources.sizes)).encode())
+    digest.update(np.concatenate(sources.members).tobytes())
+    return digest.hexdigest()
+
+
+def probe_examples(n: int) -> Tensor:
+    """The indices of the examples whose losses are kept: spread over the data."""
+    return torch.from_numpy(np.unique(np.linspace(0, n - 1, min(PROBES, n)).round().astype(np.int64)))
+
+
+def probe_losses(task: Functional, theta: Parameters, data: Data) -> list[float]:
+    """ℓ(θ; i) of the probe examples."""
+    examples = probe_examples(len(data))
+    with torch.no_grad():
+        values: list[float] = task.losses(theta, data.gather(examples), len(examples)).double().tolist()
+    return values
+
+
+def changed_loss(before: list[float], now: list[float], tolerance: float = 1e-4) -> str | None:
+    """The first probe whose loss is another one now, in words; None if all are the same."""
+    for index, (was, value) in enumerate(zip(before, now, strict=True)):
+        if not abs(value - was) <= tolerance * max(1.0, abs(was)):
+            return f"loss on probe example {index} is {value:.4g}, was {was:.4g}"
+    return None
+
+
+def _add(digest: Any, leaf: object) -> None:
+    if isinstance(leaf, Tensor):
+        digest.update(f"{leaf.dtype}{tuple(leaf.shape)}".encode())
+        digest.update(leaf.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+    else:
+        digest.update(repr(leaf).encode())

@@ -1,0 +1,71 @@
+"""The state of a chunk between two steps, kept on disk every minute, so that a killed run goes on from there."""
+
+import json
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from imprint import files
+from imprint.task import Parameters
+
+logger = logging.getLogger(__name__)
+SECONDS = 60.0
+
+
+@dataclass(frozen=True)
+class Moment:
+    """Where a descent stands before step `step`: the base path, one row per trajectory, and the growth reference."""
+
+    step: int
+    base: Parameters
+    rows: Parameters
+    pull: Tensor
+
+
+class Snapshot:
+    """Keeps the latest moment of the chunk of sources that starts at row `start`."""
+
+    def __init__(self, path: Path, start: int, clock: Callable[[], float] = time.monotonic) -> None:
+        self._path, self._start, self._clock = path, start, clock
+        self._last = clock()
+
+    def keep(self, moment: Moment) -> None:
+        """Write the moment if the last one is old enough."""
+        if self._clock() - self._last < SECONDS:
+            return
+        self._last = self._clock()
+        tensors = {"pull": moment.pull.cpu()}
+        for kind, stack in (("base", moment.base), ("rows", moment.rows)):
+            tensors |= {f"{kind}/{name}": tensor.cpu().contiguous() for name, tensor in stack.items()}
+        metadata = {"imprint": json.dumps({"step": moment.step, "start": self._start})}
+        files.write(self._path, lambda path: save_file(tensors, path, metadata))
+
+    def restore(self, device: torch.device) -> Moment | None:
+        """The moment that was kept, if it is of this chunk."""
+        if not self._path.is_file():
+            return None
+        try:
+            with safe_open(self._path, framework="pt") as file:
+                about = json.loads(file.metadata()["imprint"])
+                tensors = {name: file.get_tensor(name).to(device) for name in file.keys()}  # noqa: SIM118
+        except (OSError, SafetensorError, ValueError, KeyError, TypeError) as error:
+            logger.warning("%s cannot be read, its chunk starts over: %s", self._path, error)
+            return None
+        if about["start"] != self._start:
+            return None
+
+        def stack(kind: str) -> Parameters:
+            return {name.removeprefix(kind): tensor for name, tensor in tensors.items() if name.startswith(kind)}
+
+        return Moment(about["step"], stack("base/"), stack("rows/"), tensors["pull"])
+
+    def clear(self) -> None:
+        """The chunk is done: forget it."""
+        self._path.unlink(missing_ok=True)
