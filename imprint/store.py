@@ -19,7 +19,7 @@ import torch
 from safetensors import safe_open
 
 from imprint.data import rebuilt
-from imprint.errors import StoreError
+from imprint.errors import StoreError, first_line
 from imprint.files import sha256
 from imprint.fingerprint import changed_loss
 from imprint.simulation.plan import Plan
@@ -191,8 +191,14 @@ class Store:
         functional, theta = task.at(self.base(index, task.device))
         with self._opened(probes.file) as tensors:
             batch = rebuilt(probes.structure, lambda name: tensors.get_tensor(name).to(task.device))
-        with torch.no_grad(), task.evaluating():
-            now = functional.losses(theta, batch, len(probes.losses)).double().tolist()
+        try:
+            with torch.no_grad(), task.evaluating():
+                now = functional.losses(theta, batch, len(probes.losses)).double().tolist()
+        except Exception as error:
+            raise StoreError(
+                f"the loss function fails on the store's probe examples ({first_line(error)}): it is not the one the "
+                "store was made with."
+            ) from error
         if difference := changed_loss(probes.losses, now):
             raise StoreError(f"{difference}: the loss function changed since the store was made.")
 

@@ -17,9 +17,9 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
-from imprint import files
 from imprint.data import flattened
 from imprint.errors import DataError, StoreError
+from imprint.files import Lock, sha256, write
 from imprint.fingerprint import changed_loss
 from imprint.simulation.snapshot import Snapshot
 from imprint.sources import Sources
@@ -47,7 +47,7 @@ class Writer:
             self.path.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise StoreError(f"could not make the folder {self.path}: {error}") from error
-        self._lock = files.Lock(self.path)
+        self._lock = Lock(self.path)
         try:
             self.finished = self._open_finished()
             self._settled = {} if self.finished else self._open_journal()
@@ -93,7 +93,7 @@ class Writer:
         self._settled[index] = checkpoint
         settled = {str(k): asdict(value) for k, value in self._settled.items()}
         text = json.dumps({"schema": SCHEMA, "request": self._request, "checkpoints": settled}, allow_nan=False)
-        files.write(self.path / JOURNAL, lambda path: path.write_text(text))
+        write(self.path / JOURNAL, lambda path: path.write_text(text))
 
     def snapshot(self, folder: str, start: int) -> Snapshot | None:
         """Where the chunk of sources from `start` on keeps its state."""
@@ -105,7 +105,7 @@ class Writer:
         """Write tensors under `name`, with plain values `about` them."""
         contiguous = {key: tensor.detach().cpu().contiguous() for key, tensor in tensors.items()}
         metadata = {"imprint": json.dumps(about or {}, allow_nan=False)}
-        files.write(self.path / name, lambda path: save_file(contiguous, path, metadata))
+        write(self.path / name, lambda path: save_file(contiguous, path, metadata))
         return self._file(name, rows)
 
     def done(self, name: str, rows: tuple[int, int] | None = None) -> tuple[File, dict[str, Any]] | None:
@@ -123,7 +123,7 @@ class Writer:
     def sources(self, sources: Sources) -> File:
         """Write the table of sources."""
         table = json.dumps({"ids": sources.ids, "names": sources.names, "sizes": sources.sizes})
-        files.write(self.path / "sources.json", lambda path: path.write_text(table))
+        write(self.path / "sources.json", lambda path: path.write_text(table))
         return self._file("sources.json")
 
     def probes(self, batch: Batch, losses: list[float]) -> Probes | None:
@@ -138,7 +138,7 @@ class Writer:
     def finish(self, manifest: Manifest) -> Store:
         """Write the manifest, and open what is now a store."""
         text = json.dumps(manifest.to_json(), indent=1, allow_nan=False)
-        files.write(self.path / "manifest.json", lambda path: path.write_text(text))
+        write(self.path / "manifest.json", lambda path: path.write_text(text))
         self.close()
         store = Store(self.path)
         if self._temporary:  # a temporary folder lives as long as its store
@@ -163,7 +163,7 @@ class Writer:
 
     def _file(self, name: str, rows: tuple[int, int] | None = None) -> File:
         place = self.path / name
-        return File(name, files.sha256(place), place.stat().st_size, rows)
+        return File(name, sha256(place), place.stat().st_size, rows)
 
 
 def _difference(before: dict[str, Any], now: dict[str, Any]) -> str | None:

@@ -18,13 +18,19 @@ LAYERS = {
     "sources": ("errors",),
     "data": ("errors", "task"),
     "vectors": ("task",),
-    "simulation": ("errors", "progress", "memory", "task", "sources", "data", "vectors", "store"),
-    "store": ("errors", "task", "sources", "simulation.plan"),
+    "files": ("errors",),
+    "fingerprint": ("data", "sources", "task"),
+    "simulation": (
+        *("errors", "progress", "memory", "task", "sources", "data", "vectors"),
+        *("files", "fingerprint", "store", "writer"),
+    ),
+    "store": ("errors", "data", "files", "fingerprint", "task", "simulation.plan"),
+    "writer": ("errors", "data", "files", "fingerprint", "sources", "store", "task", "simulation.snapshot"),
     "linear": (),
     "readout": ("errors", "linear", "memory", "task", "data", "vectors", "store"),
     "attribution": ("errors", "progress", "task", "data", "store", "readout"),
 }
-"""What each module may import. Only `simulation.run` writes stores, and only `simulation.plan` is read by them."""
+"""What each module may import. Only `simulation.run` writes stores."""
 CORE = tuple(module for module in LAYERS if module != "attribution")
 
 
@@ -68,7 +74,7 @@ def test_dependencies_point_along_the_data_flow(module: str) -> None:
 
 
 def test_only_the_run_writes_stores() -> None:
-    writers = {path.name for path in _files("simulation") if "store" in _imports(path)}
+    writers = {path.name for path in _files("simulation") if "writer" in _imports(path)}
     assert writers == {"run.py"}
 
 

@@ -81,7 +81,7 @@ def test_the_folder_holds_a_manifest_the_sources_and_shards_for_each_checkpoint(
         for shard in range(5)
     }
     bases = {f"checkpoint-00{checkpoint}/base.safetensors" for checkpoint in range(2)}
-    assert files == {"manifest.json", "sources.json"} | shards | bases
+    assert files == {"manifest.json", "sources.json", "probes.safetensors"} | shards | bases
 
 
 def test_what_does_not_fit_is_kept_out_of_the_folder(tmp_path: Path) -> None:
@@ -89,7 +89,7 @@ def test_what_does_not_fit_is_kept_out_of_the_folder(tmp_path: Path) -> None:
     store = _simulate(_task(), tmp_path / "store", Plan(steps=2, lr=0.1, weight=(0.0, 1.0)))
     files = {str(path.relative_to(store.path)) for path in store.path.rglob("*") if path.is_file()}
     checkpoint = {f"checkpoint-001/{name}.safetensors" for name in ("base", "imprints-00000")}
-    assert files == {"manifest.json", "sources.json"} | checkpoint
+    assert files == {"manifest.json", "sources.json", "probes.safetensors"} | checkpoint
 
 
 def test_a_shard_has_one_row_per_source_for_each_selected_parameter(made: Store) -> None:
@@ -144,7 +144,7 @@ def test_the_manifest_says_how_the_store_was_made(made: Store) -> None:
 
 def test_checksums_and_sizes_are_those_of_the_files(made: Store) -> None:
     manifest = _manifest(made.path)
-    files = [manifest["sources"]]
+    files = [manifest["sources"], manifest["probes"]["file"]]
     for checkpoint in manifest["checkpoints"]:
         files += [checkpoint["base"], *checkpoint["imprints"], *checkpoint["midpoints"]]
     assert len(files) == len([path for path in made.path.rglob("*") if path.is_file()]) - 1
@@ -376,7 +376,7 @@ def test_a_full_disk_names_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     def no_space(*args: object, **kwargs: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("imprint.store.save_file", no_space)
+    monkeypatch.setattr("imprint.writer.save_file", no_space)
     with pytest.raises(StoreError, match=r"could not write .*base\.safetensors.*No space left"):
         _simulate(_task(), tmp_path / "store")
     assert not (tmp_path / "store").exists()

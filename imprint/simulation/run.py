@@ -13,9 +13,9 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
-from imprint import fingerprint
 from imprint.data import Collate, Data
 from imprint.errors import DataError, PlanError, SimulationError, TaskError, first_line
+from imprint.fingerprint import of_data, of_sources, of_tensors, probe_examples, probe_losses
 from imprint.memory import activation_bytes, budget, tensor_bytes
 from imprint.progress import Advance, Progress
 from imprint.simulation.curvature import Spectrum
@@ -110,19 +110,19 @@ def _request(task: Task, data: Data, sources: Sources, plan: Plan, states: "_Sta
     losses: list[float] = []
     for index in range(len(states)):
         state = states[index]
-        hashes.append(fingerprint.of_tensors(state))
+        hashes.append(of_tensors(state))
         if index == first:
             _refuse_nonfinite(state, index, len(states))
             functional, theta = task.at(state)
-            losses = _own("loss function failed on a few examples", fingerprint.probe_losses, functional, theta, data)
+            losses = _own("loss function failed on a few examples", probe_losses, functional, theta, data)
     return {
         "n": len(data),
         "dtype": stored_as,
         "plan": plan.to_json(),
         "parameters": describe(task),
         "states": hashes,
-        "sources": fingerprint.of_sources(sources),
-        "data": fingerprint.of_data(data),
+        "sources": of_sources(sources),
+        "data": of_data(data),
         "losses": losses,
     }
 
@@ -258,8 +258,8 @@ class _Prepared:
         """Keep a few training examples, with their losses where the first checkpoint is read out."""
         index = next(k for k, checkpoint in enumerate(checkpoints) if checkpoint.weight > 0)
         base = load_file(self.writer.path / f"checkpoint-{index:03}" / "base.safetensors", str(self.task.device))
-        losses = fingerprint.probe_losses(*self.task.at(base), self.data)
-        return self.writer.probes(self.data.gather(fingerprint.probe_examples(len(self.data))), losses)
+        losses = probe_losses(*self.task.at(base), self.data)
+        return self.writer.probes(self.data.gather(probe_examples(len(self.data))), losses)
 
     def _cast(self, tensors: Parameters) -> Parameters:
         return {name: tensor.to(DTYPES[self.stored_as]) for name, tensor in tensors.items()}

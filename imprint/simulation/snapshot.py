@@ -12,7 +12,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from imprint import files
+from imprint.files import write
 from imprint.task import Parameters
 
 logger = logging.getLogger(__name__)
@@ -45,7 +45,7 @@ class Snapshot:
         for kind, stack in (("base", moment.base), ("rows", moment.rows)):
             tensors |= {f"{kind}/{name}": tensor.cpu().contiguous() for name, tensor in stack.items()}
         metadata = {"imprint": json.dumps({"step": moment.step, "start": self._start})}
-        files.write(self._path, lambda path: save_file(tensors, path, metadata))
+        write(self._path, lambda path: save_file(tensors, path, metadata))
 
     def restore(self, device: torch.device) -> Moment | None:
         """The moment that was kept, if it is of this chunk."""
