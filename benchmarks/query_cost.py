@@ -89,11 +89,12 @@ def costs(case: Case, sources: int, queries: int, device: torch.device) -> dict[
 
 
 def crossover(rows: list[tuple[int, dict[str, float]]]) -> str:
-    """The smallest number of sources at which a backward pass per query is cheaper than jvp."""
-    for sources, times in rows:
-        if times["gradient"] < times["jvp"]:
-            return f"gradient is cheaper than jvp from {sources} sources on"
-    return f"jvp is cheaper than gradient up to {rows[-1][0]} sources"
+    """From how many sources on a backward pass per query stays cheaper than jvp."""
+    cheaper = [times["gradient"] < times["jvp"] for _, times in rows]
+    if not cheaper[-1]:
+        return f"jvp is cheaper than gradient at {rows[-1][0]} sources"
+    first = len(cheaper) - next((i for i, yes in enumerate(reversed(cheaper)) if not yes), len(cheaper))
+    return f"gradient is cheaper than jvp from {rows[first][0]} sources on"
 
 
 def main() -> None:

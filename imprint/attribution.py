@@ -5,7 +5,7 @@ import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from html import escape
-from itertools import accumulate
+from itertools import accumulate, product
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypedDict, Unpack, overload
 
 import torch
@@ -70,19 +70,23 @@ class Labels:
 
 @dataclass(frozen=True)
 class Top:
-    """The first sources of each query: `indices` and `scores` have shape (queries, k)."""
+    """The first sources of each query: `indices` and `scores` have shape (queries, k).
+
+    Indexing and iterating give lists of `Credit`, one list for each query; `queries` are their numbers.
+    """
 
     labels: Labels
     indices: Tensor
     scores: Tensor
+    queries: tuple[int, ...]
 
     def __len__(self) -> int:
         return len(self.scores)
 
     def __getitem__(self, query: int) -> list[Credit]:
-        labels, query = self.labels, range(len(self))[query]
+        labels, number = self.labels, self.queries[query]
         return [
-            Credit(query, labels.source_ids[i], labels.source_names[i], score, -score / labels.n)
+            Credit(number, labels.source_ids[i], labels.source_names[i], score, -score / labels.n)
             for i, score in zip(self.indices[query].tolist(), self.scores[query].tolist(), strict=True)
         ]
 
@@ -90,7 +94,7 @@ class Top:
         return (self[query] for query in range(len(self)))
 
     def __repr__(self) -> str:
-        lines = [f"{len(self)} queries, {self.labels.unit}"]
+        lines = [self.labels.unit]
         for credits in list(self)[:5]:
             shown = ", ".join(f"{credit.name} {credit.removal_effect:+.3g}" for credit in credits[:5])
             lines.append(f"  query {credits[0].query}: {shown}")
@@ -108,6 +112,16 @@ class Attribution:
 
     labels: Labels
     scores: Tensor
+    queries: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        if not self.queries:
+            object.__setattr__(self, "queries", tuple(range(len(self.scores))))
+
+    @property
+    def details(self) -> dict[str, Any]:
+        """How the scores were read out: the readout, the step of a difference, the reason for a fallback."""
+        return self.labels.details
 
     @property
     def removal_effect(self) -> Tensor:
@@ -117,9 +131,10 @@ class Attribution:
     def __len__(self) -> int:
         return len(self.scores)
 
-    def __getitem__(self, queries: slice | Sequence[int] | Tensor) -> "Attribution":
-        """The same attribution of some of the queries."""
-        return replace(self, scores=self.scores[queries])
+    def __getitem__(self, queries: int | slice | Sequence[int] | Tensor) -> "Attribution":
+        """The same attribution of some of the queries, which keep their numbers."""
+        chosen = torch.arange(len(self))[[queries] if isinstance(queries, int) else queries]
+        return replace(self, scores=self.scores[chosen], queries=tuple(self.queries[i] for i in chosen.tolist()))
 
     def top(self, k: int = 5, by: Order = "magnitude") -> Top:
         """The k sources that matter most to each query.
@@ -128,11 +143,11 @@ class Attribution:
         """
         k = _checked_k(k, self.scores.shape[1])
         indices = _rank(self.scores, by).topk(k, dim=1).indices
-        return Top(self.labels, indices, self.scores.gather(1, indices))
+        return Top(self.labels, indices, self.scores.gather(1, indices), self.queries)
 
     def __repr__(self) -> str:
         queries, sources = self.scores.shape
-        head = f"Attribution: {queries} queries × {sources} sources, most moved by"
+        head = f"Attribution: {queries} {'query' if queries == 1 else 'queries'} × {sources} sources"
         return f"{head}\n{self.top(min(3, sources))!r}"
 
     def _repr_html_(self) -> str:
@@ -192,13 +207,20 @@ class Attribution:
 
 @overload
 def attribute(
-    task: Task, store: Store, queries: Any, *, top: None = None, **options: Unpack[ReadoutOptions]
+    task: Task,
+    store: Store | str | os.PathLike[str],
+    queries: Any,
+    *,
+    top: None = None,
+    **options: Unpack[ReadoutOptions],
 ) -> Attribution: ...
 @overload
-def attribute(task: Task, store: Store, queries: Any, *, top: int, **options: Unpack[ReadoutOptions]) -> Top: ...
+def attribute(
+    task: Task, store: Store | str | os.PathLike[str], queries: Any, *, top: int, **options: Unpack[ReadoutOptions]
+) -> Top: ...
 def attribute(
     task: Task,
-    store: Store,
+    store: Store | str | os.PathLike[str],
     queries: Any,
     *,
     readout: Kind = "jvp",
@@ -212,31 +234,39 @@ def attribute(
 ) -> Attribution | Top:
     """Score every query against every source of a store, with forward passes only.
 
-    queries: a map-style dataset, a tuple or mapping of tensors with one row per query, or an iterable of batches.
+    store: what `simulate` returned, or its folder.
+    queries: a map-style dataset, a tuple or mapping of tensors with one row per query, or a generator of batches.
     readout: "jvp" (default), "central", "literal" or "gradient"; see `imprint.readout`.
     top: keep only this many sources per query, without ever holding all scores; `by` orders them.
     step: relative step of the "central" readout; calibrated by default.
     memory: what the readout may use, in bytes or as "4GiB"; by default a share of what is free.
     progress: True for a line on standard error, False for none, or a function of (done, total).
     """
+    store = store if isinstance(store, Store) else Store(store)
     batches = query_batches(queries, device=task.device, batch_size=batch_size, collate_fn=collate_fn)
     reader = Reader(task, store, readout=readout, step=step, memory=memory)
     k = None if top is None else _checked_k(top, len(store))
     _rank(torch.zeros(1), by)
-    chunks = reader.chunks(batches[0][1], batches[0][0])
+    count, batch = max(batches, key=lambda pair: pair[0])
+    chunks = reader.chunks(batch, count)
     bar = Progress("attributing", sum(count for count, _ in batches) * len(store), "scores", progress)
     parts: list[list[Tensor]] = [[] for _ in batches]
     best: list[tuple[Tensor, Tensor] | None] = [None for _ in batches]
     firsts = [0, *accumulate(count for count, _ in batches)]
-    for start, stop in chunks:
-        for index, (count, batch) in enumerate(batches):
+    order = list(product(chunks, range(len(batches))))
+    if reader.readout == "gradient":  # one backward per query: all sources of a batch before the next batch
+        order.sort(key=lambda step: step[1])
+    try:
+        for (start, stop), index in order:
+            count, batch = batches[index]
             block = reader.block(start, stop, batch, count, firsts[index]).cpu()
             if k is None:
                 parts[index].append(block)
             else:
                 best[index] = _merge(best[index], block, start, k, by)
             bar.advance(count * (stop - start))
-    bar.close()
+    finally:
+        bar.close()
     labels = Labels(
         store.n,
         store.source_ids,
@@ -249,7 +279,8 @@ def attribute(
     if k is None:
         return Attribution(labels, torch.cat([torch.cat(blocks, dim=1) for blocks in parts]))
     kept = [entry for entry in best if entry is not None]
-    return Top(labels, torch.cat([indices for indices, _ in kept]), torch.cat([scores for _, scores in kept]))
+    scores = torch.cat([scores for _, scores in kept])
+    return Top(labels, torch.cat([indices for indices, _ in kept]), scores, tuple(range(len(scores))))
 
 
 def self_influence(
@@ -264,8 +295,8 @@ def self_influence(
 ) -> Tensor:
     """s(b, b) of each source on the example in its own row of `data`, shape (sources,).
 
-    With one source per example and the training data this is each example's influence on itself, which stands out
-    for mislabelled ones.
+    With one source per example and the training data this is each example's influence on itself. Mislabelled examples
+    stand out: for a loss with the most negative values, for a margin with the largest.
     """
     examples = Data(data, device=task.device, batch_size=batch_size, collate_fn=collate_fn)
     if len(examples) != len(store):
@@ -275,10 +306,12 @@ def self_influence(
     reader = Reader(task, store, memory=memory)
     bar = Progress("self-influence", len(store), "examples", progress)
     parts = []
-    for indices, batch in examples.batches():
-        parts.append(reader.diagonal(batch, int(indices[0]), int(indices[-1]) + 1).cpu())
-        bar.advance(len(indices))
-    bar.close()
+    try:
+        for indices, batch in examples.batches():
+            parts.append(reader.diagonal(batch, int(indices[0]), int(indices[-1]) + 1).cpu())
+            bar.advance(len(indices))
+    finally:
+        bar.close()
     return torch.cat(parts)
 
 

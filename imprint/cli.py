@@ -5,10 +5,11 @@ from typing import Annotated
 
 import typer
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 import imprint
-from imprint.errors import ImprintError
+from imprint.errors import ImprintError, StoreError
 
 app = typer.Typer(
     help="How much does each data source move this prediction? Answered with forward passes only.",
@@ -50,6 +51,8 @@ def demo(
     from imprint.demo.experiment import run
     from imprint.demo.report import rows, statistics, write
 
+    if out.exists() and not out.is_dir():
+        raise StoreError(f"{out} is a file: give a folder for the report.")
     console.print("[bold]Twelve contributors, one of whom mislabels. Who moved which prediction?[/bold]")
     outcome = run(split, retrainings, say=lambda text: console.print(f"  {text}", style="dim"))
     table = Table(title="Change of the mean held-out loss (nats) if the contributor were removed")
@@ -63,10 +66,10 @@ def demo(
     console.print(table)
     figures = Table("", "imprint", "guess by size", "ceiling", title="Predicted against actual, 95% intervals")
     for line in statistics(outcome):
-        figures.add_row(*(text.replace("[", r"\[") for text in line))
+        figures.add_row(*(escape(text) for text in line))
     console.print(figures)
     page = write(outcome, out)
-    console.print(f"Report: [bold]{page}[/bold]")
+    console.print(f"Report: [bold]{escape(str(page))}[/bold]")
 
 
 def main() -> None:
@@ -74,5 +77,5 @@ def main() -> None:
     try:
         app()
     except ImprintError as error:
-        Console(stderr=True).print(f"[red]error:[/red] {error}", highlight=False)
+        Console(stderr=True).print(f"[red]error:[/red] {escape(str(error))}", highlight=False)
         raise SystemExit(1) from None

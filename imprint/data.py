@@ -1,6 +1,8 @@
 """Data as batches: any map-style dataset, columns of tensors, or an iterable of ready batches."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
+from copy import copy
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -18,6 +20,10 @@ def map_tensors(function: Callable[[Tensor], Tensor], batch: Batch) -> Batch:
     """`batch` with `function` applied to every tensor in it; other leaves stay as they are."""
     if isinstance(batch, Tensor):
         return function(batch)
+    if isinstance(batch, MutableMapping) and not isinstance(batch, dict):  # such as a tokenizer's result
+        mapped = copy(batch)
+        mapped.update({key: map_tensors(function, value) for key, value in batch.items()})
+        return mapped
     if isinstance(batch, Mapping):
         return {key: map_tensors(function, value) for key, value in batch.items()}
     if isinstance(batch, tuple) and hasattr(batch, "_fields"):
@@ -131,6 +137,13 @@ class Data:
         elif isinstance(dataset, Mapping):
             wrong = next((key for key, v in dataset.items() if not isinstance(v, Tensor)), "(none)")
             raise DataError(f"a mapping must hold tensors with one row per example; {wrong!r} is no tensor.")
+        elif isinstance(dataset, list) and dataset and _is_columns(dataset[0]) and collate_fn is None:
+            raise DataError(
+                "a list of batches is no dataset: give a DataLoader or a generator of batches, a tuple (x, y) with all "
+                "rows, or, if these are samples, a torch Dataset."
+            )
+        elif isinstance(dataset, tuple) and any(isinstance(leaf, Tensor) for leaf in dataset):
+            raise DataError("a tuple of data must hold tensors only, each with one row per example.")
         elif hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__"):
             self._length = len(dataset)
         else:
@@ -156,15 +169,21 @@ class Data:
         if self._passes is not None:
             yield from self._passes
             return
-        passes, kept = [], 0
+        passes: list[tuple[Tensor, Batch]] = []
+        kept = 0
         for start in range(0, len(self), self.batch_size):
-            indices = torch.arange(start, min(start + self.batch_size, len(self)), device=self.device)
-            batch = self.gather(indices)
+            part = slice(start, min(start + self.batch_size, len(self)))
+            indices = torch.arange(part.start, part.stop, device=self.device)
+            if self._columns is not None:
+                yield indices, map_tensors(itemgetter(part), self._columns)
+                continue
+            batch = self._read(indices.tolist())
             kept += _size(batch)
-            if kept <= _KEPT_BYTES:
-                passes.append((indices, batch))
+            passes.append((indices, batch))
+            if kept > _KEPT_BYTES:
+                passes.clear()
             yield indices, batch
-        if kept <= _KEPT_BYTES:
+        if self._columns is None and kept <= _KEPT_BYTES:
             self._passes = passes
 
     def _read(self, indices: list[int]) -> Batch:

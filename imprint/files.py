@@ -39,6 +39,8 @@ def sha256(path: Path) -> str:
 
 
 def _sync(path: Path) -> None:
+    if os.name == "nt" and path.is_dir():  # not possible there
+        return
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

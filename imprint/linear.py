@@ -20,7 +20,7 @@ class FastLinear(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if func is not F.linear or kwargs or args[0].shape[:-1].numel() != 1:
+        if func is not F.linear or kwargs or args[1].dim() != 2 or args[0].shape[:-1].numel() != 1:
             return func(*args, **(kwargs or {}))
         return _linear(*args)
 

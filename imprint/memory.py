@@ -37,7 +37,7 @@ def budget(memory: int | str | None, device: torch.device) -> int:
 def _free() -> int:
     try:
         return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    except (ValueError, OSError):  # not told on this platform
+    except (AttributeError, ValueError, OSError):  # not told on this platform
         return 4 << 30
 
 

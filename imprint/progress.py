@@ -57,7 +57,9 @@ class Progress:
     def _line(self, now: float) -> str:
         elapsed = max(now - self._start, 1e-9)
         rate = self.done / elapsed
-        left = (self.total - self.done) / rate if rate else 0.0
+        if not self.done:
+            return f"{self.label}: preparing, {_duration(elapsed)} gone"
+        left = (self.total - self.done) / rate
         return (
             f"{self.label}: {100 * self.done / max(self.total, 1):.0f}% of {self.total:,} {self.unit}, "
             f"{rate:,.0f}/s, {_duration(elapsed)} gone, {_duration(left)} left"

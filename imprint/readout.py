@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.func import grad, jvp, vjp, vmap
 
-from imprint.data import is_columnar, map_tensors
+from imprint.data import is_columnar, length, map_tensors
 from imprint.errors import ImprintError, ReadoutError, first_line
 from imprint.linear import FastLinear
 from imprint.memory import activation_bytes, budget, tensor_bytes
@@ -33,7 +33,7 @@ Kind = Literal["jvp", "central", "literal", "gradient"]
 Measure = Callable[[Parameters], Tensor]
 """F of the queries of one batch as a function of the selected parameters, shape (queries,)."""
 
-_SHIFTED_BYTES = 64 << 20  # shifted copies θ ± c·u alive at once: more only moves memory
+_SHIFTED_BYTES = 64 << 20  # shifted copies θ ± c·u alive at once on a CPU: more only moves memory
 _LARGE_BYTES = 1 << 20  # parameters from which a CPU shifts them faster one by one than by vmap
 _RELATIVE_STEPS = tuple(10 ** (exponent / 2) for exponent in range(-12, -1))
 
@@ -70,7 +70,8 @@ def between(
     if not vectorise or (size > _LARGE_BYTES and up.device.type == "cpu"):
         return _between_one_by_one(measure, theta, imprints, up, down, midpoints)
     blocks = []
-    for start in range(0, rows, width := max(1, _SHIFTED_BYTES // (2 * size))):
+    width = rows if up.device.type == "cuda" else max(1, _SHIFTED_BYTES // (2 * size))
+    for start in range(0, rows, width):
         part = slice(start, min(start + width, rows))
         blocks.append(
             vmap(one)(
@@ -174,9 +175,11 @@ class Reader:
         self._vectorise = True
         self._reason = ""
         self._ready = False
-        self._rows = 1
+        self._live = 0  # bytes of activations for a query and a source
         self._kept: dict[tuple[int, int, int], tuple[Parameters, Parameters | None]] = {}
         self._keep_bytes = self._budget // 2
+        self._last: dict[int, tuple[tuple[int, int, int], tuple[Parameters, Parameters | None]]] = {}
+        self._gradients: dict[int, tuple[Batch, Parameters]] = {}
         if readout == "literal":
             self._require_pair()
         weights = [checkpoint.weight for checkpoint in store.checkpoints]
@@ -187,15 +190,19 @@ class Reader:
                 if weight > 0
             ]
 
-    def scores(self, batch: Batch, count: int) -> Tensor:
-        """s(b, q) of the `count` queries of a batch, shape (queries, sources)."""
+    def scores(self, batch: Batch, count: int | None = None) -> Tensor:
+        """s(b, q) of the queries of a batch, shape (queries, sources); `count` where its first tensor does not tell."""
+        count = length(batch) if count is None else count
+        batch = map_tensors(lambda t: t.to(self.task.device), batch)
         return torch.cat([self.block(start, stop, batch, count) for start, stop in self.chunks(batch, count)], dim=1)
 
     def chunks(self, batch: Batch, count: int) -> list[tuple[int, int]]:
-        """The sources in pieces that fit the memory budget, decided on the first batch seen."""
+        """The sources in pieces that fit the memory budget, for so many queries at once."""
         with forward_only(self.task):
             self._prepare(batch, count)
-        return [(i, min(i + self._rows, len(self.store))) for i in range(0, len(self.store), self._rows)]
+        each = 2 * len(self._bases) * (tensor_bytes(self._bases[0].theta) + self._live * count)
+        rows = max(1, min(len(self.store), self._budget // each))
+        return [(i, min(i + rows, len(self.store))) for i in range(0, len(self.store), rows)]
 
     def block(self, start: int, stop: int, batch: Batch, count: int, first: int = 0) -> Tensor:
         """The mean over checkpoints of the scores of some sources, shape (queries, stop − start).
@@ -223,6 +230,8 @@ class Reader:
             if not is_columnar(batch, count):
                 raise ReadoutError("a diagonal readout needs batches of tensors with one row per query.")
             self._prepare(batch, count)
+            if self.readout not in ("jvp", "central"):
+                raise ReadoutError(f'a diagonal is read out by "jvp" or "central", not by {self.readout!r}.')
             total = torch.zeros(count, device=self.task.device, dtype=torch.float64)
             single = map_tensors(lambda t: t.unsqueeze(1), batch)
             for base in self._bases:
@@ -266,8 +275,10 @@ class Reader:
         if self.readout == "jvp":
             return along(measure, base.theta, imprints, vectorise=self._vectorise)
         if self.readout == "gradient":
-            gradients = query_gradients(base.functional, base.theta, batch, count, vectorise=self._vectorise)
-            return dots(imprints, gradients)
+            if base.index not in self._gradients or self._gradients[base.index][0] is not batch:
+                gradients = query_gradients(base.functional, base.theta, batch, count, vectorise=self._vectorise)
+                self._gradients[base.index] = batch, gradients
+            return dots(imprints, self._gradients[base.index][1])
         if self.readout == "central":
             assert self._step is not None
             c = _lengths(base.theta, imprints, self._step)
@@ -296,6 +307,8 @@ class Reader:
         key = (checkpoint, start, stop)
         if key in self._kept:
             return self._kept[key]
+        if self._last.get(checkpoint, (None,))[0] == key:  # the next batch of queries wants the same
+            return self._last[checkpoint][1]
         device = self.task.device
         imprints = self.store.imprints(checkpoint, start, stop, device)
         midpoints = None
@@ -305,6 +318,7 @@ class Reader:
         if size <= self._keep_bytes:
             self._keep_bytes -= size
             self._kept[key] = imprints, midpoints
+        self._last[checkpoint] = key, (imprints, midpoints)
         return imprints, midpoints
 
     def _prepare(self, batch: Batch, count: int) -> None:
@@ -325,9 +339,7 @@ class Reader:
         if self.readout == "central":
             self._step = self._step or self._calibrate(batch, count)
             self.details["central_step"] = self._step
-        size = tensor_bytes(base.theta)
-        live = activation_bytes(lambda: base.functional.measures(base.theta, batch, count))
-        self._rows = max(1, min(len(self.store), self._budget // (2 * (size + live))))
+        self._live = activation_bytes(lambda: base.functional.measures(base.theta, batch, count)) // count
         self._ready = True
 
     def _works(self, batch: Batch, count: int) -> bool:

@@ -1,7 +1,7 @@
 """Sources: the units of credit, as named and possibly overlapping sets of training examples."""
 
 from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -27,6 +27,7 @@ class Sources:
     ids: tuple[str, ...]
     names: tuple[str, ...]
     members: tuple[Members, ...]
+    length: int | None = None  # of the training data, where it is known
 
     def __post_init__(self) -> None:
         if not self.ids:
@@ -48,7 +49,7 @@ class Sources:
     def per_example(cls, n: int) -> "Sources":
         """Every one of `n` training examples is a source of its own."""
         ids = tuple(map(str, range(n)))
-        return cls(ids, ids, tuple(np.arange(n).reshape(n, 1)))
+        return cls(ids, ids, tuple(np.arange(n).reshape(n, 1)), n)
 
     @classmethod
     def by_label(cls, labels: Sequence[Hashable] | Tensor, names: Mapping[Any, str] | None = None) -> "Sources":
@@ -61,7 +62,7 @@ class Sources:
             ordered = sorted(groups)  # type: ignore[type-var]
         except TypeError:
             ordered = sorted(groups, key=str)
-        return cls.groups({label: groups[label] for label in ordered}, names)
+        return replace(cls.groups({label: groups[label] for label in ordered}, names), length=len(values))
 
     @classmethod
     def groups(cls, groups: Mapping[Any, Any], names: Mapping[Any, str] | None = None) -> "Sources":
@@ -69,7 +70,11 @@ class Sources:
         unknown = [str(key) for key in (names or {}) if key not in groups]
         if unknown:
             raise SourcesError(f"names are given for sources that do not exist: {', '.join(unknown[:5])}.")
+        masks = {len(mask) for mask in groups.values() if _is_mask(mask)}
+        if len(masks) > 1:
+            raise SourcesError(f"masks over the same data must be equally long, got lengths {sorted(masks)}.")
         return cls(
+            length=next(iter(masks), None),
             ids=tuple(map(str, groups)),
             names=tuple(str((names or {}).get(key, key)) for key in groups),
             members=tuple(_indices(key, values) for key, values in groups.items()),
@@ -89,10 +94,30 @@ class Sources:
 
     def rows(self, start: int, stop: int) -> "Sources":
         """The sources from `start` up to `stop`."""
-        return Sources(self.ids[start:stop], self.names[start:stop], self.members[start:stop])
+        return self._chosen(range(start, min(stop, len(self))))
+
+    def smallest(self, count: int) -> "Sources":
+        """The `count` sources with the fewest examples."""
+        return self._chosen(sorted(range(len(self)), key=lambda i: len(self.members[i]))[:count])
+
+    def spread(self, count: int) -> "Sources":
+        """Up to `count` sources from beginning to end."""
+        return self._chosen(sorted({int(i) for i in np.linspace(0, len(self) - 1, count)}))
+
+    def _chosen(self, chosen: Sequence[int]) -> "Sources":
+        return replace(
+            self,
+            ids=tuple(self.ids[i] for i in chosen),
+            names=tuple(self.names[i] for i in chosen),
+            members=tuple(self.members[i] for i in chosen),
+        )
 
     def check(self, n: int) -> None:
         """Refuse members that are not examples of a training set of length `n`."""
+        if self.length is not None and self.length != n:
+            raise SourcesError(
+                f"the sources divide {self.length} examples, the training data has {n}: are they of another split?"
+            )
         for identity, members in zip(self.ids, self.members, strict=True):
             if members.min() < 0 or members.max() >= n:
                 outside = members[(members < 0) | (members >= n)][0]
@@ -113,10 +138,17 @@ class Sources:
         return torch.from_numpy(out).to(examples.device, dtype)
 
 
+def _is_mask(values: Any) -> bool:
+    return isinstance(values, Tensor | np.ndarray) and values.dtype in (bool, torch.bool)
+
+
 def _indices(key: object, values: Any) -> Members:
     if isinstance(values, Tensor):
         values = values.cpu().numpy()
-    array = np.asarray(values if isinstance(values, np.ndarray) else list(values))
+    try:
+        array = np.asarray(values if isinstance(values, np.ndarray) else list(values))
+    except TypeError as error:
+        raise SourcesError(f"members of source {str(key)!r} must be a list of example indices: {error}.") from error
     if array.ndim != 1:
         raise SourcesError(
             f"the members of source {str(key)!r} must be a flat list of indices, got shape {array.shape}."

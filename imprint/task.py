@@ -4,6 +4,7 @@ Users write ordinary model code; everything else in the library sees a task as p
 parameters (`Functional`), which is what the simulation and the readout differentiate.
 """
 
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -23,6 +24,9 @@ Parameters = dict[str, Tensor]
 
 Batch = Any
 """What the user's collate function makes: tensors, tuples, lists or mappings of them."""
+
+# Parameters are swapped inside the user's own module, and forward mode has one level per process: threads take turns.
+_ONE_AT_A_TIME = threading.RLock()
 
 PerExample = Callable[[nn.Module, Batch], Tensor]
 Better = Literal["lower", "higher"] | None
@@ -145,7 +149,8 @@ class Task:
         if measure is None:
             self.measure_name, self.measure, self.better = "loss", self.loss, "lower"
         elif callable(measure):
-            self.measure_name, self.measure = getattr(measure, "__name__", "measure"), measure
+            name = getattr(measure, "__name__", "<>")
+            self.measure_name, self.measure = name if name.isidentifier() else "the measurement", measure
         elif measure not in _MEASURES:
             raise TaskError(f"measure {measure!r} is unknown: use None, a function, or one of {', '.join(_MEASURES)}.")
         elif self.outputs is None:
@@ -243,17 +248,18 @@ class Task:
 
         Fused attention and the encoder's fast path have no forward-mode derivative, hence the mathematical ones.
         """
-        modes = [(module, module.training) for module in self.model.modules()]
-        fast_path = torch.backends.mha.get_fastpath_enabled()
-        try:
-            self.model.eval()
-            torch.backends.mha.set_fastpath_enabled(False)
-            with sdpa_kernel(SDPBackend.MATH):
-                yield
-        finally:
-            torch.backends.mha.set_fastpath_enabled(fast_path)
-            for module, mode in modes:
-                module.training = mode
+        with _ONE_AT_A_TIME:
+            modes = [(module, module.training) for module in self.model.modules()]
+            fast_path = torch.backends.mha.get_fastpath_enabled()
+            try:
+                self.model.eval()
+                torch.backends.mha.set_fastpath_enabled(False)
+                with sdpa_kernel(SDPBackend.MATH):
+                    yield
+            finally:
+                torch.backends.mha.set_fastpath_enabled(fast_path)
+                for module, mode in modes:
+                    module.training = mode
 
 
 @dataclass(frozen=True)

@@ -20,6 +20,12 @@ def test_the_careless_publisher_of_the_own_model_example_harms_every_query(tmp_p
     assert all("blog -" in line for line in lines)
 
 
+def test_the_camera_with_wrong_labels_harms_every_query_of_the_dict_example(tmp_path: Path) -> None:
+    lines = [line for line in run("dict_batches.py", tmp_path).splitlines() if line.startswith("  query")]
+    assert len(lines) == 4
+    assert all("camera 3 +" in line for line in lines)  # of a margin, where more is better
+
+
 def test_the_digits_example_predicts_the_sign_of_every_effect(tmp_path: Path) -> None:
     output = run("digits.py", tmp_path)
     rows = [line for line in output.splitlines() if "predicted" in line]

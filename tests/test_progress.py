@@ -128,4 +128,4 @@ def test_nothing_to_do_is_no_division_by_zero() -> None:
     clock.now += 5
     bar.advance(0)
     bar.close()
-    assert "of 0 steps" in stream.getvalue()
+    assert "preparing" in stream.getvalue()

@@ -125,7 +125,10 @@ CHANGES: dict[str, tuple[dict[str, Any], str]] = {
     "plan": ({"plan": Plan(steps=STEPS + 1, lr=0.2)}, "the plan's steps was 12, is 13"),
     "loss": ({"task": changed_task()}, r"loss on probe example 0 is .*, was .*: the loss function changed"),
     "data": ({"data": (data()[0] + torch.eye(N, 4), data()[1])}, "the training data changed"),
-    "length": ({"data": tuple(t[:23] for t in data()), "sources": Sources.per_example(6)}, "had 24 examples, has 23"),
+    "length": (
+        {"data": tuple(t[:23] for t in data()), "sources": Sources.groups({"a": [0]})},
+        "had 24 examples, has 23",
+    ),
     "sources": ({"sources": Sources.by_label([i % 5 for i in range(N)])}, "the sources changed"),
     "weights": ({"checkpoints": [task().state(), task().state()]}, "the weights of checkpoint 1 changed"),
     "checkpoints": ({"checkpoints": [task().state()]}, "there were 2 checkpoints, are 1"),

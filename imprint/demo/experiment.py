@@ -24,6 +24,7 @@ _BASELINES = 4
 class Outcome:
     """What the demo found: predictions, the truth beside them, and how long each part took in seconds."""
 
+    split: int
     setting: digits.Digits
     sources: Sources
     attribution: Attribution
@@ -35,6 +36,11 @@ class Outcome:
     def by_size(self) -> RemovalCheck:
         """The same truth against a guess that knows only how much each contributor delivered."""
         return self.check.guessed(torch.tensor(self.sources.sizes, dtype=torch.float64).numpy())
+
+    @property
+    def retrained(self) -> int:
+        """How many models were trained for the truth."""
+        return len(self.check.actual) * (len(self.sources) + _BASELINES)
 
     @property
     def most_harmful(self) -> int:
@@ -72,7 +78,7 @@ def run(
         actual = _removed(setting, sources, data, split, retrainings, progress)
 
     check = RemovalCheck.of(attribution.removal_effect, actual)
-    return Outcome(setting, sources, attribution, check, accuracy, seconds)
+    return Outcome(split, setting, sources, attribution, check, accuracy, seconds)
 
 
 def _removed(

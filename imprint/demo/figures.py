@@ -31,28 +31,25 @@ def draw(outcome: Outcome, folder: Path) -> dict[str, Path]:
     """Draw every figure into a folder; the files by name."""
     try:
         import matplotlib as mpl
-        from matplotlib import pyplot as plt
     except ImportError as error:
         raise MissingExtra("the report", "report") from error
-    mpl.use("Agg")
     files = {}
     with mpl.rc_context(_STYLE):
         for name, function in (("scatter", scatter), ("ranking", ranking), ("queries", queries)):
             figure = function(outcome)
             files[name] = folder / f"{name}.png"
             figure.savefig(files[name])
-            plt.close(figure)
     return files
 
 
 def scatter(outcome: Outcome) -> "Figure":
     """Predicted against actual mean removal effect, one disc per contributor, as large as its delivery."""
-    from matplotlib import pyplot as plt
+    from matplotlib.figure import Figure
 
     check, names, bad = outcome.check, outcome.sources.names, outcome.setting.mislabeller
     predicted, actual = check.predicted.mean(0), check.truth.mean(0)
-    spread = check.actual.mean(1).std(0, ddof=1) / np.sqrt(len(check.actual))
-    figure, ax = plt.subplots(figsize=(7.2, 5.0), layout="constrained")
+    figure = Figure(figsize=(7.2, 5.0), layout="constrained")
+    ax = figure.subplots()
     ax.axhline(0, color="0.85", linewidth=0.8, zorder=0)
     ax.axvline(0, color="0.85", linewidth=0.8, zorder=0)
     ends = np.array([predicted.min(), predicted.max()])
@@ -61,11 +58,11 @@ def scatter(outcome: Outcome) -> "Figure":
     ax.plot(ends, fitted, color="0.5", linewidth=1, label=f"slope {check.slope}", zorder=1)
     ax.plot(ends, ends, color="0.5", linewidth=1, linestyle=":", label="prediction = outcome", zorder=1)
     colours = [HARM if i == bad else PREDICTED for i in range(len(names))]
-    ax.errorbar(predicted, actual, 2 * spread, fmt="none", ecolor="0.7", elinewidth=1, zorder=2)
+    ax.errorbar(predicted, actual, 2 * check.standard_error, fmt="none", ecolor="0.7", elinewidth=1, zorder=2)
     ax.scatter(predicted, actual, s=[1.5 * size for size in outcome.sources.sizes], c=colours, alpha=0.85, zorder=3)
     _label(ax, predicted, actual, [f"{n} (mislabels)" if i == bad else n for i, n in enumerate(names)])
-    ax.set_xlabel("predicted change of the mean loss if the contributor were removed")
-    ax.set_ylabel("actual change after retraining without it")
+    ax.set_xlabel("predicted change of the mean loss (nats) if the contributor were removed")
+    ax.set_ylabel("actual change (nats) after retraining without it")
     ax.set_title(f"Correlation {check.correlation}, ceiling {check.ceiling:.2f}")
     ax.legend(frameon=False, loc="upper left")
     return figure
@@ -90,7 +87,7 @@ def _label(ax: "Axes", x: Array, y: Array, names: list[str]) -> None:
 
 def ranking(outcome: Outcome) -> "Figure":
     """Contributors from most helpful to most harmful: predicted and actual, with the guess by size."""
-    from matplotlib import pyplot as plt
+    from matplotlib.figure import Figure
 
     check, names = outcome.check, outcome.sources.names
     predicted, actual = check.predicted.mean(0), check.truth.mean(0)
@@ -98,15 +95,19 @@ def ranking(outcome: Outcome) -> "Figure":
     guess = sizes * (np.clip(actual, 0, None).sum() / sizes.sum())
     order = np.argsort(predicted)
     rows = np.arange(len(order))
-    figure, ax = plt.subplots(figsize=(7.2, 5.0), layout="constrained")
+    figure = Figure(figsize=(7.2, 5.0), layout="constrained")
+    ax = figure.subplots()
     ax.barh(rows + 0.27, predicted[order], 0.26, color=PREDICTED, label="predicted, without retraining")
-    ax.barh(rows, actual[order], 0.26, color=ACTUAL, label=f"actual, mean of {len(check.actual)} retrainings")
+    actually = f"actual, mean of {len(check.actual)} retrainings ± 2 standard errors"
+    whisker = {"ecolor": "0.45", "elinewidth": 0.9}
+    error = 2 * check.standard_error[order]
+    ax.barh(rows, actual[order], 0.26, color=ACTUAL, xerr=error, error_kw=whisker, label=actually)
     ax.barh(rows - 0.27, guess[order], 0.26, color=GUESS, label="guess by size alone (scaled)")
     ax.axvline(0, color="0.4", linewidth=0.8)
     ax.set_yticks(rows, [f"{names[i]}  ({sizes[i]})" for i in order])
     ticks = ax.get_yticklabels()
     ticks[int(np.flatnonzero(order == outcome.setting.mislabeller)[0])].set_color(HARM)
-    ax.set_xlabel("change of the mean loss if removed:  ← harmful   helpful →")
+    ax.set_xlabel("change of the mean loss (nats) if removed:  ← harmful   helpful →")
     ax.set_title("Who helps, who harms (examples delivered)")
     ax.legend(frameon=False, loc="center left", fontsize=9)
     return figure
@@ -114,21 +115,21 @@ def ranking(outcome: Outcome) -> "Figure":
 
 def queries(outcome: Outcome, count: int = 6) -> "Figure":
     """Single queries: the picture, and every contributor's predicted and actual effect on its loss."""
-    from matplotlib import pyplot as plt
+    from matplotlib.figure import Figure
 
     check, names = outcome.check, outcome.sources.names
     chosen = most_telling(outcome, count)
     columns = (count + 1) // 2
-    figure, axes = plt.subplots(
-        4, columns, figsize=(3.6 * columns, 8.6), layout="constrained", height_ratios=(1, 2.4, 1, 2.4)
-    )
+    figure = Figure(figsize=(3.6 * columns, 8.6), layout="constrained")
+    axes = figure.subplots(4, columns, height_ratios=(1, 2.4, 1, 2.4))
     rows = np.arange(len(names))[::-1]
     for place, query in enumerate(chosen):
         top, column = 2 * (place // columns), place % columns
         picture, bars = axes[top, column], axes[top + 1, column]
         picture.imshow(outcome.setting.queries[0][query].reshape(8, 8).numpy(), cmap="gray_r", interpolation="nearest")
         picture.set_axis_off()
-        picture.set_title(f"a {int(outcome.setting.queries[1][query])}", fontsize=12, loc="center")
+        digit = int(outcome.setting.queries[1][query])
+        picture.set_title(f"{'an' if digit == 8 else 'a'} {digit}", fontsize=12, loc="center")
         effect = check.predicted[query]
         bars.barh(rows, effect, 0.62, color=[PREDICTED if value >= 0 else HARM for value in effect])
         bars.plot(check.truth[query], rows, "D", color=ACTUAL, markersize=4.5, markeredgecolor="white")
@@ -139,7 +140,8 @@ def queries(outcome: Outcome, count: int = 6) -> "Figure":
         if column == 0:
             bars.get_yticklabels()[outcome.setting.mislabeller].set_color(HARM)
     figure.suptitle(
-        "Change of one query's loss if the contributor were removed: bars predicted, diamonds actual", fontsize=11
+        "Change of one query's loss (nats) if the contributor were removed: bars predicted, diamonds actual",
+        fontsize=11,
     )
     return figure
 

@@ -2,10 +2,9 @@
 
 import base64
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from importlib.resources import files
 from pathlib import Path
-
-import numpy as np
 
 from imprint.demo.experiment import Outcome
 from imprint.demo.figures import draw
@@ -15,7 +14,7 @@ from imprint.evaluation.removal import RemovalCheck
 
 @dataclass(frozen=True)
 class Row:
-    """One contributor in the table, effects as changes of the mean loss if it were removed."""
+    """One contributor in the table, effects as changes of the mean loss if it were removed; `error` is two σ."""
 
     name: str
     size: int
@@ -33,7 +32,7 @@ def rows(outcome: Outcome) -> list[Row]:
     """The contributors, most helpful first by prediction."""
     check = outcome.check
     predicted, actual = check.predicted.mean(0), check.truth.mean(0)
-    error = check.actual.mean(1).std(0, ddof=1) / np.sqrt(len(check.actual))
+    error = 2 * check.standard_error
     bad = outcome.setting.mislabeller
     table = [
         Row(name, size, float(predicted[i]), float(actual[i]), float(error[i]), i == bad)
@@ -72,6 +71,8 @@ def write(outcome: Outcome, folder: Path) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     pictures = draw(outcome, folder)
     environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined)
+    from imprint import __version__ as version
+
     template = environment.from_string(files("imprint.demo").joinpath("report.html.j2").read_text(encoding="utf-8"))
     page = folder / "report.html"
     page.write_text(
@@ -80,6 +81,7 @@ def write(outcome: Outcome, folder: Path) -> Path:
             rows=rows(outcome),
             statistics=statistics(outcome),
             culprit=outcome.sources.names[outcome.most_harmful],
+            made=f"{datetime.now(UTC):%Y-%m-%d}, imprint {version}",
             found=outcome.most_harmful == outcome.setting.mislabeller,
             pictures={name: base64.b64encode(file.read_bytes()).decode() for name, file in pictures.items()},
         ),

@@ -67,6 +67,11 @@ class RemovalCheck:
         return np.asarray(self.actual.mean(0))
 
     @cached_property
+    def standard_error(self) -> Array:
+        """Of the actual mean effect of each source, over runs."""
+        return np.asarray(self.actual.mean(1).std(0, ddof=1) / np.sqrt(len(self.actual)))
+
+    @cached_property
     def correlation(self) -> Estimate:
         """Pearson, over sources, of predicted and actual mean effects."""
         return self._over_queries(lambda chosen: pearson(self.predicted[chosen].mean(0), self.truth[chosen].mean(0)))

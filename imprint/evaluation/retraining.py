@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.func import grad_and_value, vmap
 
 from imprint.data import Data, map_tensors
+from imprint.errors import DataError, TaskError
 from imprint.progress import Progress
 from imprint.task import Batch, Parameters, Task
 
@@ -52,6 +53,7 @@ def train_together(
     seeds: one for each model, for its initialisation and, unless `orders` gives others, its order of examples.
     """
     models = [_initial(build, seed) for seed in seeds]
+    _refuse(models[0], subsets, training)
     functional, _ = task_of(models[0]).at(task_of(models[0]).state())
     theta = {
         name: torch.stack([dict(m.named_parameters())[name].detach() for m in models]).to(data.device)
@@ -88,6 +90,17 @@ def measured(task: Task, stacked: Parameters, batch: Batch, count: int) -> Tenso
     functional, _ = task.at(task.state())
     with torch.no_grad(), task.evaluating():
         return vmap(lambda theta: functional.measures(theta, batch, count))(stacked)
+
+
+def _refuse(model: nn.Module, subsets: Sequence[Tensor], training: Training) -> None:
+    """Say so where models trained together would not be what they are alone."""
+    if any(True for _ in model.buffers()):
+        raise TaskError("models with buffers (such as batch norm's statistics) cannot be trained together yet.")
+    if any(isinstance(module, nn.Dropout) and module.p > 0 for module in model.modules()):
+        raise TaskError("models with dropout cannot be trained together yet: it would be left out.")
+    shortest = min(len(subset) for subset in subsets)
+    if shortest < (training.batch_size if training.drop_last else 1):
+        raise DataError(f"a subset of {shortest} examples does not fill one batch of {training.batch_size}.")
 
 
 def _per_model(models: int, tensor: Tensor) -> Tensor:

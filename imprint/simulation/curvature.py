@@ -1,8 +1,9 @@
 """The extremes of the curvature, by Lanczos: for the step size, and to know whether a descent is stable."""
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from itertools import islice
 
 import torch
 from torch import Tensor
@@ -70,7 +71,7 @@ def lanczos(product: Callable[[Tensor], Tensor], start: Tensor, iterations: int,
     return found
 
 
-def spectrum(task: Functional, theta: Parameters, batches: list[Weighted], iterations: int = 30) -> Spectrum:
+def spectrum(task: Functional, theta: Parameters, batches: Iterable[Weighted], iterations: int = 30) -> Spectrum:
     """The curvature extremes of the objective on `batches`, at θ."""
     names, shapes = list(theta), [p.shape for p in theta.values()]
     sizes = [p.numel() for p in theta.values()]
@@ -94,9 +95,9 @@ def spectrum(task: Functional, theta: Parameters, batches: list[Weighted], itera
     return lanczos(product, start, iterations)
 
 
-def _forward_mode_works(task: Functional, theta: Parameters, batches: list[Weighted], v: Parameters) -> bool:
+def _forward_mode_works(task: Functional, theta: Parameters, batches: Iterable[Weighted], v: Parameters) -> bool:
     try:
-        hessian_product(task, theta, batches[:1], v)
+        hessian_product(task, theta, islice(batches, 1), v)
     except torch.OutOfMemoryError:
         raise
     except (RuntimeError, NotImplementedError, ValueError) as error:
@@ -107,7 +108,7 @@ def _forward_mode_works(task: Functional, theta: Parameters, batches: list[Weigh
     return True
 
 
-def _by_difference(task: Functional, theta: Parameters, batches: list[Weighted], v: Parameters) -> Parameters:
+def _by_difference(task: Functional, theta: Parameters, batches: Iterable[Weighted], v: Parameters) -> Parameters:
     """H v from two gradients, for models without forward-mode rules."""
     step = _DIFFERENCE * (norm(theta) or 1.0) / norm(v)
 

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.func import grad, jvp
 
 from imprint.task import Batch, Functional, Parameters
+from imprint.vectors import add_scaled_
 
 
 @dataclass(frozen=True)
@@ -79,9 +80,7 @@ def hessian_product(task: Functional, theta: Parameters, batches: Iterable[Weigh
     total = {name: tensor.new_zeros(tensor.shape) for name, tensor in v.items()}
     for part in batches:
         product = gradient_along(task, theta, part.weights, part.batch, v, part.weights.new_zeros(len(part)))
-        for name, tensor in product.items():
-            total[name] += tensor
+        add_scaled_(total, product, 1.0)
     if task.task.regulariser is not None:
-        for name, tensor in regulariser_gradient_along(task, theta, v).items():
-            total[name] += tensor
+        add_scaled_(total, regulariser_gradient_along(task, theta, v), 1.0)
     return total

@@ -1,7 +1,7 @@
 """What both path engines share: the batches of a step, the source's own gradient, and the checks on what moves."""
 
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from itertools import islice
 
@@ -17,11 +17,42 @@ from imprint.simulation.plan import Plan
 from imprint.simulation.snapshot import Moment, Snapshot
 from imprint.sources import Sources
 from imprint.task import Batch, Functional, Parameters
-from imprint.vectors import add_scaled_, row, row_norms
+from imprint.vectors import add_scaled_, norm, row, row_norms
 
 _RUNAWAY = 1e3  # times what a steady pull, as strong as at the beginning, would have given by now
 _BEGINNING = 3  # steps in which the pull of a source shows
 _STACKED_MEMBERS = 32  # sources up to this size are differentiated together; larger ones fill the machine alone
+
+
+@dataclass(frozen=True)
+class FullBatch:
+    """All examples with weight 1/N, read batch by batch whenever they are wanted: they need not fit memory at once."""
+
+    data: Data
+    dtype: torch.dtype
+
+    def __iter__(self) -> Iterator[Weighted]:
+        for examples, batch in self.data.batches():
+            weights = torch.full((len(examples),), 1 / len(self.data), dtype=self.dtype, device=examples.device)
+            yield Weighted(examples, weights, batch)
+
+
+@dataclass(frozen=True)
+class Simulated:
+    """What an engine returns for a chunk of sources.
+
+    base: the selected parameters at the read-out point.
+    imprints: u_b, one row per source.
+    end: θ_T⁰, from which the drift of the unperturbed path is known.
+    midpoints: (θ⁺ + θ⁻)/2 − base, one row per source, where the pair was asked for.
+    linearity: ‖θ⁺ + θ⁻ − 2θ⁰‖ / ‖θ⁺ − θ⁻‖ per source, where there are two trajectories; 0 is perfectly linear.
+    """
+
+    base: Parameters
+    imprints: Parameters
+    end: Parameters
+    midpoints: Parameters | None = None
+    linearity: list[float] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -53,11 +84,11 @@ class Descent:
         """The same descent for other sources."""
         return replace(self, sources=sources)
 
-    def batches(self, start: int = 0) -> Iterator[list[Weighted]]:
+    def batches(self, start: int = 0) -> Iterator[Iterable[Weighted]]:
         """The weighted batches of each step from `start` on; one seed decides them for all sources and variants."""
-        if self.plan.batch_size is None or self.plan.batch_size >= self.n:
+        if self.plan.batch_size is None or self.is_full_batch:
             for _ in range(start, self.steps):
-                yield self._full_batch()
+                yield FullBatch(self.data, self.dtype)
             return
         drawn = minibatches(self.n, self.plan.batch_size, self.plan.seed)
         for examples in islice(drawn, start, self.steps):
@@ -67,35 +98,25 @@ class Descent:
     def is_full_batch(self) -> bool:
         return self.plan.batch_size is None or self.plan.batch_size >= self.n
 
-    def _full_batch(self) -> list[Weighted]:
-        return [
-            Weighted(
-                examples, torch.full((len(examples),), 1 / self.n, dtype=self.dtype, device=examples.device), batch
-            )
-            for examples, batch in self.data.batches()
-        ]
-
     def _weighted(self, examples: Tensor) -> list[Weighted]:
         weights = torch.full((len(examples),), 1 / len(examples), dtype=self.dtype, device=self.data.device)
         size = self.data.batch_size
         pieces = zip(torch.split(examples, size), torch.split(weights, size), strict=True)
         return [Weighted(piece.to(self.data.device), weight, self.data.gather(piece)) for piece, weight in pieces]
 
-    def base_gradient(self, theta: Parameters, parts: list[Weighted], step: int) -> Parameters:
+    def base_gradient(self, theta: Parameters, parts: Iterable[Weighted], step: int) -> Parameters:
         """∇L(θ) on the batches of a step; a loss that is not finite stops the simulation."""
         total = {name: torch.zeros_like(p) for name, p in theta.items()}
         for part in parts:
             piece, losses = gradient(self.task, theta, part.weights, part.batch, plain=True)
             if not bool(losses.isfinite().all()):
                 self.refuse_losses(losses, part.examples, step)
-            for name, tensor in piece.items():
-                total[name] += tensor
+            add_scaled_(total, piece, 1.0)
         if self.task.task.regulariser is not None:
-            for name, tensor in regulariser_gradient(self.task, theta, plain=True).items():
-                total[name] += tensor
+            add_scaled_(total, regulariser_gradient(self.task, theta, plain=True), 1.0)
         return total
 
-    def refuse_gradients(self, parts: list[Weighted]) -> None:
+    def refuse_gradients(self, parts: Iterable[Weighted]) -> None:
         """Name the example whose gradient is not finite."""
         for part in parts:
             for position, example in enumerate(part.examples.tolist()):
@@ -177,11 +198,17 @@ class Descent:
 
 
 class Watch:
-    """Looks at the responses after every step and stops what is not finite or runs away."""
+    """Looks at the responses after every step and stops what is not finite or runs away.
 
-    def __init__(self, sources: Sources, advice: str) -> None:
-        self.sources = sources
-        self.advice = advice
+    A runaway has grown far beyond its beginning, and to where removing the source (`removal` times its response) would
+    move the parameters by more than their own length: a source that is only slow to show its pull does not.
+    """
+
+    def __init__(self, descent: Descent, removal: float) -> None:
+        self.sources = descent.sources
+        self.advice = descent.advice
+        self._removal = removal
+        self._length = norm(descent.start)
         self.pull: Tensor | None = None  # of each row: the largest displacement per step at the beginning
 
     def __call__(self, responses: Parameters, step: int) -> None:
@@ -198,6 +225,7 @@ class Watch:
         if self.pull is None or step < _BEGINNING:
             self.pull = steady if self.pull is None else torch.maximum(self.pull, steady)
         growth = torch.where(self.pull > 0, steady / self.pull, 0.0)
+        growth = torch.where(self._removal * norms > self._length, growth, 0.0)
         if float(growth.max()) > _RUNAWAY:
             index = int(growth.argmax())
             raise SimulationError(
@@ -217,17 +245,18 @@ class Watch:
 def follow(
     descent: Descent,
     rows: Parameters,
-    moving: Callable[[Parameters, Parameters, list[Weighted], int], Parameters],
+    moving: Callable[[Parameters, Parameters, Iterable[Weighted], int], Parameters],
     responses: Callable[[Parameters, Parameters], Parameters],
+    removal: float,
 ) -> tuple[Parameters, Parameters]:
     """T steps of the base path and of every row beside it; both at the end.
 
     moving: what moves the rows, from (base, rows, batches, step); it is scaled by −η, after damping.
-    responses: how far each row is displaced by its source, from (base, rows).
+    responses: how far each row is displaced by its source, from (base, rows); `removal` times that is a removal.
     """
     base = {name: p.clone() for name, p in descent.start.items()}
     count = len(next(iter(rows.values())))
-    watch = Watch(descent.sources, descent.advice)
+    watch = Watch(descent, removal)
     begin = 0
     moment = descent.snapshot.restore(descent.data.device) if descent.snapshot else None
     if moment is not None:

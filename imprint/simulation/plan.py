@@ -30,7 +30,7 @@ class Plan:
 
     engine: "tangent", the exact response along the path (forward-over-reverse); or "trajectories", the perturbed
         descents themselves, which need first derivatives only and so run on any model.
-    steps, lr: T and η of the simulated gradient descent; "auto" takes η = 1/μ_max of the sharpest
+    steps, lr: T and η of the simulated gradient descent; "auto" takes 1/|μ| of the sharpest
         curvature met along the path.
     damping: λ, on the response only; the path itself stays that of plain training.
     weight: of a checkpoint in the mean over checkpoints; 0 skips it.
@@ -73,7 +73,7 @@ class Plan:
         for field in ("batch_size", "source_sample"):
             size = getattr(self, field)
             _require(size is None or (_whole(size) and size >= 1), field, size, "None or at least 1")
-        _require(_whole(self.seed), "seed", self.seed, "a whole number")
+        _require(_whole(self.seed) and self.seed >= 0, "seed", self.seed, "a whole number of at least 0")
         _require(
             self.epsilon == "auto" or _number(self.epsilon, above=0),
             "epsilon",

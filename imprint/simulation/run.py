@@ -3,7 +3,7 @@
 import logging
 import os
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -20,10 +20,10 @@ from imprint.memory import activation_bytes, budget, tensor_bytes
 from imprint.progress import Advance, Progress
 from imprint.simulation.curvature import Spectrum
 from imprint.simulation.derivatives import Weighted
-from imprint.simulation.descent import Descent
+from imprint.simulation.descent import Descent, Simulated
 from imprint.simulation.plan import Plan, Settings
 from imprint.simulation.step import settle, starting_curvature
-from imprint.simulation.tangent import Simulated, tangent
+from imprint.simulation.tangent import tangent
 from imprint.simulation.trajectories import choose_epsilon, trajectories
 from imprint.sources import Sources
 from imprint.store import DTYPES, Checkpoint, File, Manifest, Probes, Store, describe
@@ -73,6 +73,7 @@ def simulate(
     states = _States(task, checkpoints)
     settings = [plan.at(k, len(states)) for k in range(len(states))]
     stored_as = _stored_dtype(task, dtype)
+    _warn_half_precision(task)
     total = sum(s.steps for s in settings if s.weight) * len(sources) * _sides(plan)
     with task.evaluating():
         request = _request(task, training, sources, plan, states, stored_as)
@@ -189,7 +190,7 @@ class _Prepared:
             "curvature": [curvature.smallest, curvature.largest],
             "stability": stability,
             "vectorised": descent.vectorise,
-            "rows_at_once": self._rows_at_once(descent, first[0]),
+            "rows_at_once": self._rows_at_once(descent, next(iter(first))),
         }
         if agreement:
             figures["epsilon_disagreement"] = agreement
@@ -347,6 +348,16 @@ def _stored_dtype(task: Task, dtype: torch.dtype | None) -> str:
     raise PlanError(f"imprints can be stored as {', '.join(DTYPES)}, not as {dtype}.")
 
 
+def _warn_half_precision(task: Task) -> None:
+    half = {p.dtype for p in map(task.model.get_parameter, task.names) if p.dtype.itemsize < 4}
+    if half:
+        warnings.warn(
+            f"the selected parameters are {half.pop()}: the small steps of a simulation get lost in half precision, "
+            "and scores come out wrong by a tenth or more. Simulate with model.float().",
+            stacklevel=4,
+        )
+
+
 def _refuse_nonfinite(state: Parameters, index: int, count: int) -> None:
     for name, tensor in state.items():
         if tensor.is_floating_point() and not bool(tensor.isfinite().all()):
@@ -354,7 +365,7 @@ def _refuse_nonfinite(state: Parameters, index: int, count: int) -> None:
             raise SimulationError(f"parameter or buffer {name!r} of {where} holds NaN or infinity.")
 
 
-def _refuse_loss(descent: Descent, parts: list[Weighted]) -> None:
+def _refuse_loss(descent: Descent, parts: Iterable[Weighted]) -> None:
     """Run what the user gave once, plainly, so that an error of its own shows as such; then its gradient."""
     with torch.no_grad():
         for part in parts:
@@ -401,7 +412,7 @@ def _warn_unstable(index: int, stability: float, curvature: Spectrum, lr: float,
             f"checkpoint {index}: ‖I − ηH‖ is {stability:.3g} at lr={lr:.3g}, above 1 (curvature up to "
             f"{curvature.largest:.3g}): the descent may diverge; "
             f"lr={1 / (curvature.largest + damping):.2g} would be safe.",
-            stacklevel=5,
+            stacklevel=7,
         )
     else:
         logger.info(
@@ -411,7 +422,7 @@ def _warn_unstable(index: int, stability: float, curvature: Spectrum, lr: float,
 
 def _vectorises(descent: Descent, plan: Plan) -> bool:
     """Whether `vmap` takes this model; otherwise sources are simulated in a loop, and the reason is logged."""
-    few = descent.sources.rows(0, min(2, len(descent.sources)))
+    few = descent.sources.smallest(2)  # the smallest are differentiated together, if anything is
     trial = replace(descent, sources=few, steps=1, on_step=lambda rows: None)
     trial = replace(trial, plan=replace(plan, accept_drift=plan.variant == "mirrored"))
     epsilon = None if plan.engine == "tangent" else 1.0

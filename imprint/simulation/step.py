@@ -5,15 +5,21 @@ leaves the stable range half-way, and the response grows without bound; so the u
 cost of about one source's gradient steps, and the step follows the sharpest point on it.
 """
 
+from collections.abc import Iterable
 from dataclasses import replace
+
+import torch
 
 from imprint.errors import SimulationError
 from imprint.simulation.curvature import Spectrum, spectrum
+from imprint.simulation.derivatives import Weighted
 from imprint.simulation.descent import Descent
+from imprint.task import Parameters
 from imprint.vectors import add_scaled_
 
 _LOOKS = (1 / 16, 1 / 8, 1 / 4, 1 / 2, 1.0)  # shares of the path at which curvature is measured
-_TRIES = 6
+_TRIES = 10
+_UPHILL = 0.1  # share by which a path may end above where it began: mini-batches are noisy
 
 
 def starting_curvature(descent: Descent) -> Spectrum:
@@ -30,28 +36,41 @@ def settle(descent: Descent, start: Spectrum) -> tuple[float, Spectrum]:
         step = assumed.step(descent.damping)
         along = _walk(replace(descent, lr=step))
         if along is None:  # not even the unperturbed path holds at this step
-            assumed = Spectrum(assumed.smallest, 2 * assumed.largest)
+            assumed = Spectrum(8 * assumed.smallest, 8 * assumed.largest)
         elif along.largest <= 1.25 * assumed.largest:
             return step, _widest([start, along])
         else:
             assumed = _widest([assumed, along])
-    return assumed.step(descent.damping), assumed
+    raise SimulationError(
+        f'lr="auto" found no step at which training goes downhill from here, down to {step:.2g}: give lr a number, or '
+        "take another checkpoint."
+    )
 
 
 def _walk(descent: Descent) -> Spectrum | None:
-    """Curvature extremes along the unperturbed path; None if the path leaves the region where losses are finite."""
+    """Curvature extremes along the unperturbed path; None if it goes uphill or to where losses are not finite."""
     looks = {max(1, round(share * descent.steps)) for share in _LOOKS}
     theta = {name: p.clone() for name, p in descent.start.items()}
     found = []
+    reference = next(descent.batches())
+    begin = _mean_loss(descent, theta, reference)
     for step, parts in enumerate(descent.batches(), start=1):
         try:
             add_scaled_(theta, descent.base_gradient(theta, parts, step), -descent.lr)
             descent.on_step(0)
             if step in looks:
+                if _mean_loss(descent, theta, reference) - begin > _UPHILL * max(abs(begin), 1e-3):
+                    return None
                 found.append(spectrum(descent.task, theta, parts, iterations=15))
         except SimulationError:
             return None
     return _widest(found)
+
+
+def _mean_loss(descent: Descent, theta: Parameters, parts: Iterable[Weighted]) -> float:
+    with torch.no_grad():
+        losses = [(part.weights * descent.task.losses(theta, part.batch, len(part))).sum() for part in parts]
+    return float(torch.stack(losses).sum())
 
 
 def _widest(spectra: list[Spectrum]) -> Spectrum:

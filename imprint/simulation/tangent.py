@@ -3,39 +3,21 @@
 v_0 = 0,  v_{t+1} = v_t − η [(H(θ_t⁰) + λI) v_t + g_b(θ_t⁰)],  u_b = v_T, read out at θ_T⁰.
 """
 
-from dataclasses import dataclass, field
+from collections.abc import Iterable
 
 from torch import Tensor
 
 from imprint.simulation.derivatives import Weighted, gradient_along, regulariser_gradient_along
-from imprint.simulation.descent import Descent, follow
+from imprint.simulation.descent import Descent, Simulated, follow
 from imprint.task import Parameters
 from imprint.vectors import add_scaled_, over_rows, zeros_like
-
-
-@dataclass(frozen=True)
-class Simulated:
-    """What an engine returns for a chunk of sources.
-
-    base: the selected parameters at the read-out point.
-    imprints: u_b, one row per source.
-    midpoints: (θ⁺ + θ⁻)/2 − base, one row per source, where the pair was asked for.
-    linearity: ‖θ⁺ + θ⁻ − 2θ⁰‖ / ‖θ⁺ − θ⁻‖ per source, where there are two trajectories; 0 is perfectly linear.
-    end: θ_T⁰, from which the drift of the unperturbed path is known.
-    """
-
-    base: Parameters
-    imprints: Parameters
-    end: Parameters
-    midpoints: Parameters | None = None
-    linearity: list[float] = field(default_factory=list)
 
 
 def tangent(descent: Descent) -> Simulated:
     """Imprints of the descent's sources by the response recursion."""
     indicators: list[Tensor] = []
 
-    def moving(base: Parameters, responses: Parameters, parts: list[Weighted], step: int) -> Parameters:
+    def moving(base: Parameters, responses: Parameters, parts: Iterable[Weighted], step: int) -> Parameters:
         if descent.is_full_batch:
             if not indicators:
                 indicators.extend(descent.sources.indicator(part.examples, descent.dtype) for part in parts)
@@ -46,12 +28,12 @@ def tangent(descent: Descent) -> Simulated:
         return total
 
     nothing = zeros_like(descent.start, len(descent.sources))
-    base, imprints = follow(descent, nothing, moving, responses=lambda base, rows: rows)
+    base, imprints = follow(descent, nothing, moving, responses=lambda base, rows: rows, removal=1 / descent.n)
     return Simulated(base=base, imprints=imprints, end=base)
 
 
 def _along(
-    descent: Descent, theta: Parameters, parts: list[Weighted], responses: Parameters, directions: list[Tensor]
+    descent: Descent, theta: Parameters, parts: Iterable[Weighted], responses: Parameters, directions: list[Tensor]
 ) -> Parameters:
     """H v_b + Σ_i d_bi ∇ℓ_i for every source, over the batches of a step."""
     total = zeros_like(theta, len(descent.sources))

@@ -5,17 +5,15 @@
 """
 
 import logging
+from collections.abc import Iterable
 from dataclasses import replace
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from imprint.errors import SimulationError
 from imprint.simulation.derivatives import Weighted, gradient, regulariser_gradient
-from imprint.simulation.descent import Descent, follow
-from imprint.simulation.tangent import Simulated
-from imprint.sources import Sources
+from imprint.simulation.descent import Descent, Simulated, follow
 from imprint.task import Parameters
 from imprint.vectors import add_scaled_, minus, norm, over_rows, repeated, row_norms, scaled
 
@@ -48,7 +46,7 @@ def trajectories(descent: Descent, epsilon: float) -> Simulated:
 
 def _ratio(above: Tensor, below: Tensor) -> Tensor:
     """above / below, 0 where a source moves nothing at all."""
-    return torch.where((above == 0) & (below == 0), 0.0, above / below)
+    return torch.where(below == 0, 0.0, above / below)
 
 
 def _descend(descent: Descent, signs: list[float], epsilon: float) -> tuple[Parameters, Parameters]:
@@ -56,7 +54,7 @@ def _descend(descent: Descent, signs: list[float], epsilon: float) -> tuple[Para
     shift = epsilon / descent.n * torch.tensor(signs, dtype=descent.dtype, device=descent.data.device)
     extra: list[Tensor] = []
 
-    def moving(base: Parameters, theta: Parameters, parts: list[Weighted], step: int) -> Parameters:
+    def moving(base: Parameters, theta: Parameters, parts: Iterable[Weighted], step: int) -> Parameters:
         if not descent.is_full_batch:
             total = _gradients(descent, theta, parts, extra)
             own = descent.source_gradients(theta, step, per_row=True)
@@ -69,10 +67,10 @@ def _descend(descent: Descent, signs: list[float], epsilon: float) -> tuple[Para
         return _gradients(descent, theta, parts, extra)
 
     together = repeated(descent.start, len(signs))
-    return follow(descent, together, moving, responses=lambda base, theta: minus(theta, base))
+    return follow(descent, together, moving, responses=lambda base, theta: minus(theta, base), removal=1 / epsilon)
 
 
-def _gradients(descent: Descent, theta: Parameters, parts: list[Weighted], extra: list[Tensor]) -> Parameters:
+def _gradients(descent: Descent, theta: Parameters, parts: Iterable[Weighted], extra: list[Tensor]) -> Parameters:
     """∇L at every row of θ, each with its own extra weights on its source's examples."""
     rows = next(iter(theta.values())).shape[0]
     total = {name: torch.zeros_like(p) for name, p in theta.items()}
@@ -111,13 +109,7 @@ def _refuse_drift(descent: Descent, base: Parameters, plus: Parameters) -> None:
 
 def choose_epsilon(descent: Descent) -> tuple[float, dict[str, float]]:
     """The ε whose imprints agree best with those at 2ε, over a few sources, and the disagreement at each."""
-    chosen = sorted({int(i) for i in np.linspace(0, len(descent.sources) - 1, 3)})
-    few = Sources(
-        tuple(descent.sources.ids[i] for i in chosen),
-        tuple(descent.sources.names[i] for i in chosen),
-        tuple(descent.sources.members[i] for i in chosen),
-    )
-    quiet = replace(descent, sources=few, on_step=lambda rows: None, snapshot=None)
+    quiet = replace(descent, sources=descent.sources.spread(3), on_step=lambda rows: None, snapshot=None)
     imprints: dict[float, Parameters] = {}
     last: SimulationError | None = None
     for epsilon in EPSILONS:

@@ -258,7 +258,7 @@ def test_a_small_source_that_runs_away_is_refused_in_any_company() -> None:
     data = (torch.tensor([[1.0, 0.0], [0.0, 1e-9]], dtype=torch.float64),)
     for sources in (Sources.groups({"small": [1]}), Sources.groups({"large": [0], "small": [1]})):
         with pytest.raises(SimulationError, match="source 'small' runs away"):
-            simulate(task, data, sources, Plan(steps=6, lr=1.0), progress=False)
+            simulate(task, data, sources, Plan(steps=10, lr=1.0), progress=False)
 
 
 def test_growth_that_the_path_survives_is_no_runaway() -> None:
