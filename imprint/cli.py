@@ -1,7 +1,8 @@
 """The command line, `imprint`."""
 
+from json import dumps
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
@@ -70,6 +71,69 @@ def demo(
     console.print(figures)
     page = write(outcome, out)
     console.print(f"Report: [bold]{escape(str(page))}[/bold]")
+
+
+StorePath = Annotated[Path, typer.Argument(help="Folder of a store, as given to `simulate(out=...)`.")]
+
+
+@app.command()
+def inspect(
+    store: StorePath,
+    json: Annotated[bool, typer.Option("--json", help="Print everything as JSON, for programs.")] = False,
+) -> None:
+    """Show what a store holds: plan, sources, sizes, and the figures measured while it was made.
+
+    Example: `imprint inspect runs/news`
+    """
+    from imprint.inspection import inspected
+
+    values = inspected(imprint.Store(store))
+    if json:
+        typer.echo(dumps(values))
+        return
+    plan = {name: value for name, value in values["plan"].items() if value is not None}
+    head = Table(title=f"Store {escape(values['path'])}", show_header=False)
+    for name, value in (
+        ("sources", f"{values['sources']:,} of {values['n']:,} training examples"),
+        ("imprints", f"{values['parameters']:,} values each, {values['dtype']}; {values['bytes']:,} bytes in all"),
+        ("plan", ", ".join(f"{name}={value}" for name, value in plan.items())),
+        ("readouts", ", ".join(values["readouts"])),
+        ("made", f"{values['created']} by torch {values['versions']['torch']}"),
+    ):
+        head.add_row(name, escape(value))
+    console.print(head)
+    columns = ("weight", "steps", "lr", "damping", "ε", "curvature", "‖I − ηH‖", "drift", "linearity", "‖u‖ median")
+    table = Table("checkpoint", *columns)
+    for index, checkpoint in enumerate(values["checkpoints"]):
+        table.add_row(str(index), *_cells(checkpoint))
+    console.print(table)
+
+
+def _cells(checkpoint: dict[str, Any]) -> list[str]:
+    """One checkpoint's row of figures; a dash for what it does not have."""
+    figures = checkpoint["figures"]
+    low, high = figures.get("curvature", (None, None))
+    values = [checkpoint[name] for name in ("weight", "steps", "lr", "damping", "epsilon")]
+    cells = ["–" if value is None else f"{value:.4g}" for value in values]
+    cells.append("–" if low is None else f"{low:.3g} … {high:.3g}")
+    more = (
+        figures.get("stability"),
+        figures.get("drift"),
+        figures.get("linearity", {}).get("median"),
+        checkpoint.get("imprint_norms", {}).get("median"),
+    )
+    return cells + ["–" if value is None else f"{value:.3g}" for value in more]
+
+
+@app.command()
+def verify(store: StorePath) -> None:
+    """Check every file of a store against its checksum. Leaves with 1 if one is damaged or missing.
+
+    Example: `imprint verify runs/news`
+    """
+    opened = imprint.Store(store)
+    opened.verify()
+    console.print(f"{escape(str(opened.path))}: all files are as they were written ({opened.bytes:,} bytes).")
 
 
 def main() -> None:
