@@ -179,7 +179,7 @@ class Reader:
         self._kept: dict[tuple[int, int, int], tuple[Parameters, Parameters | None]] = {}
         self._keep_bytes = self._budget // 2
         self._last: dict[int, tuple[tuple[int, int, int], tuple[Parameters, Parameters | None]]] = {}
-        self._gradients: dict[int, tuple[Batch, Parameters]] = {}
+        self._gradients: dict[int, tuple[Batch, Parameters]] = {}  # of the last batch, for its next chunk of sources
         if readout == "literal":
             self._require_pair()
         weights = [checkpoint.weight for checkpoint in store.checkpoints]
@@ -194,6 +194,7 @@ class Reader:
         """s(b, q) of the queries of a batch, shape (queries, sources); `count` where its first tensor does not tell."""
         count = length(batch) if count is None else count
         batch = map_tensors(lambda t: t.to(self.task.device), batch)
+        self._gradients.clear()  # the caller may have changed a batch in place
         return torch.cat([self.block(start, stop, batch, count) for start, stop in self.chunks(batch, count)], dim=1)
 
     def chunks(self, batch: Batch, count: int) -> list[tuple[int, int]]:

@@ -3,10 +3,10 @@
 import logging
 import os
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from safetensors import SafetensorError
@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from imprint.data import Collate, Data
-from imprint.errors import DataError, PlanError, SimulationError, TaskError, first_line
+from imprint.errors import PlanError, TaskError
 from imprint.fingerprint import of_data, of_sources, of_tensors, probe_examples, probe_losses
 from imprint.memory import activation_bytes, budget, tensor_bytes
 from imprint.progress import Advance, Progress
@@ -22,6 +22,14 @@ from imprint.simulation.curvature import Spectrum
 from imprint.simulation.derivatives import Weighted
 from imprint.simulation.descent import Descent, Simulated
 from imprint.simulation.plan import Plan, Settings
+from imprint.simulation.preflight import (
+    check_device,
+    own,
+    refuse_loss,
+    refuse_nonfinite,
+    vectorises,
+    warn_half_precision,
+)
 from imprint.simulation.step import settle, starting_curvature
 from imprint.simulation.tangent import tangent
 from imprint.simulation.trajectories import choose_epsilon, trajectories
@@ -34,7 +42,6 @@ from imprint.writer import Writer
 logger = logging.getLogger(__name__)
 
 State = Mapping[str, Tensor] | str | os.PathLike[str]
-Result = TypeVar("Result")
 _COPIES = 6  # vectors of one source alive at once in a step: response, its change, and the temporaries of both modes
 
 
@@ -67,13 +74,13 @@ def simulate(
     progress: True for a line on standard error, False for none, or a function of (done, total).
     """
     plan = plan or Plan()
-    _check_device(task, device)
+    check_device(task, device)
     training = Data(data, device=task.device, batch_size=batch_size, collate_fn=collate_fn)
     sources.check(len(training))
     states = _States(task, checkpoints)
     settings = [plan.at(k, len(states)) for k in range(len(states))]
     stored_as = _stored_dtype(task, dtype)
-    _warn_half_precision(task)
+    warn_half_precision(task)
     total = sum(s.steps for s in settings if s.weight) * len(sources) * _sides(plan)
     with task.evaluating():
         request = _request(task, training, sources, plan, states, stored_as)
@@ -113,9 +120,9 @@ def _request(task: Task, data: Data, sources: Sources, plan: Plan, states: "_Sta
         state = states[index]
         hashes.append(of_tensors(state))
         if index == first:
-            _refuse_nonfinite(state, index, len(states))
+            refuse_nonfinite(state, index, len(states))
             functional, theta = task.at(state)
-            losses = _own("loss function failed on a few examples", probe_losses, functional, theta, data)
+            losses = own("loss function failed on a few examples", probe_losses, functional, theta, data)
     return {
         "n": len(data),
         "dtype": stored_as,
@@ -148,7 +155,7 @@ class _Prepared:
             step = 0.0 if settings.lr == "auto" else settings.lr
             return Checkpoint(0.0, settings.steps, step, settings.damping, None, {})
         state = states[index]
-        _refuse_nonfinite(state, index, count)
+        refuse_nonfinite(state, index, count)
         functional, theta = self.task.at(state)
         descent = Descent(
             functional,
@@ -177,8 +184,8 @@ class _Prepared:
     def _settle(self, descent: Descent, settings: Settings, index: int) -> Checkpoint:
         """Decide what the plan leaves open: the step, ε, and how many sources are simulated at once."""
         first = next(descent.batches())
-        _refuse_loss(descent, first)
-        descent = replace(descent, vectorise=_vectorises(descent, self.plan))
+        refuse_loss(descent, first)
+        descent = replace(descent, vectorise=vectorises(descent, self._trial))
         curvature = starting_curvature(descent)
         step, curvature = settle(descent, curvature) if settings.lr == "auto" else (settings.lr, curvature)
         stability = curvature.norm_of_step(step, settings.damping)
@@ -265,6 +272,9 @@ class _Prepared:
     def _cast(self, tensors: Parameters) -> Parameters:
         return {name: tensor.to(DTYPES[self.stored_as]) for name, tensor in tensors.items()}
 
+    def _trial(self, descent: Descent) -> Simulated:
+        return _engine(descent, None if self.plan.engine == "tangent" else 1.0)
+
     def _epsilon(self, descent: Descent) -> tuple[float | None, dict[str, float]]:
         if self.plan.engine == "tangent":
             return None, {}
@@ -327,17 +337,6 @@ def _sides(plan: Plan) -> int:
     return 2 if plan.engine == "trajectories" and plan.variant == "two_sided" else 1
 
 
-def _check_device(task: Task, device: torch.device | str | None) -> None:
-    if device is None:
-        return
-    try:
-        asked, has = torch.device(device), task.device
-    except RuntimeError as error:
-        raise TaskError(f"device={device!r} is no device: {first_line(error)}") from error
-    if asked.type != has.type or (asked.index is not None and asked.index != has.index):
-        raise TaskError(f"device={str(asked)!r} was asked for, but the model is on {str(has)!r}: move the model there.")
-
-
 def _stored_dtype(task: Task, dtype: torch.dtype | None) -> str:
     if dtype is None:
         widest = max((task.model.get_parameter(name).dtype for name in task.names), key=lambda d: d.itemsize)
@@ -346,54 +345,6 @@ def _stored_dtype(task: Task, dtype: torch.dtype | None) -> str:
         if dtype == known:
             return name
     raise PlanError(f"imprints can be stored as {', '.join(DTYPES)}, not as {dtype}.")
-
-
-def _warn_half_precision(task: Task) -> None:
-    half = {p.dtype for p in map(task.model.get_parameter, task.names) if p.dtype.itemsize < 4}
-    if half:
-        warnings.warn(
-            f"the selected parameters are {half.pop()}: the small steps of a simulation get lost in half precision, "
-            "and scores come out wrong by a tenth or more. Simulate with model.float().",
-            stacklevel=4,
-        )
-
-
-def _refuse_nonfinite(state: Parameters, index: int, count: int) -> None:
-    for name, tensor in state.items():
-        if tensor.is_floating_point() and not bool(tensor.isfinite().all()):
-            where = f"checkpoint {index}" if count > 1 else "the model"
-            raise SimulationError(f"parameter or buffer {name!r} of {where} holds NaN or infinity.")
-
-
-def _refuse_loss(descent: Descent, parts: Iterable[Weighted]) -> None:
-    """Run what the user gave once, plainly, so that an error of its own shows as such; then its gradient."""
-    with torch.no_grad():
-        for part in parts:
-            losses = _own(
-                "loss function failed on the first batch", descent.task.losses, descent.start, part.batch, len(part)
-            )
-            if not bool(losses.isfinite().all()):
-                descent.refuse_losses(losses, part.examples, 0)
-        if descent.task.task.regulariser is not None:
-            _own("regulariser failed", descent.task.regulariser, descent.start)
-    try:
-        slope = descent.base_gradient(descent.start, parts, 0)
-    except (TaskError, DataError, SimulationError, torch.OutOfMemoryError):
-        raise
-    except Exception as error:
-        raise TaskError(f"the {descent.plan.engine} engine cannot differentiate this model: {error}") from error
-    if not all(bool(tensor.isfinite().all()) for tensor in slope.values()):
-        descent.refuse_gradients(parts)
-
-
-def _own(what: str, call: Callable[..., Result], *given: Any) -> Result:
-    """The user's own function, whose errors are told as such."""
-    try:
-        return call(*given)
-    except (TaskError, DataError):
-        raise
-    except Exception as error:
-        raise TaskError(f"the {what}: {type(error).__name__}: {error}") from error
 
 
 def _advice(curvature: Spectrum, lr: float, damping: float) -> str:
@@ -418,31 +369,3 @@ def _warn_unstable(index: int, stability: float, curvature: Spectrum, lr: float,
         logger.info(
             "checkpoint %d: ‖I − ηH‖ is %.3g, from negative curvature %.3g", index, stability, curvature.smallest
         )
-
-
-def _vectorises(descent: Descent, plan: Plan) -> bool:
-    """Whether `vmap` takes this model; otherwise sources are simulated in a loop, and the reason is logged."""
-    few = descent.sources.smallest(2)  # the smallest are differentiated together, if anything is
-    trial = replace(descent, sources=few, steps=1, on_step=lambda rows: None)
-    trial = replace(trial, plan=replace(plan, accept_drift=plan.variant == "mirrored"))
-    epsilon = None if plan.engine == "tangent" else 1.0
-    reason = _failure(lambda: _engine(replace(trial, vectorise=True), epsilon))
-    if reason is None:
-        return True
-    alone = _failure(lambda: _engine(replace(trial, vectorise=False), epsilon))
-    if alone is not None:
-        hint = ' engine="trajectories" needs first derivatives only.' if plan.engine == "tangent" else ""
-        raise TaskError(f"the {plan.engine} engine cannot differentiate this model: {alone.rstrip('.')}.{hint}")
-    logger.warning("vmap does not take this model, sources are simulated one by one: %s", reason)
-    return False
-
-
-def _failure(attempt: Callable[[], object]) -> str | None:
-    """Why an attempt fails; errors written for the user, and a lack of memory, are not failures of the transform."""
-    try:
-        attempt()
-    except (SimulationError, TaskError, DataError, torch.OutOfMemoryError):
-        raise
-    except Exception as error:
-        return first_line(error)
-    return None

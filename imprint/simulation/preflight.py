@@ -1,0 +1,106 @@
+"""Before a simulation: what can be known to be wrong, said in words, and whether `vmap` takes the model."""
+
+import logging
+import warnings
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from typing import Any, TypeVar
+
+import torch
+
+from imprint.errors import DataError, SimulationError, TaskError, first_line
+from imprint.simulation.derivatives import Weighted
+from imprint.simulation.descent import Descent
+from imprint.task import Parameters, Task
+
+logger = logging.getLogger(__name__)
+Result = TypeVar("Result")
+
+
+def check_device(task: Task, device: torch.device | str | None) -> None:
+    """Refuse a device on which the model is not."""
+    if device is None:
+        return
+    try:
+        asked, has = torch.device(device), task.device
+    except RuntimeError as error:
+        raise TaskError(f"device={device!r} is no device: {first_line(error)}") from error
+    if asked.type != has.type or (asked.index is not None and asked.index != has.index):
+        raise TaskError(f"device={str(asked)!r} was asked for, but the model is on {str(has)!r}: move the model there.")
+
+
+def warn_half_precision(task: Task) -> None:
+    """Warn where the parameters are too coarse for the steps of a simulation."""
+    half = {p.dtype for p in map(task.model.get_parameter, task.names) if p.dtype.itemsize < 4}
+    if half:
+        warnings.warn(
+            f"the selected parameters are {half.pop()}: the small steps of a simulation get lost in half precision, "
+            "and scores come out wrong by a tenth or more. Simulate with model.float().",
+            stacklevel=4,
+        )
+
+
+def refuse_nonfinite(state: Parameters, index: int, count: int) -> None:
+    """Refuse weights with NaN or infinity."""
+    for name, tensor in state.items():
+        if tensor.is_floating_point() and not bool(tensor.isfinite().all()):
+            where = f"checkpoint {index}" if count > 1 else "the model"
+            raise SimulationError(f"parameter or buffer {name!r} of {where} holds NaN or infinity.")
+
+
+def refuse_loss(descent: Descent, parts: Iterable[Weighted]) -> None:
+    """Run what the user gave once, plainly, so that an error of its own shows as such; then its gradient."""
+    with torch.no_grad():
+        for part in parts:
+            losses = own(
+                "loss function failed on the first batch", descent.task.losses, descent.start, part.batch, len(part)
+            )
+            if not bool(losses.isfinite().all()):
+                descent.refuse_losses(losses, part.examples, 0)
+        if descent.task.task.regulariser is not None:
+            own("regulariser failed", descent.task.regulariser, descent.start)
+    try:
+        slope = descent.base_gradient(descent.start, parts, 0)
+    except (TaskError, DataError, SimulationError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:
+        raise TaskError(f"the {descent.plan.engine} engine cannot differentiate this model: {error}") from error
+    if not all(bool(tensor.isfinite().all()) for tensor in slope.values()):
+        descent.refuse_gradients(parts)
+
+
+def own(what: str, call: Callable[..., Result], *given: Any) -> Result:
+    """The user's own function, whose errors are told as such."""
+    try:
+        return call(*given)
+    except (TaskError, DataError):
+        raise
+    except Exception as error:
+        raise TaskError(f"the {what}: {type(error).__name__}: {error}") from error
+
+
+def vectorises(descent: Descent, simulate: Callable[[Descent], object]) -> bool:
+    """Whether `vmap` takes this model; otherwise sources are simulated in a loop, and the reason is logged."""
+    few = descent.sources.smallest(2)  # the smallest are differentiated together, if anything is
+    plan = replace(descent.plan, accept_drift=descent.plan.variant == "mirrored")
+    trial = replace(descent, plan=plan, sources=few, steps=1, on_step=lambda rows: None)
+    reason = _failure(lambda: simulate(replace(trial, vectorise=True)))
+    if reason is None:
+        return True
+    alone = _failure(lambda: simulate(replace(trial, vectorise=False)))
+    if alone is not None:
+        hint = ' engine="trajectories" needs first derivatives only.' if plan.engine == "tangent" else ""
+        raise TaskError(f"the {plan.engine} engine cannot differentiate this model: {alone.rstrip('.')}.{hint}")
+    logger.warning("vmap does not take this model, sources are simulated one by one: %s", reason)
+    return False
+
+
+def _failure(attempt: Callable[[], object]) -> str | None:
+    """Why an attempt fails; errors written for the user, and a lack of memory, are not failures of the transform."""
+    try:
+        attempt()
+    except (SimulationError, TaskError, DataError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:
+        return first_line(error)
+    return None
