@@ -62,9 +62,7 @@ def between(
 
     def one(u: Parameters, up: Tensor, down: Tensor, middle: Parameters) -> Tensor:
         centre = {name: theta[name] + middle[name] for name in theta} if middle else theta
-        higher = measure({name: centre[name] + up * u[name] for name in theta})
-        lower = measure({name: centre[name] - down * u[name] for name in theta})
-        return (higher - lower) / (up + down)
+        return _difference(measure, centre, u, up, down)
 
     size, rows = tensor_bytes(theta), len(up)
     if not vectorise or (size > _LARGE_BYTES and up.device.type == "cpu"):
@@ -82,6 +80,13 @@ def between(
             )
         )
     return torch.cat(blocks)
+
+
+def _difference(measure: Measure, centre: Parameters, u: Parameters, up: Tensor, down: Tensor) -> Tensor:
+    """[F(centre + up·u) − F(centre − down·u)]/(up + down)."""
+    higher = measure({name: tensor + up * u[name] for name, tensor in centre.items()})
+    lower = measure({name: tensor - down * u[name] for name, tensor in centre.items()})
+    return (higher - lower) / (up + down)
 
 
 def _between_one_by_one(
@@ -166,7 +171,6 @@ class Reader:
         if step is not None and not (step > 0 and math.isfinite(step)):
             raise ReadoutError(f"step must be a positive number, got {step}.")
         store.check_task(task)
-        store.check_loss(task)
         self.task, self.store = task, store
         self.readout: Kind = readout
         self.details: dict[str, float | str] = {}
@@ -189,6 +193,7 @@ class Reader:
                 for index, weight in enumerate(weights)
                 if weight > 0
             ]
+            store.check_loss(self._bases[0].functional, self._bases[0].theta)
 
     def scores(self, batch: Batch, count: int | None = None) -> Tensor:
         """s(b, q) of the queries of a batch, shape (queries, sources); `count` where its first tensor does not tell."""
@@ -253,8 +258,7 @@ class Reader:
 
             if self.readout == "jvp":
                 return jvp(measure, (base.theta,), (u,))[1]  # type: ignore[no-any-return]
-            higher = measure({name: t + c * u[name] for name, t in base.theta.items()})
-            return (higher - measure({name: t - c * u[name] for name, t in base.theta.items()})) / (2 * c)
+            return _difference(measure, base.theta, u, c, c)
 
         c = _lengths(base.theta, imprints, self._step or 1.0)
         if self._vectorise:
@@ -310,17 +314,20 @@ class Reader:
             return self._kept[key]
         if self._last.get(checkpoint, (None,))[0] == key:  # the next batch of queries wants the same
             return self._last[checkpoint][1]
-        device = self.task.device
-        imprints = self.store.imprints(checkpoint, start, stop, device)
-        midpoints = None
-        if self.readout == "literal" and self.store.checkpoints[checkpoint].midpoints:
-            midpoints = self.store.midpoints(checkpoint, start, stop, device)
+        imprints, midpoints = self._fetch(checkpoint, start, stop)
         size = tensor_bytes(imprints) + tensor_bytes(midpoints or {})
         if size <= self._keep_bytes:
             self._keep_bytes -= size
             self._kept[key] = imprints, midpoints
         self._last[checkpoint] = key, (imprints, midpoints)
         return imprints, midpoints
+
+    def _fetch(self, checkpoint: int, start: int, stop: int) -> tuple[Parameters, Parameters | None]:
+        """Imprints from the store, with the midpoints where the readout wants them."""
+        imprints = self.store.imprints(checkpoint, start, stop, self.task.device)
+        if self.readout != "literal" or not self.store.checkpoints[checkpoint].midpoints:
+            return imprints, None
+        return imprints, self.store.midpoints(checkpoint, start, stop, self.task.device)
 
     def _prepare(self, batch: Batch, count: int) -> None:
         """Settle on the first queries what works for this model: vmap or a loop, forward mode or differences."""
@@ -345,11 +352,8 @@ class Reader:
 
     def _works(self, batch: Batch, count: int) -> bool:
         """Try two sources by vmap, then by a loop; `_reason` says what failed last."""
-        base, rows = self._bases[0], min(2, len(self.store))
-        imprints = self.store.imprints(base.index, 0, rows, self.task.device)
-        midpoints = None
-        if self.readout == "literal" and self.store.checkpoints[base.index].midpoints:
-            midpoints = self.store.midpoints(base.index, 0, rows, self.task.device)
+        base = self._bases[0]
+        imprints, midpoints = self._fetch(base.index, 0, min(2, len(self.store)))
         step, self._step = self._step, self._step or _RELATIVE_STEPS[4]
         try:
             for self._vectorise in (True, False):

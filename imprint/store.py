@@ -23,7 +23,7 @@ from imprint.errors import StoreError, first_line
 from imprint.files import sha256
 from imprint.fingerprint import changed_loss
 from imprint.simulation.plan import Plan
-from imprint.task import Parameters, Task
+from imprint.task import Functional, Parameters, Task
 
 SCHEMA = 1
 JOURNAL = "unfinished.json"
@@ -182,13 +182,12 @@ class Store:
             f"parameter {name!r} was {_shown(mine[name])} in the store, the task's is {_shown(theirs[name])}."
         )
 
-    def check_loss(self, task: Task) -> None:
-        """Refuse a task whose loss on the probe examples is not what it was when the store was made."""
+    def check_loss(self, functional: Functional, theta: Parameters) -> None:
+        """Refuse a task whose loss on the probe examples, at the first base, is not what it was."""
         probes = self.manifest.probes
         if probes is None:
             return
-        index = next(k for k, checkpoint in enumerate(self.checkpoints) if checkpoint.weight > 0)
-        functional, theta = task.at(self.base(index, task.device))
+        task = functional.task
         with self._opened(probes.file) as tensors:
             batch = rebuilt(probes.structure, lambda name: tensors.get_tensor(name).to(task.device))
         try:

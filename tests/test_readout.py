@@ -13,6 +13,7 @@ from imprint import Plan, Reader, ReadoutError, Sources, Store, Task, attribute,
 from imprint.attribution import Order
 from imprint.readout import Kind
 from imprint.task import Batch
+from tests.problems import TanhInReverse
 
 N, SOURCES = 12, Sources.by_label([index % 6 for index in range(12)])
 PLAN = Plan(engine="trajectories", steps=3, lr=0.2, keep_pair=True)
@@ -442,24 +443,9 @@ def test_jvp_needs_no_step(task: Task, store: Store) -> None:
     assert attribute(task, store, _columns(5, 2), progress=False).labels.details == {"readout": "jvp"}
 
 
-class _NoForwardMode(torch.autograd.Function):
-    @staticmethod
-    def forward(x: Tensor) -> Tensor:
-        return x.tanh()
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Tensor], output: Tensor) -> None:
-        ctx.save_for_backward(output)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
-        (y,) = ctx.saved_tensors
-        return gradients[0] * (1 - y**2)  # type: ignore[no-any-return]
-
-
 def test_a_fallback_is_logged_and_recorded_with_its_reason(store: Store, caplog: pytest.LogCaptureFixture) -> None:
     def measure(model: nn.Module, batch: Batch) -> Tensor:
-        return _NoForwardMode.apply(model(batch[0]))[:, 0]  # type: ignore[no-any-return, no-untyped-call]
+        return TanhInReverse.apply(model(batch[0]))[:, 0]  # type: ignore[no-any-return, no-untyped-call]
 
     task = Task.classifier(_model(), measure=measure)
     result = attribute(task, store, _columns(5, 2), progress=False)

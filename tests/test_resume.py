@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from imprint import Plan, Sources, Store, StoreError, Task, attribute, simulate
+from imprint.progress import Advance
 from imprint.simulation import snapshot
 
 N, STEPS = 24, 12
@@ -32,6 +33,17 @@ every_plan = pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS.keys())
 
 class Killed(BaseException):
     """Stands for whatever ends a process."""
+
+
+def dies_after(steps: int, how: type[BaseException] = Killed) -> Advance:
+    """Progress that ends the run it is told of, at the call after so many."""
+    calls = iter(range(steps))
+
+    def die(done: int, total: int, /) -> None:
+        if next(calls, None) is None:
+            raise how
+
+    return die
 
 
 def data() -> tuple[Tensor, Tensor]:
@@ -75,14 +87,8 @@ def test_a_run_that_dies_again_and_again_ends_in_the_same_store(plan: Plan, tmp_
     assert sum("imprints-" in name for name in expected) > 3  # there is something to die between
     draw = random.Random(0)
     for _ in range(100):
-        calls = iter(range(draw.randrange(1, 60)))
-
-        def die(done: int, total: int, calls: Any = calls) -> None:
-            if next(calls, None) is None:
-                raise Killed
-
         try:
-            run(tmp_path / "broken", plan, progress=die)
+            run(tmp_path / "broken", plan, progress=dies_after(draw.randrange(1, 60)))
             break
         except Killed:
             continue
@@ -141,14 +147,8 @@ CHANGES: dict[str, tuple[dict[str, Any], str]] = {
 def test_another_request_is_refused_and_the_difference_named(
     change: dict[str, Any], difference: str, finished: bool, tmp_path: Path
 ) -> None:
-    calls = iter(range(10**6 if finished else 20))
-
-    def die(done: int, total: int) -> None:
-        if next(calls, None) is None:
-            raise Killed
-
     try:
-        run(tmp_path / "store", PLANS["tangent"], progress=die)
+        run(tmp_path / "store", PLANS["tangent"], progress=dies_after(10**6 if finished else 20))
     except Killed:
         assert not finished
     kept = {p: p.read_bytes() for p in (tmp_path / "store").rglob("*") if p.is_file()}
@@ -158,14 +158,8 @@ def test_another_request_is_refused_and_the_difference_named(
 
 
 def test_an_unfinished_store_is_not_read(tmp_path: Path) -> None:
-    calls = iter(range(30))
-
-    def die(done: int, total: int) -> None:
-        if next(calls, None) is None:
-            raise Killed
-
     with pytest.raises(Killed):
-        run(tmp_path / "store", PLANS["tangent"], progress=die)
+        run(tmp_path / "store", PLANS["tangent"], progress=dies_after(30))
     with pytest.raises(StoreError, match="unfinished simulation"):
         Store(tmp_path / "store")
 
@@ -197,26 +191,14 @@ def test_a_second_process_is_told_and_changes_nothing(tmp_path: Path) -> None:
 
 
 def test_an_interrupted_run_says_how_to_go_on(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    calls = iter(range(40))
-
-    def interrupt(done: int, total: int) -> None:
-        if next(calls, None) is None:
-            raise KeyboardInterrupt
-
     with caplog.at_level(logging.WARNING), pytest.raises(KeyboardInterrupt):
-        run(tmp_path / "store", PLANS["tangent"], progress=interrupt)
+        run(tmp_path / "store", PLANS["tangent"], progress=dies_after(40, KeyboardInterrupt))
     assert "the same call again goes on" in caplog.text
 
 
 def test_a_damaged_shard_of_an_unfinished_run_is_named(tmp_path: Path) -> None:
-    calls = iter(range(40))
-
-    def die(done: int, total: int) -> None:
-        if next(calls, None) is None:
-            raise Killed
-
     with pytest.raises(Killed):
-        run(tmp_path / "store", PLANS["tangent"], progress=die)
+        run(tmp_path / "store", PLANS["tangent"], progress=dies_after(40))
     shard = next((tmp_path / "store").rglob("imprints-00000.safetensors"))
     shard.write_bytes(shard.read_bytes()[:20])
     with pytest.raises(StoreError, match=r"imprints-00000\.safetensors is damaged"):

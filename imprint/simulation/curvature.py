@@ -29,7 +29,7 @@ class Spectrum:
         return max(abs(1 - lr * (self.smallest + damping)), abs(1 - lr * (self.largest + damping)))
 
     def step(self, damping: float) -> float:
-        """The step size 1/(μ_max + λ), half of what is stable for positive curvature."""
+        """The step size 1/(|μ| + λ) for the sharper end, half of what is stable for positive curvature."""
         top = max(self.largest, -self.smallest) + damping
         if not top > 0:
             raise SimulationError(

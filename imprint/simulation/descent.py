@@ -161,8 +161,7 @@ class Descent:
             total = {name: torch.zeros_like(p) for name, p in at.items()}
             for piece in torch.split(chosen, self.data.batch_size):
                 weights = torch.full((len(piece),), scale, dtype=self.dtype, device=self.data.device)
-                for name, tensor in gradient(self.task, at, weights, self.data.gather(piece), plain=True)[0].items():
-                    total[name] += tensor
+                add_scaled_(total, gradient(self.task, at, weights, self.data.gather(piece), plain=True)[0], 1.0)
             rows.append(total)
         return {name: torch.stack([total[name] for total in rows]) for name in theta}
 

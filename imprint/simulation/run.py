@@ -90,7 +90,7 @@ def simulate(
         bar = Progress("simulating", total, "source-steps", progress)
         try:
             prepared = _Prepared(task, training, sources, plan, memory, stored_as, writer, bar)
-            done = tuple(prepared.checkpoint(k, states, len(states)) for k in range(len(states)))
+            done = tuple(prepared.checkpoint(k, setting, states) for k, setting in enumerate(settings))
             manifest = Manifest(
                 n=len(training),
                 dtype=stored_as,
@@ -148,14 +148,13 @@ class _Prepared:
     writer: Writer
     bar: Progress
 
-    def checkpoint(self, index: int, states: "_States", count: int) -> Checkpoint:
+    def checkpoint(self, index: int, settings: Settings, states: "_States") -> Checkpoint:
         """Simulate and write one checkpoint."""
-        settings = self.plan.at(index, count)
         if settings.weight == 0:
             step = 0.0 if settings.lr == "auto" else settings.lr
             return Checkpoint(0.0, settings.steps, step, settings.damping, None, {})
         state = states[index]
-        refuse_nonfinite(state, index, count)
+        refuse_nonfinite(state, index, len(states))
         functional, theta = self.task.at(state)
         descent = Descent(
             functional,
@@ -207,8 +206,8 @@ class _Prepared:
         shards: list[_Shard] = []
         rows = checkpoint.figures["rows_at_once"]
         for number, start in enumerate(range(0, len(self.sources), rows)):
-            chunk = descent.with_sources(self.sources.rows(start, min(start + rows, len(self.sources))))
-            shard = self._finished_shard(checkpoint, chunk, folder, number, start)
+            chunk = descent.with_sources(self.sources.rows(start, start + rows))
+            shard = self._finished_shard(chunk, folder, number, start)
             if shard is None:
                 shard = self._shard(checkpoint, chunk, state, folder, number, start)
             else:
@@ -247,9 +246,7 @@ class _Prepared:
             snapshot.clear()
         return _Shard(imprints, result.linearity, drift, base, midpoints)
 
-    def _finished_shard(
-        self, checkpoint: Checkpoint, chunk: Descent, folder: str, number: int, start: int
-    ) -> "_Shard | None":
+    def _finished_shard(self, chunk: Descent, folder: str, number: int, start: int) -> "_Shard | None":
         """What an earlier run has left of this chunk, if it finished it."""
         span = (start, start + len(chunk.sources))
         imprints = self.writer.done(f"{folder}/imprints-{number:05}.safetensors", span)

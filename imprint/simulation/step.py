@@ -30,7 +30,7 @@ def starting_curvature(descent: Descent) -> Spectrum:
 
 
 def settle(descent: Descent, start: Spectrum) -> tuple[float, Spectrum]:
-    """A step of 1/(μ_max + λ) for the sharpest curvature on the path it makes, and the extremes met there."""
+    """A step of 1/(|μ| + λ) for the sharpest curvature on the path it makes, and the extremes met there."""
     assumed = start
     for _ in range(_TRIES):
         step = assumed.step(descent.damping)
