@@ -1,7 +1,9 @@
 """Imprint: how much does each data source move this prediction? Answered with forward passes only."""
 
 from imprint.attribution import Attribution, Credit, Top, attribute, self_influence
+from imprint.checking import Check, check
 from imprint.errors import (
+    ConfigurationError,
     DataError,
     ImprintError,
     MissingExtra,
@@ -23,6 +25,8 @@ __version__ = "0.1.0"
 
 __all__ = [
     "Attribution",
+    "Check",
+    "ConfigurationError",
     "Credit",
     "DataError",
     "ImprintError",
@@ -40,6 +44,7 @@ __all__ = [
     "TaskError",
     "Top",
     "attribute",
+    "check",
     "self_influence",
     "simulate",
 ]

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from html import escape
 from itertools import accumulate, product
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypedDict, Unpack, overload
 
 import torch
@@ -15,6 +16,7 @@ from torch import Tensor
 
 from imprint.data import Collate, Data, query_batches
 from imprint.errors import MissingExtra, ReadoutError, StoreError
+from imprint.files import write
 from imprint.progress import Advance, Progress
 from imprint.readout import Kind, Reader
 from imprint.store import Store
@@ -97,8 +99,18 @@ class Top:
         lines = [self.labels.unit]
         for credits in list(self)[:5]:
             shown = ", ".join(f"{credit.name} {credit.removal_effect:+.3g}" for credit in credits[:5])
+            shown += ", …" if len(credits) > 5 else ""
             lines.append(f"  query {credits[0].query}: {shown}")
         return "\n".join(lines + ["  …"] * (len(self) > 5))
+
+    def to_json(self) -> dict[str, Any]:
+        """As plain JSON values: what was measured, and for each query its sources."""
+        labels = self.labels
+        queries = [[credit._asdict() for credit in credits] for credits in self]
+        return {
+            **{"n": labels.n, "measure": labels.measure, "better": labels.better, "unit": labels.unit},
+            **{"details": labels.details, "queries": queries},
+        }
 
     def to_pandas(self) -> "pd.DataFrame":
         """One row for each query and source in the list."""
@@ -166,14 +178,16 @@ class Attribution:
         return frame.rename_axis(index="query", columns="source")
 
     def plot(self, query: int | None = None, k: int = 12, ax: "Axes | None" = None) -> "Axes":
-        """Bars of the k largest removal effects: of one query, or of the mean over all queries."""
+        """Bars of the k largest removal effects: of the query with this number, or of the mean over all queries."""
         try:
             from matplotlib import pyplot as plt
         except ImportError as error:
             raise MissingExtra("plot", "report") from error
         if ax is None:
             ax = plt.subplots(layout="constrained")[1]
-        effect = self.removal_effect.mean(0) if query is None else self.removal_effect[query]
+        if query is not None and query not in self.queries:
+            raise ReadoutError(f"there is no query {query}: the attribution has {_numbers(self.queries)}.")
+        effect = self.removal_effect.mean(0) if query is None else self.removal_effect[self.queries.index(query)]
         order = effect.abs().argsort(descending=True)[:k].flip(0)
         helps = effect[order] * (1 if self.labels.better != "higher" else -1) >= 0
         colours = ["#2a6f97" if positive else "#c8553d" for positive in helps.tolist()]
@@ -186,11 +200,8 @@ class Attribution:
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write to one .safetensors file."""
-        metadata = {"imprint": json.dumps(vars(self.labels))}
-        try:
-            save_file({"scores": self.scores.contiguous()}, path, metadata)
-        except (OSError, SafetensorError) as error:
-            raise StoreError(f"could not write {os.fspath(path)}: {error}") from error
+        metadata = {"imprint": json.dumps({"labels": vars(self.labels), "queries": self.queries})}
+        write(Path(path), lambda beside: save_file({"scores": self.scores.contiguous()}, beside, metadata))
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> "Attribution":
@@ -199,8 +210,8 @@ class Attribution:
             with safe_open(path, framework="pt") as file:
                 values = json.loads(file.metadata()["imprint"])
                 scores = file.get_tensor("scores")
-            fields: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in values.items()}
-            return cls(Labels(**fields), scores)
+            fields: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in values["labels"].items()}
+            return cls(Labels(**fields), scores, tuple(values["queries"]))
         except (OSError, SafetensorError, KeyError, TypeError, ValueError) as error:
             raise StoreError(f"{os.fspath(path)} is not a saved attribution: {error}") from error
 
@@ -285,7 +296,7 @@ def attribute(
 
 def self_influence(
     task: Task,
-    store: Store,
+    store: Store | str | os.PathLike[str],
     data: Any,
     *,
     batch_size: int = 64,
@@ -298,6 +309,7 @@ def self_influence(
     With one source per example and the training data this is each example's influence on itself. Mislabelled examples
     stand out: for a loss with the most negative values, for a margin with the largest.
     """
+    store = store if isinstance(store, Store) else Store(store)
     examples = Data(data, device=task.device, batch_size=batch_size, collate_fn=collate_fn)
     if len(examples) != len(store):
         raise ReadoutError(
@@ -330,6 +342,10 @@ def _merge(best: tuple[Tensor, Tensor] | None, block: Tensor, start: int, k: int
         indices, block = torch.cat([best[0], indices], 1), torch.cat([best[1], block], 1)
     order = _rank(block, by).topk(min(k, block.shape[1]), dim=1).indices
     return indices.gather(1, order), block.gather(1, order)
+
+
+def _numbers(queries: tuple[int, ...]) -> str:
+    return ", ".join(map(str, queries[:5])) + (", …" if len(queries) > 5 else "")
 
 
 def _checked_k(k: int, sources: int) -> int:

@@ -5,6 +5,7 @@ from copy import copy
 from operator import itemgetter
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.utils.data import TensorDataset, default_collate
@@ -122,9 +123,10 @@ class Data:
         self._collate = collate_fn or default_collate
         self._passes: list[tuple[Tensor, Batch]] | None = None
         self._columns: Batch | None = None
+        dataset = as_tensors(dataset)
         if isinstance(dataset, TensorDataset) and collate_fn is None:
             dataset = dataset.tensors
-        if _is_columns(dataset):
+        if is_columns(dataset):
             if collate_fn is not None:
                 raise DataError(
                     "columns of tensors are batches already: leave collate_fn out, or give a dataset of samples."
@@ -137,7 +139,7 @@ class Data:
         elif isinstance(dataset, Mapping):
             wrong = next((key for key, v in dataset.items() if not isinstance(v, Tensor)), "(none)")
             raise DataError(f"a mapping must hold tensors with one row per example; {wrong!r} is no tensor.")
-        elif isinstance(dataset, list) and dataset and _is_columns(dataset[0]) and collate_fn is None:
+        elif isinstance(dataset, list) and dataset and is_columns(dataset[0]) and collate_fn is None:
             raise DataError(
                 "a list of batches is no dataset: give a DataLoader or a generator of batches, a tuple (x, y) with all "
                 "rows, or, if these are samples, a torch Dataset."
@@ -203,7 +205,17 @@ class Data:
         return _concatenate(parts)
 
 
-def _is_columns(dataset: Any) -> bool:
+def as_tensors(dataset: Any) -> Any:
+    """Columns of numpy arrays as columns of tensors; anything else as it is."""
+    if isinstance(dataset, tuple) and dataset and all(isinstance(column, np.ndarray) for column in dataset):
+        return tuple(map(torch.from_numpy, dataset))
+    if isinstance(dataset, dict) and dataset and all(isinstance(column, np.ndarray) for column in dataset.values()):
+        return {name: torch.from_numpy(column) for name, column in dataset.items()}
+    return dataset
+
+
+def is_columns(dataset: Any) -> bool:
+    """Whether a dataset is a tuple or mapping of tensors with one row per example."""
     if not isinstance(dataset, tuple | Mapping) or not dataset:
         return False
     return all(isinstance(leaf, Tensor) and leaf.dim() > 0 for leaf in leaves(dataset))
@@ -218,8 +230,9 @@ def query_batches(
     queries: Any, *, device: torch.device, batch_size: int, collate_fn: Collate | None
 ) -> list[tuple[int, Batch]]:
     """Queries as (count, batch) pairs: a dataset cut into batches, or an iterable of batches taken as it is."""
-    if _is_columns(queries) or (hasattr(queries, "__getitem__") and hasattr(queries, "__len__")):
-        if len(queries) == 0 or (_is_columns(queries) and not any(len(leaf) for leaf in leaves(queries))):
+    queries = as_tensors(queries)
+    if is_columns(queries) or (hasattr(queries, "__getitem__") and hasattr(queries, "__len__")):
+        if len(queries) == 0 or (is_columns(queries) and not any(len(leaf) for leaf in leaves(queries))):
             raise DataError("there are no queries: the set is empty.")
         data = Data(queries, device=device, batch_size=batch_size, collate_fn=collate_fn)
         return [(len(indices), batch) for indices, batch in data.batches()]

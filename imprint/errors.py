@@ -39,6 +39,10 @@ class ReadoutError(ImprintError, RuntimeError):
     """A readout cannot be done as asked on this task and store."""
 
 
+class ConfigurationError(ImprintError, ValueError):
+    """What the command line or a configuration file names cannot be found or used."""
+
+
 class MissingExtra(ImprintError, ImportError):
     """An optional dependency is not installed."""
 

@@ -62,6 +62,12 @@ def probe_losses(task: Functional, theta: Parameters, data: Data) -> list[float]
     return values
 
 
+def regulariser_value(task: Functional, theta: Parameters) -> float:
+    """r(θ); 0 where there is none."""
+    with torch.no_grad():
+        return 0.0 if task.task.regulariser is None else float(task.regulariser(theta))
+
+
 def changed_loss(before: list[float], now: list[float], tolerance: float = 1e-4) -> str | None:
     """The first probe whose loss is another one now, in words; None if all are the same."""
     for index, (was, value) in enumerate(zip(before, now, strict=True)):

@@ -1,8 +1,11 @@
 """How much memory a computation may take, and how much it would."""
 
+import contextlib
 import os
 import re
+import sys
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,7 +17,7 @@ from imprint.errors import PlanError
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
 
 
-def budget(memory: int | str | None, device: torch.device) -> int:
+def budget(memory: float | str | None, device: torch.device) -> int:
     """Bytes that may be used: a number, a text such as "2GiB", or by default a share of what is free.
 
     >>> budget("1.5GiB", torch.device("cpu"))
@@ -29,9 +32,9 @@ def budget(memory: int | str | None, device: torch.device) -> int:
         if match is None or match[2] not in _UNITS:
             raise PlanError(f'memory must be a number of bytes or a text such as "2GiB", got {memory!r}.')
         memory = int(float(match[1]) * _UNITS[match[2]])
-    if memory <= 0:
+    if not memory > 0:
         raise PlanError(f"memory must be positive, got {memory}.")
-    return memory
+    return int(memory)
 
 
 def _free() -> int:
@@ -69,3 +72,34 @@ def activation_bytes(function: Callable[[], object]) -> int:
     with torch.no_grad(), outputs:
         function()
     return outputs.total
+
+
+class Peak:
+    """The most memory that was in use at once since this was made: of the device, or on the CPU of the process.
+
+    On Linux the kernel's own high-water mark is set back; elsewhere it is that of the process's whole life.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        if device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(device)
+        else:
+            with contextlib.suppress(OSError):
+                Path("/proc/self/clear_refs").write_text("5")
+
+    @property
+    def bytes(self) -> int | None:
+        """None where the platform does not tell."""
+        if self._device.type == "cuda":
+            return torch.cuda.max_memory_allocated(self._device)
+        with contextlib.suppress(OSError):
+            status = Path("/proc/self/status").read_text()
+            if found := re.search(r"VmHWM:\s+(\d+) kB", status):
+                return 1024 * int(found[1])
+        try:
+            import resource
+        except ImportError:  # not on this platform
+            return None
+        largest = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        return largest if sys.platform == "darwin" else 1024 * largest

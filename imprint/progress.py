@@ -58,15 +58,16 @@ class Progress:
         elapsed = max(now - self._start, 1e-9)
         rate = self.done / elapsed
         if not self.done:
-            return f"{self.label}: preparing, {_duration(elapsed)} gone"
+            return f"{self.label}: preparing, {duration(elapsed)} gone"
         left = (self.total - self.done) / rate
         return (
             f"{self.label}: {100 * self.done / max(self.total, 1):.0f}% of {self.total:,} {self.unit}, "
-            f"{rate:,.0f}/s, {_duration(elapsed)} gone, {_duration(left)} left"
+            f"{rate:,.0f}/s, {duration(elapsed)} gone, {duration(left)} left"
         )
 
 
-def _duration(seconds: float) -> str:
+def duration(seconds: float) -> str:
+    """Hours, minutes and seconds, as on a clock."""
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"

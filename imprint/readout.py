@@ -361,6 +361,7 @@ class Reader:
                     self._read(base, imprints, midpoints, batch, count)
                     if not self._vectorise:
                         logger.warning("vmap does not take this model, sources are read one by one: %s", self._reason)
+                        self.details["one_by_one"] = self._reason
                     return True
                 except (ImprintError, torch.OutOfMemoryError):
                     raise

@@ -39,6 +39,9 @@ class Sources:
             seen: set[str] = set()
             twice = next(i for i in self.ids if i in seen or seen.add(i))  # type: ignore[func-returns-value]
             raise SourcesError(f"source id {twice!r} appears more than once: ids must be unique.")
+        for text in (*self.ids, *self.names):
+            if not isinstance(text, str) or any("\ud800" <= character <= "\udfff" for character in text):
+                raise SourcesError(f"ids and names must be texts of whole characters, got {text!r}.")
         for identity, members in zip(self.ids, self.members, strict=True):
             if len(members) == 0:
                 raise SourcesError(f"source {identity!r} has no members: leave it out, or give it examples.")
@@ -54,6 +57,8 @@ class Sources:
     @classmethod
     def by_label(cls, labels: Sequence[Hashable] | Tensor, names: Mapping[Any, str] | None = None) -> "Sources":
         """One source for each distinct label, sorted; `labels[i]` is the label of training example i."""
+        if isinstance(labels, Tensor | np.ndarray) and labels.ndim != 1:
+            raise SourcesError(f"labels must be one per training example, got shape {tuple(labels.shape)}.")
         values = labels.tolist() if isinstance(labels, Tensor | np.ndarray) else list(labels)
         groups: dict[Hashable, list[int]] = {}
         for index, label in enumerate(values):

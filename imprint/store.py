@@ -5,117 +5,30 @@ complete store. Everything after the simulation reads it through `Store`.
 """
 
 import contextlib
-import json
 import os
-import platform
+from bisect import bisect_right
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field
-from datetime import UTC, datetime
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 
 from imprint.data import rebuilt
 from imprint.errors import StoreError, first_line
 from imprint.files import sha256
 from imprint.fingerprint import changed_loss
-from imprint.simulation.plan import Plan
+from imprint.manifest import DTYPES, FINGERPRINTS, MANIFEST, SCHEMA, Checkpoint, File, Manifest, Probes
 from imprint.task import Functional, Parameters, Task
+from imprint.values import read_json, shown
 
-SCHEMA = 1
+__all__ = ["DTYPES", "FINGERPRINTS", "SCHEMA", "Checkpoint", "File", "Manifest", "Probes", "Store", "describe"]
+
 JOURNAL = "unfinished.json"
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
+_DTYPES = {"F16": torch.float16, "BF16": torch.bfloat16, "F32": torch.float32, "F64": torch.float64}
 
-
-@dataclass(frozen=True)
-class File:
-    """A file of the store, relative to its folder; `rows` are the sources it holds, where it holds some."""
-
-    path: str
-    sha256: str
-    bytes: int
-    rows: tuple[int, int] | None = None
-
-
-@dataclass(frozen=True)
-class Checkpoint:
-    """One checkpoint: how it was simulated, the figures measured on the way, and its files."""
-
-    weight: float
-    steps: int
-    lr: float
-    damping: float
-    epsilon: float | None
-    figures: dict[str, Any]
-    base: File | None = None
-    imprints: tuple[File, ...] = ()
-    midpoints: tuple[File, ...] = ()
-
-
-@dataclass(frozen=True)
-class Probes:
-    """A few training examples, as a batch, and their losses at the first checkpoint's read-out point."""
-
-    file: File
-    structure: Any
-    losses: list[float]
-
-
-@dataclass(frozen=True)
-class Manifest:
-    """Everything about a store but its tensors."""
-
-    n: int
-    dtype: str
-    plan: Plan
-    parameters: dict[str, dict[str, Any]]
-    fingerprints: dict[str, Any]
-    sources: File
-    probes: Probes | None
-    checkpoints: tuple[Checkpoint, ...]
-    execution: dict[str, Any]
-    versions: dict[str, str] = field(default_factory=lambda: _versions())
-    created: str = field(default_factory=lambda: datetime.now(UTC).isoformat(timespec="seconds"))
-
-    def to_json(self) -> dict[str, Any]:
-        return {"schema": SCHEMA, **asdict(self), "plan": self.plan.to_json()}
-
-    @classmethod
-    def from_json(cls, values: dict[str, Any]) -> "Manifest":
-        schema = values.get("schema")
-        if not isinstance(schema, int):
-            raise StoreError("the manifest has no schema version.")
-        if schema > SCHEMA:
-            raise StoreError(f"the store has schema {schema}, this version reads up to {SCHEMA}: upgrade imprint.")
-        try:
-            fields = {name: value for name, value in values.items() if name != "schema"}
-            fields["plan"] = Plan.from_json(fields["plan"])
-            fields["sources"] = _file(fields["sources"])
-            if fields["probes"] is not None:
-                fields["probes"] = Probes(**{**fields["probes"], "file": _file(fields["probes"]["file"])})
-            fields["checkpoints"] = tuple(checkpoint_from_json(value) for value in fields["checkpoints"])
-            return cls(**fields)
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
-            raise StoreError(f"the manifest cannot be read: {error}") from error
-
-
-def _file(values: dict[str, Any]) -> File:
-    rows, parts = values.get("rows"), Path(values["path"]).parts
-    if not parts or Path(values["path"]).is_absolute() or ".." in parts:
-        raise ValueError(f"{values['path']!r} is not inside the store")
-    return File(values["path"], values["sha256"], values["bytes"], tuple(rows) if rows is not None else None)
-
-
-def checkpoint_from_json(values: dict[str, Any]) -> Checkpoint:
-    """A checkpoint as a manifest or a journal describes it."""
-    fields = dict(values)
-    fields["base"] = _file(fields["base"]) if fields["base"] is not None else None
-    for kind in ("imprints", "midpoints"):
-        fields[kind] = tuple(_file(value) for value in fields[kind])
-    return Checkpoint(**fields)
+_Layout = dict[str, tuple[list[int], torch.dtype | None]]
+"""Shapes and dtypes of tensors by name; None for a dtype that parameters do not have."""
 
 
 def describe(task: Task) -> dict[str, dict[str, Any]]:
@@ -132,18 +45,14 @@ class Store:
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(path)
+        self._folder = self.path.absolute()  # a relative path holds where it was given, wherever the process goes
         self._verified: set[str] = set()
-        manifest = self.path / "manifest.json"
-        if not manifest.is_file() and (self.path / JOURNAL).is_file():
+        if not _is_file(self.path / MANIFEST) and _is_file(self.path / JOURNAL):
             raise StoreError(f"{self.path} holds an unfinished simulation: make the same call again to finish it.")
-        if not manifest.is_file():
+        if not _is_file(self.path / MANIFEST):
             raise StoreError(f"{self.path} holds no store: there is no manifest.json (was the simulation finished?).")
-        self.manifest = Manifest.from_json(read_json(manifest))
-        self._check(self.manifest.sources)
-        table = read_json(self.path / self.manifest.sources.path)
-        self.source_ids = tuple(table["ids"])
-        self.source_names = tuple(table["names"])
-        self.source_sizes = tuple(table["sizes"])
+        self.manifest = Manifest.read(self.path / MANIFEST)
+        self._read_sources()
 
     def __repr__(self) -> str:
         plan, used = self.manifest.plan, sum(c.weight > 0 for c in self.checkpoints)
@@ -166,21 +75,36 @@ class Store:
     @property
     def bytes(self) -> int:
         """The size of all files but the manifest."""
-        return sum(file.bytes for file in self._files())
+        return sum(file.bytes for file in self.manifest.files())
 
     def check_task(self, task: Task) -> None:
-        """Refuse a task whose selected parameters are not those of the store."""
-        mine, theirs = self.manifest.parameters, describe(task)
-        if mine == theirs:
-            return
+        """Refuse a task whose parameters are not those of the store, selected or not."""
+        self._check_selected(describe(task))
+        persistent = task.model.state_dict().keys()
+        own = {name: p.shape for name, p in task.model.named_parameters()}
+        own |= {name: b.shape for name, b in task.model.named_buffers() if name in persistent}
+        for index, checkpoint in enumerate(self.checkpoints):
+            if checkpoint.base is None:
+                continue
+            with self._opened(checkpoint.base, self._base_layout()) as tensors:
+                stored = {name: torch.Size(shape) for name, (shape, _) in _layout(tensors).items()}
+            for name in {**own, **stored}:
+                if (mine := own.get(name)) != (theirs := stored.get(name)):
+                    had, has = (f"shape {tuple(s)}" if s is not None else "no such tensor" for s in (theirs, mine))
+                    raise StoreError(
+                        f"the store was made with another model: at checkpoint {index} it has {had} for {name!r}, the "
+                        f"task's model has {has}."
+                    )
+
+    def _check_selected(self, theirs: dict[str, dict[str, Any]]) -> None:
+        mine = self.manifest.parameters
         if extra := [name for name in theirs if name not in mine]:
             raise StoreError(f"the task selects parameter {extra[0]!r}, of which the store has no imprints.")
         if missing := [name for name in mine if name not in theirs]:
             raise StoreError(f"the store has imprints of parameter {missing[0]!r}, which the task does not select.")
-        name = next(name for name in mine if mine[name] != theirs[name])
-        raise StoreError(
-            f"parameter {name!r} was {_shown(mine[name])} in the store, the task's is {_shown(theirs[name])}."
-        )
+        if changed := [name for name in mine if mine[name] != theirs[name]]:
+            was, now = (f"{tuple(p['shape'])} of {p['dtype']}" for p in (mine[changed[0]], theirs[changed[0]]))
+            raise StoreError(f"parameter {changed[0]!r} was {was} in the store, the task's is {now}.")
 
     def check_loss(self, functional: Functional, theta: Parameters) -> None:
         """Refuse a task whose loss on the probe examples, at the first base, is not what it was."""
@@ -205,7 +129,7 @@ class Store:
         """Every parameter and buffer at the read-out point of a checkpoint."""
         file = self.checkpoints[checkpoint].base
         assert file is not None
-        with self._opened(file) as tensors:
+        with self._opened(file, self._base_layout()) as tensors:
             return {name: tensors.get_tensor(name).to(device) for name in tensors.keys()}  # noqa: SIM118
 
     def imprints(self, checkpoint: int, start: int, stop: int, device: torch.device) -> Parameters:
@@ -217,78 +141,130 @@ class Store:
         return self._rows(self.checkpoints[checkpoint].midpoints, start, stop, device)
 
     def verify(self) -> None:
-        """Check every file against its checksum."""
+        """Check every file against its checksum, and the tensors in it against the manifest."""
         self._verified.clear()
-        for file in self._files():
+        for file in self.manifest.files():
             self._check(file)
+        for checkpoint in self.checkpoints:
+            if checkpoint.base is not None:
+                with self._opened(checkpoint.base, self._base_layout()):
+                    pass
+            for file in (*checkpoint.imprints, *checkpoint.midpoints):
+                with self._opened(file, self._row_layout(file)):
+                    pass
+
+    def _read_sources(self) -> None:
+        """The table of sources: as many as the shards have rows, each with an id of its own."""
+        self._check(self.manifest.sources)
+        table = read_json(self.path / self.manifest.sources.path)
+        columns = table.record("ids", "names", "sizes")
+        ids, names, sizes = columns["ids"].texts(), columns["names"].texts(), columns["sizes"].wholes(1)
+        if not 0 < len(ids) == len(names) == len(sizes):
+            table.fail(f"it has {len(ids)} ids, {len(names)} names and {len(sizes)} sizes, which must be equally many")
+        if len(set(ids)) < len(ids):
+            table.fail("two sources have the same id")
+        if max(sizes) > self.n:
+            table.fail(f"a source has {max(sizes)} examples, more than the training data ({self.n})")
+        for checkpoint in self.checkpoints:
+            for files in (checkpoint.imprints, checkpoint.midpoints):
+                rows = files[-1].rows if files else None
+                if rows is not None and rows[1] != len(ids):
+                    table.fail(f"it has {len(ids)} sources, but {files[-1].path} ends with row {rows[1] - 1}")
+        self.source_ids, self.source_names, self.source_sizes = ids, names, sizes
 
     def _rows(self, files: tuple[File, ...], start: int, stop: int, device: torch.device) -> Parameters:
         pieces: dict[str, list[torch.Tensor]] = {}
-        for file in files:
-            assert file.rows is not None
-            first, last = max(start, file.rows[0]), min(stop, file.rows[1])
-            if first >= last:
-                continue
-            with self._opened(file) as tensors:
-                for name in self.manifest.parameters:
-                    part = tensors.get_slice(name)[first - file.rows[0] : last - file.rows[0]]
-                    pieces.setdefault(name, []).append(part.to(device, self._dtype(name)))
+        for file in files[bisect_right(files, start, key=_first_row) - 1 :]:  # files are in the order of their rows
+            first, last = file.rows or (0, 0)
+            if first >= stop:
+                break
+            with self._opened(file, self._row_layout(file)) as tensors:
+                for name, about in self.manifest.parameters.items():
+                    part = tensors.get_slice(name)[max(start, first) - first : min(stop, last) - first]
+                    pieces.setdefault(name, []).append(part.to(device, _dtype(about)))
         return {name: torch.cat(parts) if len(parts) > 1 else parts[0] for name, parts in pieces.items()}
 
-    def _dtype(self, name: str) -> torch.dtype:
-        dtype = getattr(torch, self.manifest.parameters[name]["dtype"].removeprefix("torch."))
-        assert isinstance(dtype, torch.dtype)
-        return dtype
+    def _row_layout(self, file: File) -> _Layout:
+        first, last = file.rows or (0, 0)
+        dtype = DTYPES[self.manifest.dtype]
+        return {name: ([last - first, *about["shape"]], dtype) for name, about in self.manifest.parameters.items()}
 
-    def _files(self) -> Iterator[File]:
-        yield self.manifest.sources
-        if self.manifest.probes is not None:
-            yield self.manifest.probes.file
-        for checkpoint in self.checkpoints:
-            if checkpoint.base is not None:
-                yield checkpoint.base
-            yield from checkpoint.imprints
-            yield from checkpoint.midpoints
+    def _base_layout(self) -> _Layout:
+        return {name: (about["shape"], _dtype(about)) for name, about in self.manifest.parameters.items()}
 
     def _check(self, file: File) -> None:
         if file.path in self._verified:
             return
-        place = self.path / file.path
-        if not place.is_file():
-            raise StoreError(f"{place} is missing: the store is damaged{_which(file)}.")
-        if sha256(place) != file.sha256:
-            raise StoreError(f"{place} is damaged: it differs from its checksum{_which(file)}.")
+        place = self._folder / file.path
+        try:
+            if not place.is_file():
+                raise StoreError(f"{place} is missing: the store is damaged{self._which(file)}.")
+            if not Path(os.path.realpath(place)).is_relative_to(os.path.realpath(self._folder)):
+                raise StoreError(f"{place} is a link that leads out of the store{self._which(file)}.")
+            if (size := place.stat().st_size) != file.bytes:
+                raise StoreError(
+                    f"{place} is damaged: it has {size:,} bytes, {file.bytes:,} were written{self._which(file)}."
+                )
+            if sha256(place) != file.sha256:
+                raise StoreError(f"{place} is damaged: it differs from its checksum{self._which(file)}.")
+        except OSError as error:
+            raise StoreError(f"{place} cannot be read: {error.strerror or error}{self._which(file)}.") from error
         self._verified.add(file.path)
 
     @contextlib.contextmanager
-    def _opened(self, file: File) -> Iterator[Any]:
+    def _opened(self, file: File, layout: _Layout | None = None) -> Iterator[Any]:
+        """A file of tensors, checked; those in `layout` must be there as it says."""
         self._check(file)
-        with safe_open(self.path / file.path, framework="pt") as tensors:
-            yield tensors
+        place = self._folder / file.path
+        try:
+            with safe_open(place, framework="pt") as tensors:
+                found = _layout(tensors) if layout else {}
+                for name, expected in (layout or {}).items():
+                    if found.get(name) != expected:
+                        was = f"{_shown(found[name])}" if name in found else "missing"
+                        raise StoreError(
+                            f"{place} does not fit the manifest: tensor {name!r} is {was}, not {_shown(expected)}"
+                            f"{self._which(file)}."
+                        )
+                yield tensors
+        except (OSError, SafetensorError) as error:
+            raise StoreError(f"{place} cannot be read: {first_line(error)}{self._which(file)}.") from error
+
+    def _which(self, file: File) -> str:
+        """The sources in a file, in words."""
+        if file.rows is None:
+            return ""
+        first, last = file.rows[0], file.rows[1] - 1
+        if first == last:
+            return f" (row {first}: source {self._source(first)})"
+        return f" (rows {first} to {last}: sources {self._source(first)} to {self._source(last)})"
+
+    def _source(self, row: int) -> str:
+        identity, name = self.source_ids[row], self.source_names[row]
+        return shown(identity) if name == identity else f"{shown(identity)}, {shown(name)}"
 
 
-def _which(file: File) -> str:
-    return f" (sources {file.rows[0]} to {file.rows[1] - 1})" if file.rows else ""
-
-
-def _shown(parameter: dict[str, Any]) -> str:
-    return f"{tuple(parameter['shape'])} of {parameter['dtype']}"
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object from a file."""
+def _is_file(path: Path) -> bool:
     try:
-        values = json.loads(path.read_text())
-    except (OSError, ValueError) as error:
-        raise StoreError(f"{path} cannot be read: {error}") from error
-    if not isinstance(values, dict):
-        raise StoreError(f"{path} cannot be read: expected an object, found {type(values).__name__}.")
-    return values
+        return path.is_file()
+    except OSError as error:  # such as a folder that may not be looked into
+        raise StoreError(f"{path} cannot be read: {error.strerror or error}.") from error
 
 
-def _versions() -> dict[str, str]:
-    found = {"python": platform.python_version(), "torch": torch.__version__}
-    for name in ("imprint-attribution", "numpy", "safetensors"):
-        with contextlib.suppress(PackageNotFoundError):
-            found[name] = version(name)
-    return found
+def _first_row(file: File) -> int:
+    return file.rows[0] if file.rows else 0
+
+
+def _dtype(parameter: dict[str, Any]) -> torch.dtype:
+    dtype = getattr(torch, parameter["dtype"].removeprefix("torch."))
+    assert isinstance(dtype, torch.dtype)
+    return dtype
+
+
+def _layout(tensors: Any) -> _Layout:
+    slices = {name: tensors.get_slice(name) for name in tensors.keys()}  # noqa: SIM118
+    return {name: (piece.get_shape(), _DTYPES.get(piece.get_dtype())) for name, piece in slices.items()}
+
+
+def _shown(tensor: tuple[list[int], torch.dtype | None]) -> str:
+    return f"{tuple(tensor[0])} of {tensor[1] or 'another dtype'}"

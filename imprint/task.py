@@ -8,6 +8,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from typing import Any, Literal
 
@@ -166,11 +167,14 @@ class Task:
     def _select(self, globs: Sequence[str]) -> tuple[str, ...]:
         """Names of the trainable floating-point parameters that match; tied weights appear once."""
         trainable = {n: p for n, p in self.model.named_parameters() if p.requires_grad and p.is_floating_point()}
+        if not globs:
+            raise TaskError('parameters is empty: give globs of parameter names, or leave it out for "*".')
         if not trainable:
             raise TaskError("the model has no trainable parameter (all are frozen by requires_grad=False).")
         for glob in globs:
             if not any(fnmatchcase(name, glob) for name in trainable):
-                known = ", ".join(list(trainable)[:6]) + (", …" if len(trainable) > 6 else "")
+                known = ", ".join(get_close_matches(glob, trainable, n=6, cutoff=0.4) or list(trainable)[:6])
+                known += ", …" if len(trainable) > 6 else ""
                 raise TaskError(f"parameters={glob!r} matches no trainable parameter; the model has {known}.")
         return tuple(name for name in trainable if any(fnmatchcase(name, glob) for glob in globs))
 

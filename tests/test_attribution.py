@@ -280,5 +280,5 @@ def test_a_file_of_other_tensors_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_result_that_cannot_be_written_says_where(tmp_path: Path) -> None:
-    with pytest.raises(StoreError, match=r"absent"):
-        _attribution().save(tmp_path / "absent" / "scores.safetensors")
+    with pytest.raises(StoreError, match="absent"):
+        _attribution().save(tmp_path / "absent" / "deeper" / "scores.safetensors")

@@ -24,14 +24,26 @@ LAYERS = {
         *("errors", "progress", "memory", "task", "sources", "data", "vectors"),
         *("files", "fingerprint", "store", "writer"),
     ),
-    "store": ("errors", "data", "files", "fingerprint", "task", "simulation.plan"),
-    "writer": ("errors", "data", "files", "fingerprint", "sources", "store", "task", "simulation.snapshot"),
+    "values": ("errors",),
+    "manifest": ("errors", "values", "simulation.plan"),
+    "store": ("errors", "data", "files", "fingerprint", "manifest", "task", "values"),
+    "writer": (
+        *("errors", "data", "files", "fingerprint", "sources", "task"),
+        *("manifest", "store", "values", "simulation.snapshot"),
+    ),
     "linear": (),
     "readout": ("errors", "linear", "memory", "task", "data", "vectors", "store"),
-    "attribution": ("errors", "progress", "task", "data", "store", "readout"),
+    "checking": ("errors", "task", "sources", "data", "simulation", "store", "readout"),
+    "attribution": ("errors", "files", "progress", "task", "data", "store", "readout"),
+    "inspection": ("vectors", "store"),
+    "experiment": ("errors", "store"),
+    "loading": ("errors", "task", "sources", "data", "simulation.plan", "store", "experiment"),
+    "terminal": ("progress", "checking", "attribution", "demo.report"),
+    "cli": ("imprint", "errors", "store", "inspection", "experiment", "loading", "terminal", "demo"),
 }
 """What each module may import. Only `simulation.run` writes stores."""
-CORE = tuple(module for module in LAYERS if module != "attribution")
+SHELL = ("attribution", "inspection", "experiment", "loading", "terminal", "cli")
+CORE = tuple(module for module in LAYERS if module not in SHELL)
 
 
 def _loaded(statement: str) -> set[str]:

@@ -1,8 +1,10 @@
 """What users are likely to do by mistake is refused, or does what they meant."""
 
+import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -10,7 +12,24 @@ from torch.nn import functional as F
 from typer.testing import CliRunner
 
 import imprint
-from imprint import DataError, Plan, Reader, ReadoutError, Sources, SourcesError, Task, TaskError, attribute, simulate
+from imprint import (
+    Attribution,
+    DataError,
+    Plan,
+    PlanError,
+    Reader,
+    ReadoutError,
+    SimulationError,
+    Sources,
+    SourcesError,
+    Store,
+    StoreError,
+    Task,
+    TaskError,
+    attribute,
+    self_influence,
+    simulate,
+)
 from imprint.cli import app, main
 from imprint.data import Data
 from imprint.evaluation.retraining import Training, train_together
@@ -19,7 +38,8 @@ SOURCES = Sources.by_label([i % 4 for i in range(16)])
 
 
 def columns(n: int = 16) -> tuple[Tensor, Tensor]:
-    return torch.randn(n, 3), torch.randint(0, 3, (n,))
+    generator = torch.Generator().manual_seed(n)
+    return torch.randn(n, 3, generator=generator), torch.randint(0, 3, (n,), generator=generator)
 
 
 def made(model: nn.Module | None = None, **options: Any) -> tuple[Task, imprint.Store]:
@@ -165,3 +185,102 @@ def test_errors_on_the_command_line_are_one_line_with_all_their_words(
         main()
     assert stopped.value.code == 1
     assert "imprint-attribution[report]" in capsys.readouterr().err.replace("\n", "")
+
+
+def store_of(out: Path | None = None, task: Task | None = None, **options: Any) -> Store:
+    plan = options.pop("plan", Plan(steps=2, lr=0.1))
+    given = {"sources": SOURCES, "data": columns(), "progress": False, **options}
+    return simulate(task or classifier(), given.pop("data"), plan=plan, out=out, **given)
+
+
+def classifier(**options: Any) -> Task:
+    torch.manual_seed(0)
+    return Task.classifier(nn.Linear(3, 3), **options)
+
+
+@pytest.mark.parametrize(
+    ("error", "options", "says"),
+    [
+        (PlanError, {"plan": 100}, "plan must be an imprint.Plan, got 100"),
+        (PlanError, {"note": {"when": object()}}, "note must be made of JSON values"),
+        (PlanError, {"note": float("nan")}, "note must be made of JSON values"),
+        (PlanError, {"plan": Plan(batch_size=99, source_sample=2)}, "batch_size=99 is all of the 16"),
+        (SourcesError, {"sources": ["a"] * 16}, "sources must be an imprint.Sources, got a list: Sources.by_label"),
+        (TaskError, {"task": nn.Linear(3, 3)}, "task must be an imprint.Task, got a Linear"),
+        (TaskError, {"checkpoints": [nn.Linear(3, 3)]}, r"checkpoint 0 is a Linear, .* give its state_dict\(\)"),
+    ],
+)
+def test_what_is_not_what_it_should_be_is_named(error: type[Exception], options: dict[str, Any], says: str) -> None:
+    with pytest.raises(error, match=says):
+        store_of(**options)
+
+
+def test_files_of_torch_save_are_told_from_safetensors(tmp_path: Path) -> None:
+    torch.save(classifier().model.state_dict(), tmp_path / "model.pt")
+    with pytest.raises(TaskError, match=r"What torch\.save wrote is not taken"):
+        store_of(checkpoints=[tmp_path / "model.pt"])
+
+
+def test_no_parameters_and_labels_in_two_dimensions_are_refused() -> None:
+    with pytest.raises(TaskError, match="parameters is empty"):
+        classifier(parameters=[])
+    with pytest.raises(SourcesError, match=r"one per training example, got shape \(4, 2\)"):
+        Sources.by_label(torch.zeros(4, 2))
+    with pytest.raises(SourcesError, match="texts of whole characters"):
+        Sources.groups({"a": [0]}, names={"a": "\ud800"})
+
+
+def test_columns_of_numpy_arrays_are_columns_of_tensors() -> None:
+    x, y = columns()
+    expected = attribute(classifier(), store_of(), (x, y), progress=False).scores
+    store = store_of(data=(x.numpy(), y.numpy()))
+    assert torch.equal(attribute(classifier(), store, (x.numpy(), y.numpy()), progress=False).scores, expected)
+
+
+def test_a_plan_takes_lists_and_the_numbers_of_numpy() -> None:
+    plan = Plan(steps=[np.int64(3), 4], lr=np.float64(0.5))  # type: ignore[arg-type]
+    assert plan == Plan(steps=(3, 4), lr=0.5)
+    json.dumps(plan.to_json())
+
+
+def test_a_generator_of_checkpoints_will_do() -> None:
+    states = (classifier().state() for _ in range(2))
+    assert len(store_of(checkpoints=states).checkpoints) == 2
+
+
+def test_a_checkpoint_that_is_not_finite_is_found_before_the_first_is_simulated() -> None:
+    bad = {name: tensor * float("nan") for name, tensor in classifier().state().items()}
+    told: list[int] = []
+    with pytest.raises(SimulationError, match="of checkpoint 1 holds NaN"):
+        store_of(checkpoints=[classifier().state(), bad], progress=lambda done, total: told.append(done))
+    assert not told
+
+
+def test_another_regulariser_is_another_simulation(tmp_path: Path) -> None:
+    store_of(tmp_path / "store", classifier(regulariser=lambda model: model.weight.square().sum()))
+    with pytest.raises(StoreError, match=r"the regulariser was .*, is 0"):
+        store_of(tmp_path / "store", classifier())
+
+
+def test_a_relative_path_holds_where_it_was_given(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    store_of(Path("store"))
+    store = Store("store")
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    assert attribute(classifier(), store, columns(), progress=False).scores.isfinite().all()
+
+
+def test_queries_keep_their_numbers_in_files_and_plots(tmp_path: Path) -> None:
+    part = attribute(classifier(), store_of(), columns(), progress=False)[5:8]
+    part.save(tmp_path / "part.safetensors")
+    assert Attribution.load(tmp_path / "part.safetensors").queries == (5, 6, 7)
+    assert part.plot(query=6).get_title() == "query 6"
+    with pytest.raises(ReadoutError, match="there is no query 0: the attribution has 5, 6, 7"):
+        part.plot(query=0)
+
+
+def test_self_influence_takes_the_folder_of_a_store_and_memory_any_number(tmp_path: Path) -> None:
+    store_of(tmp_path / "store", sources=Sources.per_example(16))
+    values = self_influence(classifier(), tmp_path / "store", columns(), memory=2e9, progress=False)  # type: ignore[arg-type]
+    assert values.shape == (16,)

@@ -2,22 +2,32 @@
 
 import json
 import logging
+import multiprocessing
 import os
 import random
+import re
+import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from imprint import Plan, Sources, Store, StoreError, Task, attribute, simulate
+from imprint import Plan, Sources, Store, StoreError, Task, attribute, simulate, writer
+from imprint.files import LOCK, Lock, append
+from imprint.manifest import SCHEMA
 from imprint.progress import Advance
 from imprint.simulation import snapshot
+from imprint.writer import Writer
 
 N, STEPS = 24, 12
 PLANS = {
@@ -69,16 +79,18 @@ def run(out: Path, plan: Plan, **changes: Any) -> Store:
 
 
 def contents(folder: Path) -> dict[str, bytes]:
-    """Every file of a store; of the manifest all but when it was made."""
+    """Every file of a store, hidden ones too; of the manifest all but when it was made and what that took."""
     files = {str(p.relative_to(folder)): p.read_bytes() for p in sorted(folder.rglob("*")) if p.is_file()}
     manifest = json.loads(files["manifest.json"])
-    del manifest["created"]
+    del manifest["created"], manifest["cost"], manifest["sha256"]
     return {**files, "manifest.json": json.dumps(manifest).encode()}
 
 
-@pytest.fixture(autouse=True)
-def _snapshots_at_every_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(snapshot, "SECONDS", 0.0)
+@pytest.fixture(autouse=True, scope="module")
+def _snapshots_at_every_step() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(snapshot, "SECONDS", 0.0)
+        yield
 
 
 @every_plan
@@ -196,13 +208,221 @@ def test_an_interrupted_run_says_how_to_go_on(tmp_path: Path, caplog: pytest.Log
     assert "the same call again goes on" in caplog.text
 
 
-def test_a_damaged_shard_of_an_unfinished_run_is_named(tmp_path: Path) -> None:
+# --- what an unfinished run has left may be damaged
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
+    """The store that every continued run must end in."""
+    return contents(run(tmp_path_factory.mktemp("whole") / "store", PLANS["two-sided"]).path)
+
+
+@pytest.fixture(scope="module")
+def died(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("died") / "store"
     with pytest.raises(Killed):
-        run(tmp_path / "store", PLANS["tangent"], progress=dies_after(40))
-    shard = next((tmp_path / "store").rglob("imprints-00000.safetensors"))
-    shard.write_bytes(shard.read_bytes()[:20])
-    with pytest.raises(StoreError, match=r"imprints-00000\.safetensors is damaged"):
-        run(tmp_path / "store", PLANS["tangent"])
+        run(folder, PLANS["two-sided"], progress=dies_after(30))
+    return folder
+
+
+@pytest.fixture
+def unfinished(died: Path, tmp_path: Path) -> Path:
+    """A folder with two finished shards, and a snapshot of the third."""
+    folder = Path(shutil.copytree(died, tmp_path / "store"))
+    assert len(list(folder.rglob("imprints-*.safetensors"))) == 2
+    assert len(list(folder.rglob("snapshot.safetensors"))) == 1
+    return folder
+
+
+def flip(place: Path, position: int) -> None:
+    content = bytearray(place.read_bytes())
+    content[position] ^= 1
+    place.write_bytes(content)
+
+
+DAMAGES: dict[str, Callable[[Path], object]] = {
+    "flipped": lambda place: flip(place, -3),
+    "truncated": lambda place: place.write_bytes(place.read_bytes()[:20]),
+    "missing": Path.unlink,
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+@pytest.mark.parametrize("name", ["base", "imprints-00000", "midpoints-00001"])
+def test_a_damaged_file_of_an_unfinished_run_is_named_and_made_again(
+    name: str, damage: str, unfinished: Path, whole: dict[str, bytes], caplog: pytest.LogCaptureFixture
+) -> None:
+    DAMAGES[damage](unfinished / "checkpoint-000" / f"{name}.safetensors")
+    run(unfinished, PLANS["two-sided"])
+    state = "missing" if damage == "missing" else "damaged"
+    assert f"{name}.safetensors is {state}: its shard is simulated again" in caplog.text
+    assert contents(unfinished) == whole
+
+
+def test_what_is_sound_is_not_made_again(unfinished: Path, caplog: pytest.LogCaptureFixture) -> None:
+    before = {p: p.stat().st_mtime_ns for p in unfinished.rglob("*-0000[01].safetensors")}
+    run(unfinished, PLANS["two-sided"])
+    assert {p: p.stat().st_mtime_ns for p in before} == before
+    assert "simulated again" not in caplog.text
+
+
+@pytest.mark.parametrize("after", range(6))
+def test_a_file_that_could_not_be_noted_is_made_again(
+    after: int, whole: dict[str, bytes], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It dies between the renaming of a file and the line about it."""
+    calls = iter(range(after))
+
+    def dies(*arguments: Any) -> None:
+        if next(calls, None) is None:
+            raise Killed
+        append(*arguments)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(writer, "append", dies)
+        with pytest.raises(Killed):
+            run(tmp_path / "store", PLANS["two-sided"])
+    run(tmp_path / "store", PLANS["two-sided"])
+    assert contents(tmp_path / "store") == whole
+
+
+@pytest.mark.parametrize("cut", [0, 1, 100, 250, -1])
+def test_a_list_of_files_that_is_cut_short_is_made_whole(cut: int, unfinished: Path, whole: dict[str, bytes]) -> None:
+    place = unfinished / writer.FILES
+    place.write_bytes(place.read_bytes()[:cut])
+    run(unfinished, PLANS["two-sided"])
+    assert contents(unfinished) == whole
+
+
+def test_a_damaged_list_of_files_is_refused_with_advice_that_helps(unfinished: Path, whole: dict[str, bytes]) -> None:
+    flip(unfinished / writer.FILES, 30)
+    with pytest.raises(StoreError, match=r"unfinished\.files is damaged in line 1: delete it to have .* made again"):
+        run(unfinished, PLANS["two-sided"])
+    (unfinished / writer.FILES).unlink()
+    run(unfinished, PLANS["two-sided"])
+    assert contents(unfinished) == whole
+
+
+def test_the_list_of_files_grows_by_a_line_a_file(unfinished: Path) -> None:
+    """Nothing is written again for each shard, of which there may be thousands."""
+    noted = (unfinished / writer.FILES).read_text().splitlines()
+    assert [json.loads(line.partition(" ")[2])["path"] for line in noted] == [
+        f"checkpoint-000/{name}.safetensors"
+        for name in ("base", "midpoints-00000", "imprints-00000", "midpoints-00001", "imprints-00001")
+    ]
+
+
+@settings(max_examples=60)
+@given(position=st.floats(0, 1, exclude_max=True), cut=st.booleans())
+def test_a_damaged_journal_is_refused_with_advice(position: float, cut: bool, died: Path) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        store = Path(shutil.copytree(died, Path(folder) / "store"))
+        place = store / "unfinished.json"
+        where = int(position * place.stat().st_size)
+        if cut:
+            place.write_bytes(place.read_bytes()[:where])
+        else:
+            flip(place, where)
+        before = {p: p.read_bytes() for p in store.rglob("*") if p.is_file()}
+        with pytest.raises(StoreError, match=f"Delete {store} to begin anew") as error:
+            Writer(store, {})
+        assert "\n" not in str(error.value)
+        assert {p: p.read_bytes() for p in store.rglob("*") if p.is_file()} == before
+
+
+def test_a_journal_of_another_version_is_left_to_that_version(unfinished: Path) -> None:
+    place = unfinished / "unfinished.json"
+    place.write_text(json.dumps({**json.loads(place.read_text()), "schema": SCHEMA - 1}))
+    with pytest.raises(StoreError, match="begun by another version of imprint: finish it with that one"):
+        run(unfinished, PLANS["two-sided"])
+
+
+@pytest.mark.parametrize("position", [-1, -100, 70, 8])
+def test_a_damaged_snapshot_is_not_gone_on_from(
+    position: int, unfinished: Path, whole: dict[str, bytes], caplog: pytest.LogCaptureFixture
+) -> None:
+    """In its tensors, in what it says about them, and where it begins."""
+    flip(next(unfinished.rglob("snapshot.safetensors")), position)
+    run(unfinished, PLANS["two-sided"])
+    assert "snapshot.safetensors is damaged, its chunk starts over" in caplog.text
+    assert contents(unfinished) == whole
+
+
+def test_a_snapshot_does_not_lie_about_its_step(unfinished: Path, whole: dict[str, bytes]) -> None:
+    place = next(unfinished.rglob("snapshot.safetensors"))
+    content = place.read_bytes()
+    found = re.search(rb'\\"step\\": (\d)', content)
+    assert found is not None
+    flip(place, found.start(1))
+    run(unfinished, PLANS["two-sided"])
+    assert contents(unfinished) == whole
+
+
+@pytest.mark.parametrize(
+    "stray", [".unfinished.json.tmp", "checkpoint-000/.tmpAb12Cd", "checkpoint-000/.imprints-00002.safetensors.tmp"]
+)
+def test_half_written_files_of_a_killed_process_go(stray: str, unfinished: Path, whole: dict[str, bytes]) -> None:
+    (unfinished / stray).write_text("half")
+    run(unfinished, PLANS["two-sided"])
+    assert contents(unfinished) == whole
+
+
+def test_a_process_killed_before_its_journal_was_there_is_no_obstacle(tmp_path: Path, whole: dict[str, bytes]) -> None:
+    folder = tmp_path / "store"
+    folder.mkdir()
+    (folder / LOCK).write_text("process 1")
+    (folder / ".unfinished.json.tmp").write_text("{")
+    assert contents(run(folder, PLANS["two-sided"]).path) == whole
+
+
+def test_a_process_killed_after_its_manifest_was_there_leaves_nothing_in_the_end(
+    unfinished: Path, whole: dict[str, bytes]
+) -> None:
+    run(unfinished, PLANS["two-sided"])
+    for name in (LOCK, "unfinished.json", "unfinished.files", "checkpoint-000/snapshot.safetensors"):
+        (unfinished / name).write_bytes(b"left")
+    run(unfinished, PLANS["two-sided"])
+    assert contents(unfinished) == whole
+
+
+# --- processes
+
+
+def hammer(folder: Path, until: float) -> None:
+    """Take the lock as often as possible; leave with 1 if another process holds it too, with 2 if it never got it."""
+    taken = 0
+    while time.monotonic() < until:
+        try:
+            lock = Lock(folder)
+        except StoreError:
+            continue
+        try:
+            (folder / "alone").touch(exist_ok=False)
+            (folder / "alone").unlink()
+            taken += 1
+        finally:
+            lock.release()
+    sys.exit(0 if taken else 2)
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="folders go unlocked there")
+def test_only_one_of_many_processes_holds_a_lock_that_is_made_and_removed_all_the_time(tmp_path: Path) -> None:
+    context, until = multiprocessing.get_context("fork"), time.monotonic() + 2
+    processes = [context.Process(target=hammer, args=(tmp_path, until)) for _ in range(6)]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join()
+    codes = {process.exitcode for process in processes}
+    assert 0 in codes <= {0, 2}
+    assert not list(tmp_path.iterdir())
+
+
+def test_hidden_files_would_be_noticed(tmp_path: Path) -> None:
+    store = run(tmp_path / "store", PLANS["tangent"])
+    before = contents(store.path)
+    (store.path / "checkpoint-000" / ".left").touch()
+    assert contents(store.path) != before
 
 
 KILLABLE = """

@@ -3,7 +3,9 @@
 import gc
 import hashlib
 import json
+import os
 import shutil
+import stat
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +15,8 @@ from safetensors import safe_open
 from torch import Tensor, nn
 
 from imprint import Plan, SimulationError, Sources, Store, StoreError, Task, attribute, simulate
-from imprint.store import SCHEMA
+from imprint.manifest import FINGERPRINTS, SCHEMA
+from imprint.values import sealed
 
 N = 12
 SOURCES = Sources.groups(
@@ -66,7 +69,10 @@ def _manifest(path: Path) -> dict[str, Any]:
 
 
 def _change(path: Path, **values: Any) -> None:
-    (path / "manifest.json").write_text(json.dumps({**_manifest(path), **values}))
+    """Change the manifest as if it had been written so, with a checksum that is right."""
+    changed = {**_manifest(path), **values}
+    del changed["sha256"]
+    (path / "manifest.json").write_text(json.dumps(sealed(changed)))
 
 
 # --- the layout
@@ -136,6 +142,7 @@ def test_the_manifest_says_how_the_store_was_made(made: Store) -> None:
         assert checkpoint["epsilon"] == 1.0
         assert checkpoint["figures"]["rows_at_once"] == 1
         assert checkpoint["figures"].keys() >= {"curvature", "stability", "vectorised", "drift", "linearity"}
+    assert manifest["fingerprints"].keys() == set(FINGERPRINTS)
     assert manifest["execution"] == {"device": "cpu", "threads": torch.get_num_threads(), "batch_size": 5}
     assert manifest["versions"]["torch"] == torch.__version__
     assert manifest["versions"].keys() >= {"python", "torch", "numpy", "safetensors"}
@@ -153,6 +160,54 @@ def test_checksums_and_sizes_are_those_of_the_files(made: Store) -> None:
         assert file["sha256"] == hashlib.sha256(content).hexdigest()
         assert file["bytes"] == len(content)
     assert made.bytes == sum(file["bytes"] for file in files)
+
+
+def test_the_manifest_has_a_checksum_of_everything_else_in_it(made: Store) -> None:
+    manifest = _manifest(made.path)
+    checksum = manifest.pop("sha256")
+    canonical = json.dumps(manifest, sort_keys=True, separators=(",", ":"))
+    assert checksum == hashlib.sha256(canonical.encode()).hexdigest()
+
+
+def test_the_request_is_put_together_from_what_the_manifest_says_once(made: Store) -> None:
+    manifest = made.manifest
+    assert manifest.request == {
+        "n": N,
+        "dtype": "float32",
+        "plan": PLAN.to_json(),
+        "parameters": manifest.parameters,
+        **manifest.fingerprints,
+    }
+
+
+@pytest.mark.skipif(os.name == "nt", reason="permissions of files are another matter there")
+@pytest.mark.parametrize(("umask", "mode"), [(0o022, 0o644), (0o027, 0o640), (0o077, 0o600)])
+def test_files_have_the_permissions_the_umask_leaves_them(umask: int, mode: int, tmp_path: Path) -> None:
+    before = os.umask(umask)
+    try:
+        store = _simulate(_task(), tmp_path / "store")
+    finally:
+        os.umask(before)
+    files = [path for path in store.path.rglob("*") if path.is_file()]
+    assert {path.name: stat.S_IMODE(path.stat().st_mode) for path in files} == {path.name: mode for path in files}
+
+
+def test_a_note_is_kept_as_it_was_given(tmp_path: Path) -> None:
+    note = {"model": "run 7 – 最終", "tags": ["a", None, 1.5], "nested": {"deep": [[]]}}
+    assert _simulate(_task(), tmp_path / "store", note=note).manifest.note == note
+    assert Store(tmp_path / "store").manifest.note == note
+
+
+@pytest.mark.parametrize(
+    "note", ["half of \ud83d", 10**30, json.loads("[" * 70 + "]" * 70)], ids=["half", "large", "deep"]
+)
+def test_a_note_that_could_not_be_read_again_does_not_cost_the_simulation(note: Any, tmp_path: Path) -> None:
+    with pytest.raises(StoreError, match=r"manifest\.json"):
+        _simulate(_task(), tmp_path / "store", note=note)
+    steps: list[int] = []
+    store = _simulate(_task(), tmp_path / "store", note="plain", progress=lambda done, total: steps.append(done))
+    assert len(steps) == 2, "both shards are there already"
+    assert store.manifest.note == "plain"
 
 
 def test_a_store_shows_what_it_is(made: Store) -> None:
@@ -217,7 +272,7 @@ def test_a_simulation_is_repeated_to_the_bit(made: Store) -> None:
 def test_a_removed_shard_names_itself_and_its_sources(copied: Path) -> None:
     (copied / "checkpoint-000" / "imprints-00003.safetensors").unlink()
     store = Store(copied)
-    with pytest.raises(StoreError, match=r"imprints-00003\.safetensors is missing.*(sources 3 to 3|'dot')"):
+    with pytest.raises(StoreError, match=r"imprints-00003\.safetensors is missing.*row 3: source 'dot'"):
         _scores(_task(), store)
     with pytest.raises(StoreError, match=r"imprints-00003\.safetensors is missing"):
         store.verify()
@@ -231,9 +286,17 @@ def test_a_damaged_file_names_itself(damage: str, kind: str, copied: Path) -> No
     flipped = content[:-1] + bytes([content[-1] ^ 1])
     place.write_bytes({"flipped": flipped, "truncated": content[:-5], "emptied": b""}[damage])
     store = Store(copied)
-    with pytest.raises(StoreError, match=rf"checkpoint-001/{kind}\.safetensors is damaged.*checksum"):
-        _scores(_task(), store)
-    with pytest.raises(StoreError, match=rf"checkpoint-001/{kind}\.safetensors is damaged.*checksum"):
+    how = "checksum" if damage == "flipped" else f"{len(place.read_bytes())} bytes, {len(content)} were written"
+    which = "row 2: source 'cid'" if kind != "base" else ""
+    for use in (lambda: _scores(_task(), store), store.verify):
+        with pytest.raises(StoreError, match=rf"checkpoint-001/{kind}\.safetensors is damaged.*{how}.*{which}"):
+            use()
+
+
+def test_a_shard_of_many_sources_names_the_first_and_the_last(tmp_path: Path) -> None:
+    store = _simulate(_task(), tmp_path / "store")
+    (store.path / "checkpoint-000" / "imprints-00000.safetensors").unlink()
+    with pytest.raises(StoreError, match=r"\(rows 0 to 4: sources 'ann' to 'eve', 'Eve & co'\)"):
         store.verify()
 
 
@@ -247,6 +310,18 @@ def test_damaged_sources_are_noticed_on_opening(copied: Path) -> None:
     (copied / "sources.json").write_text((copied / "sources.json").read_text().replace("bob", "rob"))
     with pytest.raises(StoreError, match=r"sources\.json is damaged"):
         Store(copied)
+
+
+def test_a_changed_manifest_is_noticed_on_opening(copied: Path) -> None:
+    (copied / "manifest.json").write_text(json.dumps({**_manifest(copied), "n": N + 1}))
+    with pytest.raises(StoreError, match=r"manifest\.json was changed after it was written"):
+        Store(copied)
+
+
+def test_a_manifest_may_be_laid_out_in_another_way(made: Store, copied: Path) -> None:
+    values = dict(reversed(_manifest(copied).items()))
+    (copied / "manifest.json").write_text(json.dumps(values, indent=4, ensure_ascii=False))
+    assert Store(copied).manifest == made.manifest
 
 
 def test_verify_finds_damage_that_came_after_the_first_use(copied: Path) -> None:
@@ -299,7 +374,7 @@ def test_bytes_that_are_no_text_are_refused(copied: Path) -> None:
 )
 def test_a_manifest_that_does_not_fit_is_refused(values: dict[str, Any], copied: Path) -> None:
     _change(copied, **values)
-    with pytest.raises(StoreError, match="manifest cannot be read"):
+    with pytest.raises(StoreError, match=r"manifest\.json cannot be read: .*" + next(iter(values)) + "[^\n]*$"):
         Store(copied)
 
 

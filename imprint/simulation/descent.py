@@ -280,4 +280,5 @@ def minibatches(n: int, size: int, seed: int) -> Iterator[Tensor]:
     generator = torch.Generator().manual_seed(seed)
     while True:
         order = torch.randperm(n, generator=generator)
-        yield from torch.split(order[: n - n % size], size)
+        for start in range(0, n - n % size, size):
+            yield order[start : start + size]

@@ -59,6 +59,8 @@ class Plan:
     keep_pair: bool = False
 
     def __post_init__(self) -> None:
+        for name, value in vars(self).copy().items():
+            object.__setattr__(self, name, _plain(value))
         _one_of("engine", self.engine, get_args(Engine))
         _one_of("variant", self.variant, get_args(Variant))
         for steps in _each(self.steps):
@@ -122,6 +124,13 @@ class Plan:
                 raise PlanError(f"a plan has no field {name!r}; it has {', '.join(sorted(known))}.")
         fields: dict[str, Any] = {name: tuple(v) if isinstance(v, list) else v for name, v in values.items()}
         return cls(**fields)
+
+
+def _plain(value: Any) -> Any:
+    """Lists as tuples, and numbers of numpy or torch as Python's."""
+    if isinstance(value, list | tuple):
+        return tuple(_plain(item) for item in value)
+    return value.item() if hasattr(value, "item") else value
 
 
 def _each(value: Any) -> tuple[Any, ...]:

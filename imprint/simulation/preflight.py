@@ -36,7 +36,7 @@ def warn_half_precision(task: Task) -> None:
         warnings.warn(
             f"the selected parameters are {half.pop()}: the small steps of a simulation get lost in half precision, "
             "and scores come out wrong by a tenth or more. Simulate with model.float().",
-            stacklevel=4,
+            stacklevel=5,
         )
 
 
@@ -79,20 +79,20 @@ def own(what: str, call: Callable[..., Result], *given: Any) -> Result:
         raise TaskError(f"the {what}: {type(error).__name__}: {error}") from error
 
 
-def vectorises(descent: Descent, simulate: Callable[[Descent], object]) -> bool:
-    """Whether `vmap` takes this model; otherwise sources are simulated in a loop, and the reason is logged."""
+def why_not_together(descent: Descent, simulate: Callable[[Descent], object]) -> str | None:
+    """Why `vmap` does not take this model, so that sources are simulated in a loop (logged); None if it does."""
     few = descent.sources.smallest(2)  # the smallest are differentiated together, if anything is
     plan = replace(descent.plan, accept_drift=descent.plan.variant == "mirrored")
     trial = replace(descent, plan=plan, sources=few, steps=1, on_step=lambda rows: None)
     reason = _failure(lambda: simulate(replace(trial, vectorise=True)))
     if reason is None:
-        return True
+        return None
     alone = _failure(lambda: simulate(replace(trial, vectorise=False)))
     if alone is not None:
         hint = ' engine="trajectories" needs first derivatives only.' if plan.engine == "tangent" else ""
         raise TaskError(f"the {plan.engine} engine cannot differentiate this model: {alone.rstrip('.')}.{hint}")
     logger.warning("vmap does not take this model, sources are simulated one by one: %s", reason)
-    return False
+    return reason
 
 
 def _failure(attempt: Callable[[], object]) -> str | None:

@@ -1,5 +1,6 @@
 """The state of a chunk between two steps, kept on disk every minute, so that a killed run goes on from there."""
 
+import hashlib
 import json
 import logging
 import time
@@ -13,6 +14,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from imprint.files import write
+from imprint.fingerprint import of_tensors
 from imprint.task import Parameters
 
 logger = logging.getLogger(__name__)
@@ -44,28 +46,38 @@ class Snapshot:
         tensors = {"pull": moment.pull.cpu()}
         for kind, stack in (("base", moment.base), ("rows", moment.rows)):
             tensors |= {f"{kind}/{name}": tensor.cpu().contiguous() for name, tensor in stack.items()}
-        metadata = {"imprint": json.dumps({"step": moment.step, "start": self._start})}
+        about = {"step": moment.step, "start": self._start, "sha256": _checksum(moment.step, self._start, tensors)}
+        metadata = {"imprint": json.dumps(about)}
         write(self._path, lambda path: save_file(tensors, path, metadata))
 
     def restore(self, device: torch.device) -> Moment | None:
-        """The moment that was kept, if it is of this chunk."""
+        """The moment that was kept, if it is of this chunk and as it was written."""
         if not self._path.is_file():
             return None
         try:
             with safe_open(self._path, framework="pt") as file:
                 about = json.loads(file.metadata()["imprint"])
-                tensors = {name: file.get_tensor(name).to(device) for name in file.keys()}  # noqa: SIM118
+                step, start, checksum = about["step"], about["start"], about["sha256"]
+                tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+            if checksum != _checksum(step, start, tensors):
+                raise ValueError("it differs from its checksum")
         except (OSError, SafetensorError, ValueError, KeyError, TypeError) as error:
-            logger.warning("%s cannot be read, its chunk starts over: %s", self._path, error)
+            logger.warning("%s is damaged, its chunk starts over: %s", self._path, error)
             return None
-        if about["start"] != self._start:
+        if start != self._start:
             return None
 
         def stack(kind: str) -> Parameters:
-            return {name.removeprefix(kind): tensor for name, tensor in tensors.items() if name.startswith(kind)}
+            return {
+                name.removeprefix(kind): tensor.to(device) for name, tensor in tensors.items() if name.startswith(kind)
+            }
 
-        return Moment(about["step"], stack("base/"), stack("rows/"), tensors["pull"])
+        return Moment(step, stack("base/"), stack("rows/"), tensors["pull"].to(device))
 
     def clear(self) -> None:
         """The chunk is done: forget it."""
         self._path.unlink(missing_ok=True)
+
+
+def _checksum(step: int, start: int, tensors: Parameters) -> str:
+    return hashlib.sha256(f"{step} {start} {of_tensors(tensors)}".encode()).hexdigest()

@@ -17,7 +17,8 @@ from imprint.simulation.descent import Descent
 from imprint.task import Parameters
 from imprint.vectors import add_scaled_
 
-_LOOKS = (1 / 16, 1 / 8, 1 / 4, 1 / 2, 1.0)  # shares of the path at which curvature is measured
+LOOKS = (1 / 16, 1 / 8, 1 / 4, 1 / 2, 1.0)  # shares of the path at which curvature is measured
+LOOK_ITERATIONS = 15
 _TRIES = 10
 _UPHILL = 0.1  # share by which a path may end above where it began: mini-batches are noisy
 
@@ -49,7 +50,7 @@ def settle(descent: Descent, start: Spectrum) -> tuple[float, Spectrum]:
 
 def _walk(descent: Descent) -> Spectrum | None:
     """Curvature extremes along the unperturbed path; None if it goes uphill or to where losses are not finite."""
-    looks = {max(1, round(share * descent.steps)) for share in _LOOKS}
+    looks = {max(1, round(share * descent.steps)) for share in LOOKS}
     theta = {name: p.clone() for name, p in descent.start.items()}
     found = []
     reference = next(descent.batches())
@@ -61,7 +62,7 @@ def _walk(descent: Descent) -> Spectrum | None:
             if step in looks:
                 if _mean_loss(descent, theta, reference) - begin > _UPHILL * max(abs(begin), 1e-3):
                     return None
-                found.append(spectrum(descent.task, theta, parts, iterations=15))
+                found.append(spectrum(descent.task, theta, parts, iterations=LOOK_ITERATIONS))
         except SimulationError:
             return None
     return _widest(found)

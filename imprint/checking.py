@@ -1,0 +1,212 @@
+"""Before a simulation: will it work on this task, by which engine and readout, and what will it take?"""
+
+import logging
+import os
+import shutil
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, get_args
+
+import torch
+from torch.utils.data import Subset
+
+from imprint.data import Collate, as_tensors, is_columns, map_tensors, query_batches
+from imprint.errors import ImprintError
+from imprint.readout import Kind, Reader
+from imprint.simulation.estimate import Estimate, estimate
+from imprint.simulation.inputs import Inputs
+from imprint.simulation.plan import Engine, Plan
+from imprint.simulation.run import simulate
+from imprint.simulation.states import State
+from imprint.sources import Sources
+from imprint.store import Store
+from imprint.task import Batch, Parameters, Task
+
+_EXAMPLES = 32  # on which engines and readouts are tried
+_QUERIES = 4
+
+
+@dataclass(frozen=True)
+class Possibility:
+    """Whether an engine or a readout works on the task; `remark` says why not, or what it costs."""
+
+    name: str
+    works: bool
+    remark: str = ""
+
+
+@dataclass(frozen=True)
+class Check:
+    """What `check` found. `problems` is empty if the simulation can begin.
+
+    parameters: shapes of the selected parameters; `values` of them are simulated, of `values_in_all` in the model.
+    estimate: None where the simulation cannot begin.
+    """
+
+    parameters: dict[str, tuple[int, ...]]
+    values: int
+    values_in_all: int
+    examples: int
+    sources: int
+    checkpoints: int
+    plan: Plan
+    engines: tuple[Possibility, ...]
+    readouts: tuple[Possibility, ...]
+    estimate: Estimate | None
+    problems: tuple[str, ...]
+
+    @property
+    def ok(self) -> bool:
+        """Whether the simulation can begin."""
+        return not self.problems
+
+    def to_json(self) -> dict[str, Any]:
+        """As plain JSON values."""
+        return {**asdict(self), "plan": self.plan.to_json(), "ok": self.ok}
+
+
+@torch.inference_mode(False)
+def check(
+    task: Task,
+    data: Any,
+    sources: Sources,
+    plan: Plan | None = None,
+    *,
+    queries: Any = None,
+    checkpoints: Sequence[State] | None = None,
+    out: str | os.PathLike[str] | None = None,
+    batch_size: int = 1024,
+    collate_fn: Collate | None = None,
+    device: torch.device | str | None = None,
+    dtype: torch.dtype | None = None,
+    memory: int | str | None = None,
+) -> Check:
+    """Try every engine and readout on a few examples, and measure a few steps of the simulation.
+
+    The arguments are those of `simulate`, which may follow; `queries` are tried with the readouts, by default a few
+    training examples are. Nothing is written. Input that does not fit together raises, as in `simulate`.
+    """
+    options: dict[str, Any] = {"batch_size": batch_size, "collate_fn": collate_fn, "device": device, "dtype": dtype}
+    data = as_tensors(data)
+    inputs = Inputs.checked(task, data, sources, plan, checkpoints, **options)
+    problems: list[str] = []
+    with _quiet():
+        state = inputs.state(inputs.first)
+        stores = {engine: _tried(inputs, state, data, engine, collate_fn) for engine in get_args(Engine)}
+        batch, count = _queries(inputs, queries, collate_fn)
+        engines = tuple(_engine(name, found) for name, found in stores.items())
+        store = next((found for found in stores.values() if isinstance(found, Store)), None)
+        readouts = () if store is None else tuple(_readout(task, stores, kind, batch, count) for kind in get_args(Kind))
+        chosen = stores[inputs.plan.engine]
+        expected = None
+        if isinstance(chosen, ImprintError):
+            problems.append(str(chosen))
+        else:
+            try:
+                with task.evaluating():
+                    expected = estimate(inputs, memory, out)
+            except ImprintError as error:
+                problems.append(str(error))
+    if readouts and not any(readout.works for readout in readouts):
+        problems.append(f"no readout works: {readouts[0].remark}")
+    if expected is not None and (obstacle := _obstacle(expected, out)):
+        problems.append(obstacle)
+    selected = {name: tuple(task.model.get_parameter(name).shape) for name in task.names}
+    return Check(
+        parameters=selected,
+        values=sum(torch.Size(shape).numel() for shape in selected.values()),
+        values_in_all=sum(p.numel() for p in task.model.parameters()),
+        examples=len(inputs.data),
+        sources=len(sources),
+        checkpoints=sum(settings.weight > 0 for settings in inputs.settings),
+        plan=inputs.plan,
+        engines=engines,
+        readouts=readouts,
+        estimate=expected,
+        problems=tuple(problems),
+    )
+
+
+def _tried(
+    inputs: Inputs, state: Parameters, data: Any, engine: Engine, collate_fn: Collate | None
+) -> Store | ImprintError:
+    """A store of one step of an engine on a few examples, or why there is none."""
+    count = min(_EXAMPLES, len(inputs.data))
+    few = map_tensors(lambda t: t[:count], data) if is_columns(data) else Subset(data, range(count))
+    plan = Plan(engine=engine, steps=1, lr=1e-3, keep_pair=engine == "trajectories")
+    two = Sources.groups({index: [index] for index in range(min(2, count))})
+    try:
+        return simulate(
+            inputs.task, few, two, plan, checkpoints=[state], collate_fn=collate_fn, batch_size=count, progress=False
+        )
+    except ImprintError as error:
+        return error
+
+
+def _engine(name: str, found: Store | ImprintError) -> Possibility:
+    if isinstance(found, ImprintError):
+        return Possibility(name, False, str(found))
+    alone = found.checkpoints[0].figures.get("one_by_one")
+    return Possibility(name, True, f"sources one by one, {alone}" if alone else "many sources at once")
+
+
+def _readout(
+    task: Task, stores: dict[Engine, Store | ImprintError], kind: Kind, batch: Batch, count: int
+) -> Possibility:
+    """Whether queries can be read out this way from a store, if it holds what the readout needs."""
+    found = stores["trajectories"] if kind == "literal" else next(s for s in stores.values() if isinstance(s, Store))
+    if isinstance(found, ImprintError):
+        return Possibility(kind, False, str(found))
+    try:
+        reader = Reader(task, found, readout=kind)
+        reader.scores(batch, count)
+    except ImprintError as error:
+        return Possibility(kind, False, str(error))
+    if "fallback" in reader.details:
+        return Possibility(kind, False, f"{reader.details['fallback']}; central takes its place")
+    alone = reader.details.get("one_by_one")
+    needs = '; needs engine="trajectories" and keep_pair=True' if kind == "literal" else ""
+    return Possibility(kind, True, (f"sources one by one, {alone}" if alone else "many sources at once") + needs)
+
+
+def _queries(inputs: Inputs, queries: Any, collate_fn: Collate | None) -> tuple[Batch, int]:
+    """A few queries as one batch, and how many they are."""
+    if queries is None:
+        count = min(_QUERIES, len(inputs.data))
+        return inputs.data.gather(torch.arange(count)), count
+    batches = query_batches(queries, device=inputs.task.device, batch_size=_QUERIES, collate_fn=collate_fn)
+    count, batch = batches[0]
+    return batch, count
+
+
+def _obstacle(expected: Estimate, out: str | os.PathLike[str] | None) -> str | None:
+    """In words, why the store cannot be written where it should: there is a file, or the disk is too small."""
+    place = Path(out or ".").absolute()
+    if place.is_file():
+        return f"{out} is a file: give a folder for the store."
+    while not place.is_dir():
+        place = place.parent
+    free = shutil.disk_usage(place).free
+    if expected.store_bytes <= free:
+        return None
+    return (
+        f"the store takes {expected.store_bytes:,} bytes, and {place} has {free:,} free: select fewer parameters, "
+        "keep imprints in bfloat16, or give another folder."
+    )
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Fallbacks are part of the answer here, and need not be logged or warned of too."""
+    log = logging.getLogger("imprint")
+    level = log.level
+    log.setLevel(logging.CRITICAL)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        log.setLevel(level)

@@ -1,0 +1,361 @@
+"""The manifest: everything about a store but its tensors, and how it is read without being believed.
+
+A manifest is written once, with a checksum of its own, by `imprint.writer`; `imprint.store` reads it. Manifests of all
+earlier schemas are read too: each is brought to the next one by a function in `_UPGRADES`.
+"""
+
+import contextlib
+import math
+import platform
+import re
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, field, fields
+from datetime import UTC, datetime
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from imprint.errors import PlanError, StoreError
+from imprint.simulation.plan import Plan
+from imprint.values import Value, clipped, read_json, sealed, shown
+
+SCHEMA = 2
+MANIFEST = "manifest.json"
+SOURCES = "sources.json"
+FINGERPRINTS = ("states", "sources", "data", "losses", "regulariser")
+_ASKED = ("n", "dtype", "plan", "parameters")
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
+_PARAMETER_DTYPES = {str(dtype) for dtype in (*DTYPES.values(), torch.float16)}
+_PATH = re.compile(r"(?!\.)[\w.-]+(/(?!\.)[\w.-]+)*", re.ASCII)  # relative, and of parts that do not begin with a dot
+
+
+@dataclass(frozen=True)
+class File:
+    """A file of the store, relative to its folder; `rows` are the sources it holds, where it holds some."""
+
+    path: str
+    sha256: str
+    bytes: int
+    rows: tuple[int, int] | None = None
+
+    @classmethod
+    def from_json(cls, value: Value) -> "File":
+        values = value.record("path", "sha256", "bytes", "rows")
+        path, rows = values["path"].text(), None
+        if not _PATH.fullmatch(path):
+            values["path"].refuse("a path inside the store, of letters, digits, '_', '-', '.' and '/'")
+        if values["rows"].content is not None:
+            rows = values["rows"].wholes()
+            if len(rows) != 2 or rows[0] >= rows[1]:
+                values["rows"].refuse("the first row and the one after the last")
+        return cls(path, values["sha256"].checksum(), values["bytes"].whole(), (rows[0], rows[1]) if rows else None)
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """One checkpoint: how it was simulated, the figures measured on the way, and its files."""
+
+    weight: float
+    steps: int
+    lr: float
+    damping: float
+    epsilon: float | None
+    figures: dict[str, Any]
+    base: File | None = None
+    imprints: tuple[File, ...] = ()
+    midpoints: tuple[File, ...] = ()
+
+    @classmethod
+    def from_json(cls, value: Value) -> "Checkpoint":
+        values = value.record(*_names(cls))
+        _check_figures(values["figures"])
+        return cls(
+            weight=values["weight"].positive(or_zero=True),
+            steps=values["steps"].whole(1),
+            lr=values["lr"].positive(or_zero=True),
+            damping=values["damping"].positive(or_zero=True),
+            epsilon=None if values["epsilon"].content is None else values["epsilon"].positive(),
+            figures=values["figures"].content,
+            base=None if values["base"].content is None else File.from_json(values["base"]),
+            imprints=tuple(File.from_json(item) for item in values["imprints"].items()),
+            midpoints=tuple(File.from_json(item) for item in values["midpoints"].items()),
+        )
+
+
+@dataclass(frozen=True)
+class Probes:
+    """A few training examples, as a batch, and their losses at the first checkpoint's read-out point."""
+
+    file: File
+    structure: Any
+    losses: list[float]
+
+    @classmethod
+    def from_json(cls, value: Value) -> "Probes":
+        values = value.record(*_names(cls))
+        _check_structure(values["structure"])
+        losses = list(values["losses"].numbers())
+        return cls(File.from_json(values["file"]), values["structure"].content, losses)
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """Everything about a store but its tensors.
+
+    fingerprints: what could be known of the inputs, under the names in `FINGERPRINTS`.
+    execution: where and how the simulation ran, and `cost` what it took.
+    note: whatever the caller wanted to keep, as JSON.
+    """
+
+    n: int
+    dtype: str
+    plan: Plan
+    parameters: dict[str, dict[str, Any]]
+    fingerprints: dict[str, Any]
+    sources: File
+    probes: Probes | None
+    checkpoints: tuple[Checkpoint, ...]
+    execution: dict[str, Any]
+    cost: dict[str, Any] = field(default_factory=dict)
+    note: Any = None
+    versions: dict[str, str] = field(default_factory=lambda: _versions())
+    created: str = field(default_factory=lambda: datetime.now(UTC).isoformat(timespec="seconds"))
+
+    @property
+    def request(self) -> dict[str, Any]:
+        """Everything the imprints depend on, as far as it could be known."""
+        about = {"n": self.n, "dtype": self.dtype, "plan": self.plan.to_json(), "parameters": self.parameters}
+        return {**about, **self.fingerprints}
+
+    def files(self) -> Iterator[File]:
+        """All files of the store but the manifest."""
+        yield self.sources
+        if self.probes is not None:
+            yield self.probes.file
+        for checkpoint in self.checkpoints:
+            if checkpoint.base is not None:
+                yield checkpoint.base
+            yield from checkpoint.imprints
+            yield from checkpoint.midpoints
+
+    def to_json(self) -> dict[str, Any]:
+        return sealed({"schema": SCHEMA, **asdict(self), "plan": self.plan.to_json()})
+
+    @classmethod
+    def read(cls, path: Path) -> "Manifest":
+        """The manifest in a file, of this or an earlier schema."""
+        return cls.from_json(read_json(path))
+
+    @classmethod
+    def from_json(cls, value: Value) -> "Manifest":
+        values = _upgraded(value).record("schema", *_names(cls))
+        _check_asked(values)
+        _check_fingerprints(values["fingerprints"].record(*FINGERPRINTS))
+        for name in ("execution", "cost"):
+            values[name].mapping()
+        versions = {name: item.text() for name, item in values["versions"].mapping().items()}
+        if "torch" not in versions:
+            values["versions"].fail("versions.torch is missing")
+        manifest = cls(
+            n=values["n"].content,
+            dtype=values["dtype"].content,
+            plan=_plan(values["plan"]),
+            parameters=values["parameters"].content,
+            fingerprints=values["fingerprints"].content,
+            sources=File.from_json(values["sources"]),
+            probes=None if values["probes"].content is None else Probes.from_json(values["probes"]),
+            checkpoints=tuple(Checkpoint.from_json(item) for item in values["checkpoints"].items()),
+            execution=values["execution"].content,
+            cost=values["cost"].content,
+            note=values["note"].content,
+            versions=versions,
+            created=values["created"].text(),
+        )
+        _check_whole(manifest, values)
+        return manifest
+
+
+def _names(kind: type) -> tuple[str, ...]:
+    return tuple(item.name for item in fields(kind))
+
+
+# --- earlier schemas
+
+
+def _upgraded(value: Value) -> Value:
+    """The values as the current schema has them."""
+    schema = value.mapping().get("schema")
+    if schema is None:
+        value.fail("it has no schema version, so it is no manifest of a store")
+    if schema.whole(1) > SCHEMA:
+        raise StoreError(
+            f"{value.file} has schema {schema.content}, this version reads up to {SCHEMA}: upgrade imprint."
+        )
+    if schema.content > 1:  # the first had no checksum
+        value = value.unsealed()
+    for older in range(schema.content, SCHEMA):
+        value = Value(_UPGRADES[older](value), value.file)
+    return value
+
+
+def _from_1(value: Value) -> dict[str, Any]:
+    """Schema 2 says each thing once, and keeps the regulariser's value, what the simulation took, and a note."""
+    prints = value.mapping().get("fingerprints", Value(None, value.file, "fingerprints"))
+    prints.record(*_ASKED, "states", "sources", "data", "losses")
+    for name in _ASKED:
+        if prints.content[name] != value.content.get(name):
+            value.fail(f"{name} and fingerprints.{name} differ")
+    kept = {name: prints.content.get(name) for name in FINGERPRINTS}
+    return {**value.content, "schema": 2, "fingerprints": kept, "cost": {}, "note": None}
+
+
+_UPGRADES: dict[int, Callable[[Value], dict[str, Any]]] = {1: _from_1}
+
+
+# --- each field for itself
+
+
+def check_request(value: Value) -> None:
+    """Look at everything that imprints depend on, as a journal has it."""
+    values = value.record(*_ASKED, *FINGERPRINTS)
+    _check_asked(values)
+    _check_fingerprints(values)
+
+
+def _check_asked(values: dict[str, Value]) -> None:
+    values["n"].whole(1)
+    if values["dtype"].text() not in DTYPES:
+        values["dtype"].refuse(f"one of {', '.join(DTYPES)}")
+    _plan(values["plan"])
+    parameters = values["parameters"].mapping()
+    if not parameters:
+        values["parameters"].refuse("at least one parameter")
+    for parameter in parameters.values():
+        about = parameter.record("shape", "dtype")
+        if math.prod(about["shape"].wholes()) > 2**62:
+            about["shape"].refuse("the shape of a tensor")
+        if about["dtype"].text() not in _PARAMETER_DTYPES:
+            about["dtype"].refuse(f"one of {', '.join(sorted(_PARAMETER_DTYPES))}")
+
+
+def _check_fingerprints(values: dict[str, Value]) -> None:
+    for state in values["states"].items():
+        state.checksum()
+    values["sources"].checksum()
+    values["data"].checksum()
+    values["losses"].numbers()
+    if values["regulariser"].content is not None:
+        values["regulariser"].number()
+
+
+def _plan(value: Value) -> Plan:
+    value.mapping()
+    try:
+        return Plan.from_json(value.content)
+    except (PlanError, TypeError, ValueError) as error:
+        value.fail(clipped(f"plan: {str(error).rstrip('.')}", 200))
+
+
+def _check_figures(value: Value) -> None:
+    """Look at the figures that others count on; what else is there stays as it is."""
+    figures = value.mapping()
+    for name in figures.keys() & {"stability", "drift"}:
+        figures[name].number()
+    if "curvature" in figures and len(figures["curvature"].numbers()) != 2:
+        figures["curvature"].refuse("the smallest and the largest")
+    if "vectorised" in figures:
+        figures["vectorised"].flag()
+    if "rows_at_once" in figures:
+        figures["rows_at_once"].whole(1)
+    for name in figures.keys() & {"linearity", "epsilon_disagreement"}:
+        for item in figures[name].mapping().values():
+            item.number()
+
+
+def _check_structure(value: Value) -> None:
+    """Look at the structure of a batch, as `imprint.data.flattened` makes it."""
+    parts = value.mapping()
+    if len(parts) != 1 or (kind := next(iter(parts))) not in ("tensor", "value", "dict", "list", "tuple"):
+        value.refuse("one tensor, value, dict, list or tuple")
+    content = parts[kind]
+    if kind == "tensor":
+        content.text()
+    elif kind == "value" and isinstance(content.content, dict | list):
+        content.refuse("a plain value")
+    elif kind != "value":
+        for item in content.mapping().values() if kind == "dict" else content.items():
+            _check_structure(item)
+
+
+# --- whether the fields fit each other
+
+
+def _check_whole(manifest: Manifest, values: dict[str, Value]) -> None:
+    checkpoints = values["checkpoints"]
+    if len(manifest.fingerprints["states"]) != len(manifest.checkpoints):
+        checkpoints.fail("checkpoints and fingerprints.states are not equally many")
+    if not 0 < sum(checkpoint.weight for checkpoint in manifest.checkpoints) < math.inf:
+        checkpoints.fail("the weights of the checkpoints have no positive and finite sum")
+    if manifest.probes is not None and len(manifest.probes.losses) != len(manifest.fingerprints["losses"]):
+        values["probes"].fail("probes.losses and fingerprints.losses are not equally many")
+    for index, (checkpoint, value) in enumerate(zip(manifest.checkpoints, checkpoints.items(), strict=True)):
+        _check_planned(checkpoint, index, manifest, value)
+        _check_files(checkpoint, manifest.plan.keep_pair, value)
+    for file in (manifest.sources, *([manifest.probes.file] if manifest.probes else [])):
+        if file.rows is not None:
+            checkpoints.fail(f"{file.path} holds no imprints and cannot have rows")
+    path, entries = Counter(file.path for file in manifest.files()).most_common(1)[0]
+    if entries > 1:
+        checkpoints.fail(f"{entries} entries stand for the same file {path}")
+
+
+def _check_planned(checkpoint: Checkpoint, index: int, manifest: Manifest, value: Value) -> None:
+    """A checkpoint was simulated as the plan says."""
+    plan = manifest.plan
+    try:
+        settings = plan.at(index, len(manifest.checkpoints))
+    except PlanError as error:
+        value.fail(f"plan: {str(error).rstrip('.')}")
+    planned: dict[str, float | None] = {"steps": settings.steps, "damping": settings.damping, "weight": settings.weight}
+    if settings.lr != "auto":
+        planned["lr"] = settings.lr
+    if plan.engine != "trajectories" or settings.weight == 0:
+        planned["epsilon"] = None
+    elif plan.epsilon != "auto":
+        planned["epsilon"] = plan.epsilon
+    elif checkpoint.epsilon is None:
+        value.fail(f"{value.field}.epsilon is missing")
+    for name, expected in planned.items():
+        if (found := getattr(checkpoint, name)) != expected:
+            value.fail(f"{value.field}.{name} is {shown(found)}, by the plan it is {shown(expected)}")
+
+
+def _check_files(checkpoint: Checkpoint, keep_pair: bool, value: Value) -> None:
+    """A checkpoint that counts has its files, with all rows from 0 on; one that does not has none."""
+    wanted = {
+        "base": checkpoint.weight > 0,
+        "imprints": checkpoint.weight > 0,
+        "midpoints": checkpoint.weight > 0 and keep_pair,
+    }
+    for name, want in wanted.items():
+        if bool(getattr(checkpoint, name)) != want:
+            value.fail(f"{value.field}.{name} {'is missing' if want else 'has no place in this plan'}")
+    if checkpoint.base is not None and checkpoint.base.rows is not None:
+        value.fail(f"{value.field}.base.rows must be null: a base holds no sources")
+    for name in ("imprints", "midpoints"):
+        stop = 0
+        for index, file in enumerate(getattr(checkpoint, name)):
+            if file.rows is None or file.rows[0] != stop:
+                value.fail(f"{value.field}.{name}[{index}].rows must begin at {stop}, got {file.rows}")
+            stop = file.rows[1]
+
+
+def _versions() -> dict[str, str]:
+    found = {"python": platform.python_version(), "torch": torch.__version__}
+    for name in ("imprint-attribution", "numpy", "safetensors"):
+        with contextlib.suppress(PackageNotFoundError):
+            found[name] = version(name)
+    return found

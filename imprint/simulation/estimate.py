@@ -1,0 +1,145 @@
+"""What a simulation will take, from a few of its steps: seconds, peak memory, and the size of its store."""
+
+import os
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from pathlib import Path
+from statistics import median
+from typing import TypeVar
+
+import torch
+from safetensors.torch import save_file
+
+from imprint.data import leaves
+from imprint.errors import StoreError
+from imprint.files import sha256, write
+from imprint.fingerprint import probe_examples
+from imprint.memory import Peak, tensor_bytes
+from imprint.simulation.descent import Descent
+from imprint.simulation.engines import simulated
+from imprint.simulation.inputs import Inputs
+from imprint.simulation.plan import Settings
+from imprint.simulation.settling import advice, rows_at_once, together_or_alone
+from imprint.simulation.step import LOOK_ITERATIONS, LOOKS, starting_curvature
+from imprint.simulation.trajectories import choose_epsilon
+from imprint.sources import Sources
+from imprint.store import DTYPES
+
+Result = TypeVar("Result")
+_STEPS = 4  # measured, of which the first, which warms up, does not count
+_WALKS = 2  # of the path, until an automatic step suits it: one or two in general
+_WRITTEN = 16 << 20  # bytes written to measure how fast the disk is
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """What a simulation will take.
+
+    peak_bytes: the most memory in use at once: of the device, or on the CPU of the process; None where that is unknown.
+    rows_at_once: how many sources are simulated together; `one_by_one` says why it is a loop, where it is one.
+    """
+
+    seconds: float
+    peak_bytes: int | None
+    store_bytes: int
+    bytes_per_source: int
+    rows_at_once: int
+    one_by_one: str | None
+
+
+def estimate(inputs: Inputs, memory: int | str | None, out: str | os.PathLike[str] | None) -> Estimate:
+    """Measure a few steps of a simulation, at its first checkpoint, and count how many there will be."""
+    begin, peak = time.monotonic(), Peak(inputs.task.device)
+    used = {index: settings for index, settings in enumerate(inputs.settings) if settings.weight > 0}
+    for index in used:
+        inputs.state(index)  # a bad one shows now, and not when its turn comes
+    state = inputs.state(inputs.first)
+    inputs.request()
+    preparing = time.monotonic() - begin
+
+    descent, alone = together_or_alone(inputs.descent(inputs.first, state))
+    seconds, curvature = _timed(lambda: starting_curvature(descent))
+    step = curvature.step(descent.damping) if inputs.settings[inputs.first].lr == "auto" else descent.lr
+    descent = replace(descent, lr=step, advice=advice(curvature, step, descent.damping))
+    rows = rows_at_once(descent, memory)
+    chunk = descent.with_sources(inputs.sources.spread(rows))
+    settling = sum(_settling(descent, settings, seconds) for settings in used.values())
+    simulating = _step_seconds(chunk) / rows * len(inputs.sources)
+    each, store = sizes(inputs)
+    steps = sum(settings.steps for settings in used.values())
+    total = preparing + settling + steps * simulating + store * _write_seconds(out)
+    return Estimate(total, peak.bytes, store, each, rows, alone)
+
+
+def sizes(inputs: Inputs) -> tuple[int, int]:
+    """Bytes that each source takes in the store, and bytes of the whole store."""
+    task, used = inputs.task, sum(settings.weight > 0 for settings in inputs.settings)
+    values = sum(task.model.get_parameter(name).numel() for name in task.names)
+    kinds = 2 if inputs.plan.keep_pair else 1
+    each = used * kinds * values * DTYPES[inputs.stored_as].itemsize
+    beside = used * tensor_bytes(task.state()) + _labels(inputs.sources) + _probes(inputs)
+    return each, each * len(inputs.sources) + beside
+
+
+def _labels(sources: Sources) -> int:
+    """Bytes of the table of sources, with ids, names, sizes and what stands between them."""
+    return sum(len(f"{i}{n}{s}") + 12 for i, n, s in zip(sources.ids, sources.names, sources.sizes, strict=True))
+
+
+def _probes(inputs: Inputs) -> int:
+    """Bytes of the examples that are kept to recognise the loss by."""
+    batch = inputs.data.gather(probe_examples(len(inputs.data)))
+    return sum(leaf.nbytes for leaf in leaves(batch) if isinstance(leaf, torch.Tensor))
+
+
+def _settling(descent: Descent, settings: Settings, curvature_seconds: float) -> float:
+    """Seconds before a checkpoint is simulated: its curvature and, where the plan leaves them open, the step and ε."""
+    total = curvature_seconds
+    if settings.lr == "auto":
+        parts = next(descent.batches())
+        gradient = min(_timed(lambda: descent.base_gradient(descent.start, parts, 0))[0] for _ in range(2))
+        looks = min(len(LOOKS), settings.steps) * curvature_seconds * LOOK_ITERATIONS / 30
+        total += _WALKS * (settings.steps * gradient + looks)
+    if descent.plan.engine == "trajectories" and descent.plan.epsilon == "auto":
+        few = min(2, settings.steps)
+        total += _timed(lambda: choose_epsilon(replace(descent, steps=few)))[0] * settings.steps / few
+    return total
+
+
+def _step_seconds(chunk: Descent) -> float:
+    """Seconds of one step of a chunk of sources."""
+    moments = [time.monotonic()]
+    chunk = replace(chunk, steps=min(_STEPS, chunk.steps), on_step=lambda rows: moments.append(time.monotonic()))
+    simulated(chunk, None if chunk.plan.engine == "tangent" else _given_epsilon(chunk))
+    gaps = [after - before for before, after in pairwise(moments)]
+    return median(gaps[1:] or gaps)
+
+
+def _given_epsilon(chunk: Descent) -> float:
+    return 1.0 if chunk.plan.epsilon == "auto" else float(chunk.plan.epsilon)
+
+
+def _write_seconds(out: str | os.PathLike[str] | None) -> float:
+    """Seconds to write a byte durably and to hash it, where the store will be."""
+    place = Path(out or tempfile.gettempdir()).absolute()
+    while not place.is_dir():
+        place = place.parent
+    tensors = {"zeros": torch.zeros(_WRITTEN, dtype=torch.uint8)}
+    try:
+        with tempfile.TemporaryDirectory(dir=place, prefix=".imprint-") as folder:
+            file = Path(folder) / "written.safetensors"
+            begin = time.monotonic()
+            write(file, lambda path: save_file(tensors, path))
+            sha256(file)
+            return (time.monotonic() - begin) / _WRITTEN
+    except OSError as error:
+        raise StoreError(f"{place} cannot be written to: {error}") from error
+
+
+def _timed(call: Callable[[], Result]) -> tuple[float, Result]:
+    begin = time.monotonic()
+    result = call()
+    return time.monotonic() - begin, result

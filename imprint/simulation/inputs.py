@@ -1,0 +1,131 @@
+"""What a simulation is made from: checked when put together, and hashed so that it can be recognised again."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from imprint.data import Collate, Data
+from imprint.errors import PlanError, SourcesError, TaskError
+from imprint.fingerprint import of_data, of_sources, of_tensors, probe_losses, regulariser_value
+from imprint.simulation.descent import Descent
+from imprint.simulation.plan import Plan, Settings
+from imprint.simulation.preflight import check_device, own, refuse_nonfinite, warn_half_precision
+from imprint.simulation.states import State, States
+from imprint.sources import Sources
+from imprint.store import DTYPES, describe
+from imprint.task import Parameters, Task
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """Everything the imprints depend on."""
+
+    task: Task
+    data: Data
+    sources: Sources
+    plan: Plan
+    states: States
+    stored_as: str
+
+    @classmethod
+    def checked(
+        cls,
+        task: Task,
+        data: Any,
+        sources: Sources,
+        plan: Plan | None,
+        checkpoints: Sequence[State] | None,
+        *,
+        batch_size: int,
+        collate_fn: Collate | None,
+        device: torch.device | str | None,
+        dtype: torch.dtype | None,
+    ) -> "Inputs":
+        """The inputs of a simulation as the user gave them; what does not fit together is refused."""
+        if plan is not None and not isinstance(plan, Plan):
+            raise PlanError(f"plan must be an imprint.Plan, got {plan!r}: for a number of steps, Plan(steps=...).")
+        if not isinstance(sources, Sources):
+            raise SourcesError(
+                f"sources must be an imprint.Sources, got a {type(sources).__name__}: Sources.by_label takes one label "
+                "per training example, Sources.groups named lists of indices, Sources.per_example their number."
+            )
+        if not isinstance(task, Task):
+            raise TaskError(
+                f"task must be an imprint.Task, got a {type(task).__name__}: imprint.Task(model, loss=...)."
+            )
+        check_device(task, device)
+        training = Data(data, device=task.device, batch_size=batch_size, collate_fn=collate_fn)
+        sources.check(len(training))
+        if plan and plan.source_sample is not None and (plan.batch_size or 0) >= len(training):
+            raise PlanError(
+                f"source_sample belongs to mini-batches, and batch_size={plan.batch_size} is all of the "
+                f"{len(training)} training examples: leave one of them out."
+            )
+        inputs = cls(task, training, sources, plan or Plan(), States(task, checkpoints), _stored_dtype(task, dtype))
+        warn_half_precision(task)
+        assert inputs.settings  # a plan with settings for other checkpoints is refused here
+        return inputs
+
+    @property
+    def settings(self) -> list[Settings]:
+        """What the plan says about each checkpoint."""
+        return [self.plan.at(k, len(self.states)) for k in range(len(self.states))]
+
+    @property
+    def first(self) -> int:
+        """The first checkpoint that is simulated."""
+        return next(k for k, setting in enumerate(self.settings) if setting.weight > 0)
+
+    def state(self, index: int) -> Parameters:
+        """A checkpoint as a complete and finite state."""
+        state = self.states[index]
+        refuse_nonfinite(state, index, len(self.states))
+        return state
+
+    def _read(self, index: int) -> Parameters:
+        """A checkpoint; one that is skipped may hold anything."""
+        return self.state(index) if self.settings[index].weight > 0 else self.states[index]
+
+    def descent(self, index: int, state: Parameters, on_step: Callable[[int], None] = lambda rows: None) -> Descent:
+        """The descent of all sources from a checkpoint; a step size that the plan leaves open stands at 1."""
+        functional, theta = self.task.at(state)
+        settings = self.settings[index]
+        step = 1.0 if settings.lr == "auto" else settings.lr
+        return Descent(
+            functional,
+            theta,
+            self.data,
+            self.sources,
+            self.plan,
+            settings.steps,
+            lr=step,
+            damping=settings.damping,
+            on_step=on_step,
+        )
+
+    def request(self) -> dict[str, Any]:
+        """The inputs as far as they can be known, as JSON: a store is continued and reused for the same only."""
+        functional, theta = self.task.at(self.state(self.first))
+        return {
+            "n": len(self.data),
+            "dtype": self.stored_as,
+            "plan": self.plan.to_json(),
+            "parameters": describe(self.task),
+            "states": [of_tensors(self._read(index)) for index in range(len(self.states))],
+            "sources": of_sources(self.sources),
+            "losses": own("loss function failed on a few examples", probe_losses, functional, theta, self.data),
+            "regulariser": own("regulariser failed", regulariser_value, functional, theta),
+            "data": of_data(self.data),
+        }
+
+
+def _stored_dtype(task: Task, dtype: torch.dtype | None) -> str:
+    if dtype is None:
+        widest = max((task.model.get_parameter(name).dtype for name in task.names), key=lambda d: d.itemsize)
+        dtype = widest if widest in (torch.float32, torch.float64) else torch.float32
+    for name, known in DTYPES.items():
+        if dtype == known:
+            return name
+    raise PlanError(f"imprints can be stored as {', '.join(DTYPES)}, not as {dtype}.")

@@ -1,0 +1,97 @@
+"""What a plan leaves open, decided at each checkpoint: the step, ε, and how many sources are simulated at once.
+
+`run` asks before it simulates a checkpoint, and keeps the answer in the journal; `estimate` measures what asking costs.
+"""
+
+import logging
+import warnings
+from dataclasses import replace
+
+from imprint.memory import activation_bytes, budget, tensor_bytes
+from imprint.simulation.curvature import Spectrum
+from imprint.simulation.derivatives import Weighted
+from imprint.simulation.descent import Descent
+from imprint.simulation.engines import sides, simulated
+from imprint.simulation.plan import Settings
+from imprint.simulation.preflight import refuse_loss, why_not_together
+from imprint.simulation.step import settle, starting_curvature
+from imprint.simulation.trajectories import choose_epsilon
+from imprint.store import Checkpoint
+
+logger = logging.getLogger(__name__)
+
+_COPIES = 6  # vectors of one source alive at once in a step: response, its change, and the temporaries of both modes
+
+
+def settled(descent: Descent, settings: Settings, index: int, memory: int | str | None) -> Checkpoint:
+    """How checkpoint number `index` is simulated, with the figures that decided it."""
+    descent, alone = together_or_alone(descent)
+    curvature = starting_curvature(descent)
+    step, curvature = settle(descent, curvature) if settings.lr == "auto" else (settings.lr, curvature)
+    stability = curvature.norm_of_step(step, settings.damping)
+    descent = replace(descent, lr=step, advice=advice(curvature, step, settings.damping))
+    if stability > 1 + 1e-6:
+        _warn_unstable(index, stability, curvature, step, settings.damping)
+    epsilon, disagreement = _epsilon(descent)
+    figures = {
+        "curvature": [curvature.smallest, curvature.largest],
+        "stability": stability,
+        "vectorised": descent.vectorise,
+        "rows_at_once": rows_at_once(descent, memory),
+    }
+    if alone is not None:
+        figures["one_by_one"] = alone
+    if disagreement:
+        figures["epsilon_disagreement"] = disagreement
+    return Checkpoint(settings.weight, settings.steps, step, settings.damping, epsilon, figures)
+
+
+def together_or_alone(descent: Descent) -> tuple[Descent, str | None]:
+    """The descent of many sources at once if `vmap` takes the model; otherwise one by one, and the reason."""
+    refuse_loss(descent, next(descent.batches()))
+    epsilon = None if descent.plan.engine == "tangent" else 1.0
+    reason = why_not_together(descent, lambda trial: simulated(trial, epsilon))
+    return replace(descent, vectorise=reason is None), reason
+
+
+def rows_at_once(descent: Descent, memory: int | str | None) -> int:
+    """How many sources fit the memory budget together."""
+    part: Weighted = next(iter(next(descent.batches())))
+    activations = activation_bytes(lambda: descent.task.losses(descent.start, part.batch, len(part)))
+    each = _COPIES * (tensor_bytes(descent.start) + (activations if descent.vectorise else 0))
+    each += (len(descent.data) if descent.is_full_batch else 0) * descent.dtype.itemsize  # its weights of all examples
+    rows = budget(memory, descent.data.device) // (each * sides(descent.plan))
+    if rows < 1:
+        logger.warning("one source needs about %d bytes, more than the memory budget: going on one by one", each)
+    return int(max(1, min(rows, len(descent.sources))))
+
+
+def _epsilon(descent: Descent) -> tuple[float | None, dict[str, float]]:
+    if descent.plan.engine == "tangent":
+        return None, {}
+    return choose_epsilon(descent) if descent.plan.epsilon == "auto" else (float(descent.plan.epsilon), {})
+
+
+def advice(curvature: Spectrum, lr: float, damping: float) -> str:
+    """What to do when a descent with these figures diverges."""
+    sharpest = max(curvature.largest, -curvature.smallest)
+    holds = f" A step below {2 / (sharpest + damping):.2g} holds;" if sharpest + damping > 0 else ""
+    return (
+        f"The step is lr={lr:.3g} and the measured curvature runs from {curvature.smallest:.3g} to "
+        f'{curvature.largest:.3g}.{holds} lr="auto" chooses one; fewer steps or some damping help where curvature is '
+        "negative."
+    )
+
+
+def _warn_unstable(index: int, stability: float, curvature: Spectrum, lr: float, damping: float) -> None:
+    if lr * (curvature.largest + damping) > 2:
+        warnings.warn(
+            f"checkpoint {index}: ‖I − ηH‖ is {stability:.3g} at lr={lr:.3g}, above 1 (curvature up to "
+            f"{curvature.largest:.3g}): the descent may diverge; "
+            f"lr={1 / (curvature.largest + damping):.2g} would be safe.",
+            stacklevel=7,
+        )
+    else:
+        logger.info(
+            "checkpoint %d: ‖I − ηH‖ is %.3g, from negative curvature %.3g", index, stability, curvature.smallest
+        )
