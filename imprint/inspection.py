@@ -36,6 +36,8 @@ def inspected(store: Store) -> dict[str, Any]:
         "plan": manifest.plan.to_json(),
         "checkpoints": checkpoints,
         "readouts": readouts(store),
+        "cost": manifest.cost,
+        "note": manifest.note,
         "versions": manifest.versions,
         "created": manifest.created,
     }

@@ -1,10 +1,14 @@
 """The examples run as they stand and show what they promise."""
 
+import json
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
+
+from imprint.cli import app
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 
@@ -33,6 +37,24 @@ def test_the_digits_example_predicts_the_sign_of_every_effect(tmp_path: Path) ->
     for row in rows:
         predicted, actual = (float(part.split()[1].rstrip(",")) for part in row.split(": ")[1].split(", "))
         assert predicted * actual > 0, row
+
+
+def test_the_careless_blog_of_the_command_line_example_harms_every_query(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert run("command_line.py", tmp_path) == ""  # it is for the commands
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    for arguments in (
+        ["simulate", f"{EXAMPLES}/command_line.py:task", "-o", "store", "--no-check"],
+        ["attribute", "store"],
+    ):
+        result = CliRunner().invoke(app, [*arguments, "--json"])
+        assert result.exit_code == 0, result.output
+    queries = json.loads(result.stdout)["queries"]
+    assert len(queries) == 3
+    for credits in queries:
+        assert {credit["name"] for credit in credits if credit["removal_effect"] < 0} == {"blog"}
 
 
 @pytest.mark.parametrize("example", sorted(path.name for path in EXAMPLES.glob("*.py")))

@@ -1,0 +1,154 @@
+"""What to work on, named by strings: for the command line, configuration files, and manifests that are replayed.
+
+Settings come from flags, a TOML file or a manifest, one put over the other; `imprint.loading` finds what they name.
+"""
+
+import difflib
+import os
+import tomllib
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
+from typing import Any
+
+from imprint.errors import ConfigurationError
+from imprint.store import Manifest
+
+
+@dataclass(frozen=True)
+class Experiment:
+    """The settings of a command, as strings and plain values; None is left to its default.
+
+    task, data, sources, queries, collate_fn: import strings; `sources` may also be "per-example".
+    checkpoints: .safetensors files, or one import string of a list.
+    plan: fields of a `Plan`, over those of a `plan` in the task's module.
+    """
+
+    task: str | None = None
+    data: str | None = None
+    sources: str | None = None
+    queries: str | None = None
+    collate_fn: str | None = None
+    checkpoints: tuple[str, ...] = ()
+    plan: dict[str, Any] = field(default_factory=dict)
+    batch_size: int | None = None
+    dtype: str | None = None
+    memory: str | int | None = None
+    device: str | None = None
+    out: str | None = None
+
+    @classmethod
+    def from_toml(cls, path: Path) -> "Experiment":
+        """The settings in a file; its paths are relative to its folder."""
+        try:
+            values = tomllib.loads(path.read_text(encoding="utf-8"))
+        except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+            raise ConfigurationError(f"{path} cannot be read: {error}") from error
+        return cls.from_values(values, str(path)).beside(path.parent)
+
+    @classmethod
+    def from_manifest(cls, manifest: Manifest) -> "Experiment":
+        """What a store was made from, as far as its manifest tells: names of objects only if a command made it."""
+        command = manifest.note.get("command") if isinstance(manifest.note, dict) else None
+        named = cls.from_values(command if isinstance(command, dict) else {}, "the manifest's command")
+        return replace(
+            named,
+            plan=manifest.plan.to_json(),
+            dtype=manifest.dtype,
+            batch_size=manifest.execution.get("batch_size"),
+            out=None,
+        )
+
+    @classmethod
+    def from_values(cls, values: Mapping[str, Any], origin: str) -> "Experiment":
+        """Settings from a mapping; unknown names and wrong types are errors."""
+        known = {f.name for f in fields(cls)}
+        for name, value in values.items():
+            if name not in known:
+                raise ConfigurationError(f"{origin} has an unknown setting {name!r}{close_matches(name, known)}.")
+            expected = _KINDS.get(name, str)
+            if not isinstance(value, expected) or isinstance(value, bool):
+                raise ConfigurationError(f"{origin}: {name} must be {_KIND_NAMES.get(name, 'a text')}, got {value!r}.")
+        given: dict[str, Any] = dict(values)
+        if "checkpoints" in given:
+            listed = [given["checkpoints"]] if isinstance(given["checkpoints"], str) else given["checkpoints"]
+            if not all(isinstance(item, str) for item in listed):
+                raise ConfigurationError(f"{origin}: checkpoints must be texts, got {listed!r}.")
+            given["checkpoints"] = tuple(listed)
+        return cls(**given)
+
+    def to_json(self) -> dict[str, Any]:
+        """What names the objects, for a manifest: the rest stands there already."""
+        names = ("task", "data", "sources", "queries", "collate_fn", "device")
+        values: dict[str, Any] = {name: getattr(self, name) for name in names if getattr(self, name) is not None}
+        return {**values, **({"checkpoints": list(self.checkpoints)} if self.checkpoints else {})}
+
+    def beside(self, folder: Path) -> "Experiment":
+        """The same with its paths, which were relative to `folder`, relative to where we are."""
+
+        def moved(text: str) -> str:
+            path, colon, name = text.rpartition(":")
+            if text.endswith(".safetensors"):
+                return os.path.normpath(folder / text)
+            return f"{os.path.normpath(folder / path)}{colon}{name}" if path.endswith(".py") else text
+
+        objects: dict[str, Any] = {name: moved(value) for name in _OBJECTS if (value := getattr(self, name))}
+        return replace(
+            self,
+            **objects,
+            checkpoints=tuple(map(moved, self.checkpoints)),
+            out=None if self.out is None else os.path.normpath(folder / self.out),
+        )
+
+    def over(self, other: "Experiment") -> "Experiment":
+        """These settings where they are given, those of `other` elsewhere."""
+        given = {f.name: value for f in fields(self) if (value := getattr(self, f.name)) not in (None, (), {})}
+        return replace(other, **{**given, "plan": {**other.plan, **self.plan}})
+
+
+_OBJECTS = ("task", "data", "sources", "queries", "collate_fn")
+_KINDS: dict[str, Any] = {"plan": dict, "batch_size": int, "memory": str | int, "checkpoints": list | tuple | str}
+_KIND_NAMES = {
+    "plan": "a table",
+    "batch_size": "a whole number",
+    "memory": 'a number of bytes or a text such as "4GiB"',
+    "checkpoints": "a list of texts",
+}
+
+
+def plan_values(pairs: list[str]) -> dict[str, Any]:
+    """Fields of a plan from texts such as "steps=100" and "lr=0.1,auto".
+
+    >>> plan_values(["steps=100,200", "lr=auto", "keep_pair=true"])
+    {'steps': [100, 200], 'lr': 'auto', 'keep_pair': True}
+    """
+    found: dict[str, Any] = {}
+    for pair in pairs:
+        name, equals, text = pair.partition("=")
+        if not equals:
+            raise ConfigurationError(f"{pair!r} sets nothing: expected NAME=VALUE, such as steps=100.")
+        values = [_value(part) for part in text.split(",")]
+        found[name.strip()] = values if len(values) > 1 else values[0]
+    return found
+
+
+def _value(text: str) -> Any:
+    words = {"true": True, "false": False, "none": None}
+    text = text.strip()
+    if text.lower() in words:
+        return words[text.lower()]
+    for kind in (int, float):
+        try:
+            return kind(text)
+        except ValueError:
+            continue
+    return text
+
+
+def close_matches(name: str, known: Iterable[str]) -> str:
+    """A hint at what may have been meant, or at what there is."""
+    known = list(known)
+    near = difflib.get_close_matches(name, known, n=3)
+    if near:
+        return f"; did you mean {' or '.join(near)}"
+    return f"; there are {', '.join(sorted(known)[:12])}" if known else ""

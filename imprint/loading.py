@@ -1,0 +1,213 @@
+"""Loads what import strings name: `path/to/file.py:name` or `package.module:name`.
+
+Without a colon a string names something in the task's own module, and what is not named at all is looked for there
+under its usual name: `data`, `sources`, `queries`, `checkpoints`, `plan`, `collate_fn`. A function is called for it.
+What the user's code prints meanwhile goes to standard error: standard output is for results.
+"""
+
+import importlib
+import importlib.util
+import inspect
+import sys
+import sysconfig
+import traceback
+import zlib
+from contextlib import redirect_stdout
+from functools import cached_property
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from imprint.data import is_columns, leaves
+from imprint.errors import ConfigurationError, DataError, ImprintError, first_line
+from imprint.experiment import Experiment, close_matches
+from imprint.simulation.plan import Plan
+from imprint.sources import Sources
+from imprint.store import DTYPES
+from imprint.task import Task
+
+_PER_EXAMPLE = "per-example"
+
+
+class Objects:
+    """The objects an experiment names, loaded when they are asked for."""
+
+    def __init__(self, experiment: Experiment) -> None:
+        self.experiment = experiment
+        if experiment.task is None:
+            raise ConfigurationError("no task is named: give an import string such as my_model.py:task.")
+        self._module, self._place = _module(experiment.task), experiment.task.rpartition(":")[0]
+
+    @cached_property
+    def task(self) -> Task:
+        assert self.experiment.task is not None
+        task = self._object("task")
+        if not isinstance(task, Task):
+            raise ConfigurationError(f"{self.experiment.task} is a {type(task).__name__}, not an imprint.Task.")
+        if self.experiment.device is not None:
+            try:
+                task.model.to(self.experiment.device)
+            except (RuntimeError, AssertionError) as error:  # torch asserts where it is built without CUDA
+                raise ConfigurationError(
+                    f"the model cannot go to {self.experiment.device!r}: {first_line(error)}."
+                ) from error
+        return task
+
+    @cached_property
+    def data(self) -> Any:
+        return self._required("data", "the training data")
+
+    @cached_property
+    def queries(self) -> Any:
+        return self._required("queries", "the queries")
+
+    @cached_property
+    def sources(self) -> Sources:
+        if self.experiment.sources == _PER_EXAMPLE:
+            if not hasattr(self.data, "__len__"):
+                kind = type(self.data).__name__
+                raise DataError(f"expected a map-style dataset (with len and [index]), got {kind}.")
+            return Sources.per_example(len(leaves(self.data)[0]) if is_columns(self.data) else len(self.data))
+        return self._required("sources", "the sources (or say per-example)")  # type: ignore[no-any-return]
+
+    @property
+    def collate_fn(self) -> Any:
+        return self._object("collate_fn", call=False)
+
+    @cached_property
+    def checkpoints(self) -> Any:
+        _ = self.task  # first: it may be the task's function that trains, and so fills the list of checkpoints
+        named = self.experiment.checkpoints
+        if not named:
+            return self._usual("checkpoints")
+        if len(named) == 1 and not named[0].endswith(".safetensors"):
+            return self._find("checkpoints", named[0])
+        return list(named)
+
+    @cached_property
+    def plan(self) -> Plan:
+        """The plan of the task's module, if there is one, with the fields that were given put over it."""
+        base = self._usual("plan")
+        if base is not None and not isinstance(base, Plan):
+            raise ConfigurationError(f"plan in {self._place} is a {type(base).__name__}, not an imprint.Plan.")
+        return Plan.from_json({**(base or Plan()).to_json(), **self.experiment.plan})
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """The keyword arguments that `simulate` and `check` share."""
+        experiment = self.experiment
+        if experiment.dtype is not None and experiment.dtype not in DTYPES:
+            raise ConfigurationError(f"dtype must be one of {', '.join(DTYPES)}, got {experiment.dtype!r}.")
+        given: dict[str, Any] = {
+            "collate_fn": self.collate_fn,
+            "memory": experiment.memory,
+            "checkpoints": self.checkpoints,
+        }
+        if experiment.batch_size is not None:
+            given["batch_size"] = experiment.batch_size
+        if experiment.dtype is not None:
+            given["dtype"] = DTYPES[experiment.dtype]
+        return given
+
+    def has(self, name: str) -> bool:
+        """Whether an object is named, or there under its usual name."""
+        return getattr(self.experiment, name) is not None or self._usual(name, call=False) is not None
+
+    def _required(self, name: str, what: str) -> Any:
+        found = self._object(name)
+        if found is None:
+            raise ConfigurationError(
+                f"{self.experiment.task} has no {name!r} beside it: name {what} with --{name} FILE.py:NAME."
+            )
+        return found
+
+    def _object(self, name: str, *, call: bool = True) -> Any:
+        string = getattr(self.experiment, name)
+        return self._usual(name, call=call) if string is None else self._find(name, string, call=call)
+
+    def _usual(self, name: str, *, call: bool = True) -> Any:
+        """What the task's module has under a usual name, if anything; a module of that name is not meant."""
+        found = getattr(self._module, name, None)
+        if inspect.ismodule(found):
+            return None
+        return _made(found, name) if call else found
+
+    def _find(self, what: str, string: str, *, call: bool = True) -> Any:
+        module, name = (_module(string), string.rpartition(":")[2]) if ":" in string else (self._module, string)
+        found: Any = module
+        for part in name.split("."):
+            if not hasattr(found, part):
+                known = [name for name in dir(found) if not name.startswith("_")]
+                raise ConfigurationError(f"{string} ({what}): there is no {part!r}{close_matches(part, known)}.")
+            found = getattr(found, part)
+        return _made(found, string) if call else found
+
+
+def _made(found: Any, name: str) -> Any:
+    """The object, or what the function of that name returns."""
+    if not inspect.isfunction(found):
+        return found
+    try:
+        with redirect_stdout(sys.stderr):
+            return found()
+    except ImprintError:
+        raise
+    except (Exception, SystemExit) as error:
+        raise ConfigurationError(f"{name}() failed: {_where(error)}") from error
+
+
+def _module(string: str) -> ModuleType:
+    """The module an import string names, loaded once."""
+    path, colon, name = string.rpartition(":")
+    if not colon or not path or not name:
+        raise ConfigurationError(f"{string!r} is no import string: expected FILE.py:NAME or package.module:NAME.")
+    try:
+        with redirect_stdout(sys.stderr):
+            return _from_file(Path(path)) if path.endswith(".py") else _from_package(path)
+    except ImprintError:
+        raise
+    except (Exception, SystemExit) as error:  # such as a script that reads its own command line
+        raise ConfigurationError(f"{path} could not be loaded: {_where(error)}") from error
+
+
+def _from_file(path: Path) -> ModuleType:
+    if not path.is_file():
+        raise ConfigurationError(f"there is no file {path}.")
+    path = path.resolve()
+    name = f"imprint_experiment_{path.stem}_{zlib.crc32(bytes(path)):08x}"  # files in two folders may share a stem
+    if name in sys.modules:
+        return sys.modules[name]
+    if str(path.parent) not in sys.path:  # as if the file were run as a script
+        sys.path.insert(0, str(path.parent))
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None and spec.loader is not None
+    module = sys.modules[name] = importlib.util.module_from_spec(spec)
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[name]
+        raise
+    return module
+
+
+def _from_package(name: str) -> ModuleType:
+    if "" not in sys.path and str(Path.cwd()) not in sys.path:
+        sys.path.insert(0, str(Path.cwd()))
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        if error.name is not None and (name == error.name or name.startswith(f"{error.name}.")):
+            raise ConfigurationError(f"there is no module {name}: is its folder the current one?") from error
+        raise
+
+
+def _where(error: BaseException) -> str:
+    """An error in the user's code: the last place in it, and the error's first line."""
+    frames = traceback.extract_tb(error.__traceback__)
+    theirs = [frame for frame in frames if not frame.filename.startswith(_NOT_THEIRS)]
+    place = f"{Path(theirs[-1].filename).name}, line {theirs[-1].lineno}: " if theirs else ""
+    return f"{place}{first_line(error)}"
+
+
+_LIBRARIES = (sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib"))
+_NOT_THEIRS = ("<", str(Path(__file__).parent), *_LIBRARIES)  # "<frozen importlib…>" and the like

@@ -1,0 +1,184 @@
+"""What the command line shows a person: tables of stores, checks and attributions, and progress."""
+
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console, Group, RenderableType
+from rich.markup import escape
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.table import Table
+from rich.text import Text
+
+from imprint.attribution import Top
+from imprint.checking import Check, Possibility
+from imprint.progress import Advance, duration
+
+if TYPE_CHECKING:
+    from imprint.demo.report import Row
+
+_SHOWN = 12  # queries in a table; the rest is counted
+
+
+def size(count: float | None) -> str:
+    """Bytes for a person.
+
+    >>> size(1_500_000), size(999_999), size(None)
+    ('1.5 MB', '1 MB', 'unknown')
+    """
+    if count is None:
+        return "unknown"
+    for unit in ("bytes", "kB", "MB", "GB", "TB"):
+        if count < 999.5:  # what three digits can say
+            return f"{count:.3g} {unit}"
+        count /= 1000
+    return f"{count:,.0f} PB"
+
+
+def lines(title: str, pairs: Iterable[tuple[str, str]]) -> Table:
+    """Names with what they are, one to a line."""
+    table = Table(title=escape(title), show_header=False, title_justify="left")
+    for name, value in pairs:
+        table.add_row(name, escape(value))
+    return table
+
+
+def shown_store(values: dict[str, Any]) -> RenderableType:
+    """What `inspected` says of a store."""
+    plan = {name: value for name, value in values["plan"].items() if value is not None}
+    head = lines(
+        f"Store {values['path']}",
+        (
+            ("sources", f"{values['sources']:,} of {values['n']:,} training examples"),
+            ("imprints", f"{values['parameters']:,} values each, {values['dtype']}; {size(values['bytes'])} in all"),
+            ("plan", ", ".join(f"{name}={value}" for name, value in plan.items())),
+            ("readouts", ", ".join(values["readouts"])),
+            ("took", took(values)),
+            ("made", f"{values['created']} by torch {values['versions']['torch']}"),
+        ),
+    )
+    table = Table("checkpoint", *(str(index) for index in range(len(values["checkpoints"]))))
+    for name, *cells in zip(_FIGURES, *(_figures(checkpoint) for checkpoint in values["checkpoints"]), strict=True):
+        table.add_row(name, *cells)
+    return Group(head, table)
+
+
+def took(values: dict[str, Any]) -> str:
+    """What a simulation took, beside what was expected of it."""
+    cost = values["cost"]
+    if not cost:
+        return "unknown"
+    expected = values["note"].get("estimate") if isinstance(values["note"], dict) else None
+    seconds, peak = duration(cost["seconds"]), size(cost["peak_bytes"])
+    if cost["resumed"]:
+        return f"{seconds} after it was resumed; at most {peak} of memory"
+    if not isinstance(expected, dict) or expected.keys() != {"seconds", "peak_bytes"}:  # a note may say anything
+        return f"{seconds}; at most {peak} of memory"
+    return (
+        f"{seconds} (estimated {duration(expected['seconds'])}); "
+        f"at most {peak} of memory (estimated {size(expected['peak_bytes'])})"
+    )
+
+
+_FIGURES = ("weight", "steps", "lr", "damping", "ε", "curvature", "‖I − ηH‖", "drift", "linearity", "‖u‖, median")
+
+
+def _figures(checkpoint: dict[str, Any]) -> list[str]:
+    """One checkpoint's column of figures; a dash for what it does not have."""
+    figures = checkpoint["figures"]
+    low, high = figures.get("curvature", (None, None))
+    values = [checkpoint[name] for name in ("weight", "steps", "lr", "damping", "epsilon")]
+    cells = ["–" if value is None else f"{value:.4g}" for value in values]
+    cells.append("–" if low is None else f"{low:.3g} … {high:.3g}")
+    more = (
+        figures.get("stability"),
+        figures.get("drift"),
+        figures.get("linearity", {}).get("median"),
+        checkpoint.get("imprint_norms", {}).get("median"),
+    )
+    return cells + ["–" if value is None else f"{value:.3g}" for value in more]
+
+
+def shown_check(check: Check) -> RenderableType:
+    """What `check` found."""
+    names = list(check.parameters)
+    shown = ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
+    pairs = [
+        ("parameters", f"{check.values:,} of {check.values_in_all:,} values: {shown}"),
+        ("sources", f"{check.sources:,} over {check.examples:,} training examples"),
+        ("checkpoints", str(check.checkpoints)),
+    ]
+    if check.estimate is not None:
+        found = check.estimate
+        together = f"one by one: {found.one_by_one}" if found.one_by_one else f"{found.rows_at_once:,} sources at once"
+        pairs += [
+            ("store", f"{size(found.bytes_per_source)} per source, {size(found.store_bytes)} in all"),
+            ("time", f"about {duration(found.seconds)}, {together}"),
+            ("peak memory", f"about {size(found.peak_bytes)}"),
+        ]
+    table = Table("", "", "works", "remark")
+    for kind, possibilities in (("engine", check.engines), ("readout", check.readouts)):
+        for possibility in possibilities:
+            chosen = kind == "engine" and possibility.name == check.plan.engine
+            table.add_row(kind, *_possibility(possibility), style="bold" if chosen else None)
+    verdict = [Text(f"problem: {problem}", style="red") for problem in check.problems]
+    return Group(lines("Check", pairs), table, *(verdict or [Text("This will work.", style="green")]))
+
+
+def _possibility(found: Possibility) -> tuple[str, str, str]:
+    return found.name, "[green]yes[/green]" if found.works else "[red]no[/red]", escape(found.remark)
+
+
+def shown_top(top: Top) -> RenderableType:
+    """The first sources of each query."""
+    unit = top.labels.unit[0].upper() + top.labels.unit[1:]
+    table = Table("query", "source", "effect of removal")
+    for credits in list(top)[:_SHOWN]:
+        for position, credit in enumerate(credits):
+            last = position == len(credits) - 1
+            number = str(credit.query) if position == 0 else ""
+            table.add_row(number, escape(credit.name), f"{credit.removal_effect:+.4g}", end_section=last)
+    more = len(top) - _SHOWN
+    return Group(
+        Text(unit, style="italic"),
+        table,
+        *([Text(f"… and {more:,} more queries: --out writes all of them.")] if more > 0 else []),
+    )
+
+
+def shown_demo(rows: "list[Row]", statistics: Sequence[tuple[str, ...]]) -> RenderableType:
+    """The demo's contributors, predicted and actual, and how well these agree."""
+    table = Table(title="Change of the mean held-out loss (nats) if the contributor were removed")
+    for column in ("contributor", "examples", "predicted", "actual", "by prediction"):
+        table.add_column(column, justify="left" if column in ("contributor", "by prediction") else "right")
+    for row in rows:
+        name = f"{row.name} (mislabels a third)" if row.mislabels else row.name
+        actual = f"{row.actual:+.4f} ± {row.error:.4f}"
+        style = "red" if row.mislabels else None
+        table.add_row(name, str(row.size), f"{row.predicted:+.4f}", actual, row.verdict, style=style)
+    figures = Table("", "imprint", "guess by size", "ceiling", title="Predicted against actual, 95% intervals")
+    for line in statistics:
+        figures.add_row(*(escape(text) for text in line))
+    return Group(table, figures)
+
+
+@contextmanager
+def progress(console: Console, label: str) -> Iterator[bool | Advance]:
+    """A bar on a terminal; elsewhere the library's own lines, which suit a log."""
+    if not console.is_terminal:
+        yield True
+        return
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TimeRemainingColumn(),
+    )
+    with Progress(*columns, console=console, transient=True) as bar:
+        line = bar.add_task(label, total=None)
+
+        def advance(done: int, total: int, /) -> None:
+            bar.update(line, completed=done, total=total)
+
+        yield advance
