@@ -1,17 +1,22 @@
 """Runs the Python code of the README and the docs as tests, each page in an empty folder of its own."""
 
 import os
+import tempfile
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-import pytest
 
-
-@pytest.fixture
-def empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def enter(page: dict[str, Any]) -> None:
     """What a page writes does not land in the working tree."""
-    monkeypatch.chdir(tmp_path)
+    page["_before"], page["_folder"] = Path.cwd(), tempfile.TemporaryDirectory()
+    os.chdir(page["_folder"].name)
+
+
+def leave(page: dict[str, Any]) -> None:
+    """… and is gone after it."""
+    os.chdir(page["_before"])
+    page["_folder"].cleanup()
 
 
 if find_spec("sybil"):  # the core's tests also run where there is only torch and pytest
@@ -19,7 +24,7 @@ if find_spec("sybil"):  # the core's tests also run where there is only torch an
     from sybil.parsers.markdown import PythonCodeBlockParser
 
     pytest_collect_file: Any = Sybil(
-        parsers=[PythonCodeBlockParser()], patterns=["README.md", "docs/*.md"], fixtures=["empty_folder"]
+        parsers=[PythonCodeBlockParser()], patterns=["README.md", "docs/*.md"], setup=enter, teardown=leave
     ).pytest()
 
 os.environ.setdefault("MPLBACKEND", "Agg")
