@@ -157,10 +157,16 @@ class Attribution:
         indices = _rank(self.scores, by).topk(k, dim=1).indices
         return Top(self.labels, indices, self.scores.gather(1, indices), self.queries)
 
+    def mean(self) -> "Attribution":
+        """The mean over queries, as an attribution of one."""
+        return replace(self, scores=self.scores.mean(0, keepdim=True), queries=(0,))
+
     def __repr__(self) -> str:
         queries, sources = self.scores.shape
         head = f"Attribution: {queries} {'query' if queries == 1 else 'queries'} × {sources} sources"
-        return f"{head}\n{self.top(min(3, sources))!r}"
+        credits = self.mean().top(min(5, sources))[0]
+        mean = ", ".join(f"{credit.name} {credit.removal_effect:+.3g}" for credit in credits)
+        return f"{head}\n  mean over queries: {mean}\n{self.top(min(3, sources))!r}"
 
     def _repr_html_(self) -> str:
         sources = self.scores.shape[1]

@@ -4,22 +4,24 @@ import logging
 import os
 import shutil
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
-from pathlib import Path
+from itertools import islice
 from typing import Any, get_args
 
 import torch
 from torch.utils.data import Subset
 
 from imprint.data import Collate, as_tensors, is_columns, map_tensors, query_batches
-from imprint.errors import ImprintError
+from imprint.errors import ImprintError, first_line
+from imprint.files import nearest_folder
+from imprint.progress import duration
 from imprint.readout import Kind, Reader
 from imprint.simulation.estimate import Estimate, estimate
 from imprint.simulation.inputs import Inputs
 from imprint.simulation.plan import Engine, Plan
-from imprint.simulation.run import simulate
+from imprint.simulation.run import BATCH_SIZE, simulate
 from imprint.simulation.states import State
 from imprint.sources import Sources
 from imprint.store import Store
@@ -63,6 +65,19 @@ class Check:
         """Whether the simulation can begin."""
         return not self.problems
 
+    def __str__(self) -> str:
+        found = self.estimate
+        lines = [f"problem: {problem}" for problem in self.problems] or ["this will work"]
+        lines.append(f"{self.values:,} of {self.values_in_all:,} values of the parameters, {self.sources:,} sources")
+        if found is not None:
+            lines.append(
+                f"about {duration(found.seconds)}, at most {found.peak_bytes or 0:,} bytes of memory, a store of "
+                f"{found.store_bytes:,} bytes"
+            )
+        for kind, possibilities in (("engine", self.engines), ("readout", self.readouts)):
+            lines += [f"{kind} {p.name}: {'works' if p.works else 'no'}, {p.remark}" for p in possibilities]
+        return "\n".join(lines)
+
     def to_json(self) -> dict[str, Any]:
         """As plain JSON values."""
         return {**asdict(self), "plan": self.plan.to_json(), "ok": self.ok}
@@ -78,7 +93,7 @@ def check(
     queries: Any = None,
     checkpoints: Sequence[State] | None = None,
     out: str | os.PathLike[str] | None = None,
-    batch_size: int = 1024,
+    batch_size: int = BATCH_SIZE,
     collate_fn: Collate | None = None,
     device: torch.device | str | None = None,
     dtype: torch.dtype | None = None,
@@ -87,33 +102,30 @@ def check(
     """Try every engine and readout on a few examples, and measure a few steps of the simulation.
 
     The arguments are those of `simulate`, which may follow; `queries` are tried with the readouts, by default a few
-    training examples are. Nothing is written. Input that does not fit together raises, as in `simulate`.
+    training examples are. Nothing stays on disk. Input that does not fit together raises, as in `simulate`.
     """
     options: dict[str, Any] = {"batch_size": batch_size, "collate_fn": collate_fn, "device": device, "dtype": dtype}
     data = as_tensors(data)
     inputs = Inputs.checked(task, data, sources, plan, checkpoints, **options)
     problems: list[str] = []
-    with _quiet():
+    expected: Estimate | None = None
+    with task.evaluating(), _quiet():  # one thread at a time, as what is made quiet belongs to all of them
         state = inputs.state(inputs.first)
-        stores = {engine: _tried(inputs, state, data, engine, collate_fn) for engine in get_args(Engine)}
         batch, count = _queries(inputs, queries, collate_fn)
+        stores = {engine: _tried(inputs, state, data, engine, collate_fn) for engine in get_args(Engine)}
         engines = tuple(_engine(name, found) for name, found in stores.items())
-        store = next((found for found in stores.values() if isinstance(found, Store)), None)
-        readouts = () if store is None else tuple(_readout(task, stores, kind, batch, count) for kind in get_args(Kind))
+        works = any(isinstance(found, Store) for found in stores.values())
+        readouts = tuple(_readout(task, stores, kind, batch, count) for kind in get_args(Kind)) if works else ()
         chosen = stores[inputs.plan.engine]
-        expected = None
-        if isinstance(chosen, ImprintError):
-            problems.append(str(chosen))
-        else:
-            try:
-                with task.evaluating():
-                    expected = estimate(inputs, memory, out)
-            except ImprintError as error:
-                problems.append(str(error))
+        try:
+            if isinstance(chosen, Exception):
+                raise chosen
+            expected = estimate(inputs, memory, out)
+            problems += _obstacles(expected, out)
+        except (ImprintError, torch.OutOfMemoryError) as error:
+            problems.append(_told(error))
     if readouts and not any(readout.works for readout in readouts):
         problems.append(f"no readout works: {readouts[0].remark}")
-    if expected is not None and (obstacle := _obstacle(expected, out)):
-        problems.append(obstacle)
     selected = {name: tuple(task.model.get_parameter(name).shape) for name in task.names}
     return Check(
         parameters=selected,
@@ -132,7 +144,7 @@ def check(
 
 def _tried(
     inputs: Inputs, state: Parameters, data: Any, engine: Engine, collate_fn: Collate | None
-) -> Store | ImprintError:
+) -> Store | Exception:
     """A store of one step of an engine on a few examples, or why there is none."""
     count = min(_EXAMPLES, len(inputs.data))
     few = map_tensors(lambda t: t[:count], data) if is_columns(data) else Subset(data, range(count))
@@ -142,34 +154,41 @@ def _tried(
         return simulate(
             inputs.task, few, two, plan, checkpoints=[state], collate_fn=collate_fn, batch_size=count, progress=False
         )
-    except ImprintError as error:
+    except (ImprintError, torch.OutOfMemoryError) as error:
         return error
 
 
-def _engine(name: str, found: Store | ImprintError) -> Possibility:
-    if isinstance(found, ImprintError):
-        return Possibility(name, False, str(found))
-    alone = found.checkpoints[0].figures.get("one_by_one")
-    return Possibility(name, True, f"sources one by one, {alone}" if alone else "many sources at once")
+def _told(error: Exception) -> str:
+    """An error as a problem, with what to do where memory runs out."""
+    if isinstance(error, torch.OutOfMemoryError):
+        return f"memory runs out ({first_line(error)}): lower memory= or batch_size=, or select fewer parameters."
+    return str(error)
 
 
-def _readout(
-    task: Task, stores: dict[Engine, Store | ImprintError], kind: Kind, batch: Batch, count: int
-) -> Possibility:
+def _engine(name: str, found: Store | Exception) -> Possibility:
+    if isinstance(found, Exception):
+        return Possibility(name, False, _told(found))
+    return Possibility(name, True, _together(found.checkpoints[0].figures.get("one_by_one")))
+
+
+def _readout(task: Task, stores: dict[Engine, Store | Exception], kind: Kind, batch: Batch, count: int) -> Possibility:
     """Whether queries can be read out this way from a store, if it holds what the readout needs."""
     found = stores["trajectories"] if kind == "literal" else next(s for s in stores.values() if isinstance(s, Store))
-    if isinstance(found, ImprintError):
-        return Possibility(kind, False, str(found))
+    if isinstance(found, Exception):
+        return Possibility(kind, False, _told(found))
     try:
         reader = Reader(task, found, readout=kind)
         reader.scores(batch, count)
-    except ImprintError as error:
-        return Possibility(kind, False, str(error))
+    except (ImprintError, torch.OutOfMemoryError) as error:
+        return Possibility(kind, False, _told(error))
     if "fallback" in reader.details:
         return Possibility(kind, False, f"{reader.details['fallback']}; central takes its place")
-    alone = reader.details.get("one_by_one")
     needs = '; needs engine="trajectories" and keep_pair=True' if kind == "literal" else ""
-    return Possibility(kind, True, (f"sources one by one, {alone}" if alone else "many sources at once") + needs)
+    return Possibility(kind, True, _together(reader.details.get("one_by_one")) + needs)
+
+
+def _together(alone: object) -> str:
+    return f"sources one by one, {alone}" if alone else "many sources at once"
 
 
 def _queries(inputs: Inputs, queries: Any, collate_fn: Collate | None) -> tuple[Batch, int]:
@@ -177,25 +196,26 @@ def _queries(inputs: Inputs, queries: Any, collate_fn: Collate | None) -> tuple[
     if queries is None:
         count = min(_QUERIES, len(inputs.data))
         return inputs.data.gather(torch.arange(count)), count
-    batches = query_batches(queries, device=inputs.task.device, batch_size=_QUERIES, collate_fn=collate_fn)
-    count, batch = batches[0]
+    queries = as_tensors(queries)
+    if is_columns(queries):
+        queries, collate_fn = map_tensors(lambda t: t[:_QUERIES], queries), None
+    elif hasattr(queries, "__getitem__") and hasattr(queries, "__len__"):
+        queries = Subset(queries, range(min(_QUERIES, len(queries))))
+    elif isinstance(queries, Iterable):
+        queries = islice(queries, 1)
+    ((count, batch),) = query_batches(queries, device=inputs.task.device, batch_size=_QUERIES, collate_fn=collate_fn)
     return batch, count
 
 
-def _obstacle(expected: Estimate, out: str | os.PathLike[str] | None) -> str | None:
-    """In words, why the store cannot be written where it should: there is a file, or the disk is too small."""
-    place = Path(out or ".").absolute()
-    if place.is_file():
-        return f"{out} is a file: give a folder for the store."
-    while not place.is_dir():
-        place = place.parent
+def _obstacles(expected: Estimate, out: str | os.PathLike[str] | None) -> Iterator[str]:
+    """In words, that the disk is too small."""
+    place = nearest_folder(out)
     free = shutil.disk_usage(place).free
-    if expected.store_bytes <= free:
-        return None
-    return (
-        f"the store takes {expected.store_bytes:,} bytes, and {place} has {free:,} free: select fewer parameters, "
-        "keep imprints in bfloat16, or give another folder."
-    )
+    if expected.disk_bytes > free:
+        yield (
+            f"the simulation needs {expected.disk_bytes:,} bytes of disk, and {place} has {free:,} free: select fewer "
+            "parameters, keep imprints in bfloat16, or give another folder."
+        )
 
 
 @contextmanager

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import TensorDataset, default_collate
 
-from imprint.errors import DataError
+from imprint.errors import DataError, first_line
 from imprint.task import Batch
 
 Collate = Callable[[list[Any]], Batch]
@@ -85,6 +85,21 @@ def length(batch: Batch) -> int:
         if isinstance(leaf, Tensor) and leaf.dim() > 0:
             return leaf.shape[0]
     raise DataError(f"a batch must hold at least one tensor with a first dimension; got {type(batch).__name__}.")
+
+
+def shown_batch(batch: Batch) -> str:
+    """What a batch is made of, for messages.
+
+    >>> shown_batch({"ids": torch.zeros(2, 3), "names": ["a", "b"]})
+    "{'ids': float32 (2, 3), 'names': list}"
+    """
+    if isinstance(batch, Tensor):
+        return f"{str(batch.dtype).removeprefix('torch.')} {tuple(batch.shape)}"
+    if isinstance(batch, Mapping):
+        return "{" + ", ".join(f"{key!r}: {shown_batch(value)}" for key, value in batch.items()) + "}"
+    if isinstance(batch, list | tuple) and any(isinstance(value, Tensor) for value in batch):
+        return f"({', '.join(map(shown_batch, batch))})"
+    return type(batch).__name__
 
 
 def is_columnar(batch: Batch, count: int) -> bool:
@@ -193,6 +208,8 @@ class Data:
         try:
             batch = self._collate(samples)
         except Exception as error:
+            if self._collate is not default_collate:
+                raise DataError(f"the collate_fn failed: {first_line(error)}.") from error
             raise DataError(f"samples could not be collated into a batch ({error}): give a collate_fn.") from error
         return map_tensors(lambda t: _usable(t, self.device), batch)
 
@@ -208,10 +225,26 @@ class Data:
 def as_tensors(dataset: Any) -> Any:
     """Columns of numpy arrays as columns of tensors; anything else as it is."""
     if isinstance(dataset, tuple) and dataset and all(isinstance(column, np.ndarray) for column in dataset):
-        return tuple(map(torch.from_numpy, dataset))
-    if isinstance(dataset, dict) and dataset and all(isinstance(column, np.ndarray) for column in dataset.values()):
-        return {name: torch.from_numpy(column) for name, column in dataset.items()}
+        return tuple(_as_tensor(name, column) for name, column in enumerate(dataset))
+    if isinstance(dataset, dict) and any(isinstance(column, np.ndarray) for column in dataset.values()):
+        arrays = {name: column for name, column in dataset.items() if isinstance(column, np.ndarray)}
+        return {**dataset, **{name: _as_tensor(name, column) for name, column in arrays.items()}}
     return dataset
+
+
+def _as_tensor(name: object, column: Any) -> Tensor:
+    try:
+        return torch.from_numpy(np.ascontiguousarray(column))
+    except TypeError as error:
+        raise DataError(f"column {name!r} of the data holds values of {column.dtype}: give numbers.") from error
+
+
+def length_of(dataset: Any) -> int:
+    """How many samples a dataset has, be it columns or map-style."""
+    dataset = as_tensors(dataset)
+    if not is_columns(dataset) and not hasattr(dataset, "__len__"):
+        raise DataError(f"expected a map-style dataset (with len and [index]), got {type(dataset).__name__}.")
+    return len(leaves(dataset)[0]) if is_columns(dataset) else len(dataset)
 
 
 def is_columns(dataset: Any) -> bool:

@@ -3,6 +3,7 @@
 Settings come from flags, a TOML file or a manifest, one put over the other; `imprint.loading` finds what they name.
 """
 
+import contextlib
 import difflib
 import os
 import tomllib
@@ -12,7 +13,16 @@ from pathlib import Path
 from typing import Any
 
 from imprint.errors import ConfigurationError
-from imprint.store import Manifest
+from imprint.store import Store
+
+NOTE = "imprint"
+"""Under which key of a store's note the command line keeps its own."""
+
+
+def noted(note: Any) -> dict[str, Any]:
+    """What the command line has kept in a note; nothing, where the note is somebody else's."""
+    found = note.get(NOTE) if isinstance(note, dict) else None
+    return found if isinstance(found, dict) else {}
 
 
 @dataclass(frozen=True)
@@ -46,18 +56,30 @@ class Experiment:
             raise ConfigurationError(f"{path} cannot be read: {error}") from error
         return cls.from_values(values, str(path)).beside(path.parent)
 
-    @classmethod
-    def from_manifest(cls, manifest: Manifest) -> "Experiment":
-        """What a store was made from, as far as its manifest tells: names of objects only if a command made it."""
-        command = manifest.note.get("command") if isinstance(manifest.note, dict) else None
-        named = cls.from_values(command if isinstance(command, dict) else {}, "the manifest's command")
-        return replace(
-            named,
-            plan=manifest.plan.to_json(),
-            dtype=manifest.dtype,
-            batch_size=manifest.execution.get("batch_size"),
-            out=None,
-        )
+    def over_store(self, store: Store) -> "Experiment":
+        """These settings over those a store was made with; it names objects only if a command made it.
+
+        A file inside the store itself is never loaded: whoever made the store would decide what runs here.
+        """
+        manifest, named = store.manifest, Experiment()
+        command = noted(manifest.note).get("command")
+        with contextlib.suppress(ConfigurationError):  # a note may say anything
+            named = Experiment.from_values(command if isinstance(command, dict) else {}, "the manifest's command")
+        for name in _OBJECTS:
+            string = getattr(named, name) or ""
+            place = Path(string.rpartition(":")[0])
+            if getattr(self, name) is not None or place.suffix != ".py":
+                continue
+            if not place.is_file():
+                raise ConfigurationError(
+                    f"the store names its {name} {string}, as seen from where it was made: go to that folder, or give "
+                    "the names yourself, such as --task FILE.py:NAME."
+                )
+            if place.resolve().is_relative_to(store.path.resolve()):
+                raise ConfigurationError(f"{store.path} names its own {place.name}: name what to load yourself.")
+        batch_size = manifest.execution.get("batch_size")
+        plan = manifest.plan.to_json()
+        return self.over(replace(named, plan=plan, dtype=manifest.dtype, batch_size=batch_size, out=None))
 
     @classmethod
     def from_values(cls, values: Mapping[str, Any], origin: str) -> "Experiment":
@@ -79,8 +101,7 @@ class Experiment:
 
     def to_json(self) -> dict[str, Any]:
         """What names the objects, for a manifest: the rest stands there already."""
-        names = ("task", "data", "sources", "queries", "collate_fn", "device")
-        values: dict[str, Any] = {name: getattr(self, name) for name in names if getattr(self, name) is not None}
+        values: dict[str, Any] = {name: getattr(self, name) for name in _OBJECTS if getattr(self, name) is not None}
         return {**values, **({"checkpoints": list(self.checkpoints)} if self.checkpoints else {})}
 
     def beside(self, folder: Path) -> "Experiment":
@@ -99,6 +120,10 @@ class Experiment:
             checkpoints=tuple(map(moved, self.checkpoints)),
             out=None if self.out is None else os.path.normpath(folder / self.out),
         )
+
+    def over_file(self, path: Path | None) -> "Experiment":
+        """These settings over those of a TOML file, if there is one."""
+        return self if path is None else self.over(Experiment.from_toml(path))
 
     def over(self, other: "Experiment") -> "Experiment":
         """These settings where they are given, those of `other` elsewhere."""

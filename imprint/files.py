@@ -5,6 +5,7 @@ import errno
 import hashlib
 import os
 import re
+import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -63,6 +64,19 @@ def leftovers(folder: Path) -> Iterator[Path]:
             yield path
 
 
+def nearest_folder(out: str | os.PathLike[str] | None) -> Path:
+    """The folder that is there already and in which `out` will be made; without `out`, that of temporary files."""
+    if out is None:
+        return Path(tempfile.gettempdir())
+    place = Path(out).absolute().parent
+    while not place.exists() and place != place.parent:
+        place = place.parent
+    for path in (place, Path(out)):
+        if path.exists() and not path.is_dir():
+            raise StoreError(f"{path} is a file: give a folder for the store.")
+    return place
+
+
 def sha256(path: Path) -> str:
     """The checksum of a file."""
     with path.open("rb") as file:
@@ -84,8 +98,6 @@ def _number(message: str) -> int | None:
 
 
 def _sync(path: Path) -> None:
-    if os.name == "nt" and path.is_dir():  # not possible there
-        return
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -18,6 +18,7 @@ from imprint.task import Functional, Parameters
 
 SAMPLED = 1024
 PROBES = 8
+REGULARISERS = 3
 
 
 def of_data(data: Data) -> str:
@@ -62,10 +63,20 @@ def probe_losses(task: Functional, theta: Parameters, data: Data) -> list[float]
     return values
 
 
-def regulariser_value(task: Functional, theta: Parameters) -> float:
-    """r(θ); 0 where there is none."""
-    with torch.no_grad():
-        return 0.0 if task.task.regulariser is None else float(task.regulariser(theta))
+def regulariser_values(task: Functional, theta: Parameters) -> list[float]:
+    """r at θ and at places around it, where a pull towards θ shows too; zeros where there is no regulariser."""
+    if task.task.regulariser is None:
+        return [0.0] * REGULARISERS
+    generator = torch.Generator().manual_seed(0)
+    values = []
+    for distance in np.linspace(0, 1, REGULARISERS):
+        moved = {
+            name: p + distance * torch.randn(p.shape, generator=generator, dtype=torch.float64).to(p)
+            for name, p in theta.items()
+        }
+        with torch.no_grad():
+            values.append(float(task.regulariser(moved)))
+    return values
 
 
 def changed_loss(before: list[float], now: list[float], tolerance: float = 1e-4) -> str | None:

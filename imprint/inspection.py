@@ -1,12 +1,11 @@
 """What a store holds, in plain values: for `imprint inspect`, and for programs that decide by it."""
 
-import statistics
 from typing import Any
 
 import torch
 
 from imprint.store import Store
-from imprint.vectors import row_norms
+from imprint.vectors import row_norms, spread
 
 
 def inspected(store: Store) -> dict[str, Any]:
@@ -23,13 +22,13 @@ def inspected(store: Store) -> dict[str, Any]:
             "figures": checkpoint.figures,
         }
         if checkpoint.weight > 0:
-            norms = [norm for file in checkpoint.imprints if file.rows for norm in _norms(store, index, *file.rows)]
-            entry["imprint_norms"] = {"least": min(norms), "median": statistics.median(norms), "largest": max(norms)}
+            entry["imprint_norms"] = checkpoint.figures.get("norms") or _norms(store, index)
         checkpoints.append(entry)
     return {
         "path": str(store.path),
         "sources": len(store),
         "n": store.n,
+        "largest_sources": {store.source_names[i]: store.source_sizes[i] for i in _largest(store, 8)},
         "parameters": sum(torch.Size(p["shape"]).numel() for p in manifest.parameters.values()),
         "dtype": manifest.dtype,
         "bytes": store.bytes,
@@ -43,6 +42,10 @@ def inspected(store: Store) -> dict[str, Any]:
     }
 
 
+def _largest(store: Store, count: int) -> list[int]:
+    return sorted(range(len(store)), key=lambda index: -store.source_sizes[index])[:count]
+
+
 def readouts(store: Store) -> list[str]:
     """Which readouts the store can be used with."""
     plan = store.manifest.plan
@@ -50,6 +53,10 @@ def readouts(store: Store) -> list[str]:
     return ["jvp", "central", *(["literal"] if has_pair else []), "gradient"]
 
 
-def _norms(store: Store, checkpoint: int, start: int, stop: int) -> list[float]:
-    norms: list[float] = row_norms(store.imprints(checkpoint, start, stop, torch.device("cpu"))).tolist()
-    return norms
+def _norms(store: Store, checkpoint: int) -> dict[str, float]:
+    """Of the imprints of a store whose making did not note them."""
+    found: list[float] = []
+    for file in store.checkpoints[checkpoint].imprints:
+        assert file.rows is not None
+        found += row_norms(store.imprints(checkpoint, *file.rows, torch.device("cpu"))).tolist()
+    return spread(found)

@@ -12,14 +12,13 @@ import sys
 import sysconfig
 import traceback
 import zlib
-from contextlib import redirect_stdout
 from functools import cached_property
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from imprint.data import is_columns, leaves
-from imprint.errors import ConfigurationError, DataError, ImprintError, first_line
+from imprint.data import as_tensors, is_columns, length_of
+from imprint.errors import ConfigurationError, ImprintError, first_line
 from imprint.experiment import Experiment, close_matches
 from imprint.simulation.plan import Plan
 from imprint.sources import Sources
@@ -27,6 +26,7 @@ from imprint.store import DTYPES
 from imprint.task import Task
 
 _PER_EXAMPLE = "per-example"
+_NOT_TAKEN = (".pt", ".pth", ".bin", ".ckpt")  # files, not names: `simulate` says what it wants instead
 
 
 class Objects:
@@ -35,7 +35,9 @@ class Objects:
     def __init__(self, experiment: Experiment) -> None:
         self.experiment = experiment
         if experiment.task is None:
-            raise ConfigurationError("no task is named: give an import string such as my_model.py:task.")
+            raise ConfigurationError(
+                "no task is named: give an import string such as my_model.py:task (with --task, where a store is read)."
+            )
         self._module, self._place = _module(experiment.task), experiment.task.rpartition(":")[0]
 
     @cached_property
@@ -64,15 +66,17 @@ class Objects:
     @cached_property
     def sources(self) -> Sources:
         if self.experiment.sources == _PER_EXAMPLE:
-            if not hasattr(self.data, "__len__"):
-                kind = type(self.data).__name__
-                raise DataError(f"expected a map-style dataset (with len and [index]), got {kind}.")
-            return Sources.per_example(len(leaves(self.data)[0]) if is_columns(self.data) else len(self.data))
+            return Sources.per_example(length_of(self.data))
         return self._required("sources", "the sources (or say per-example)")  # type: ignore[no-any-return]
 
     @property
     def collate_fn(self) -> Any:
         return self._object("collate_fn", call=False)
+
+    @property
+    def query_collate_fn(self) -> Any:
+        """The same for the queries; columns of tensors need none."""
+        return None if is_columns(as_tensors(self.queries)) else self.collate_fn
 
     @cached_property
     def checkpoints(self) -> Any:
@@ -80,9 +84,9 @@ class Objects:
         named = self.experiment.checkpoints
         if not named:
             return self._usual("checkpoints")
-        if len(named) == 1 and not named[0].endswith(".safetensors"):
-            return self._find("checkpoints", named[0])
-        return list(named)
+        if len(named) > 1 or Path(named[0]).suffix in (".safetensors", *_NOT_TAKEN):
+            return list(named)
+        return self._find("checkpoints", named[0])
 
     @cached_property
     def plan(self) -> Plan:
@@ -148,8 +152,7 @@ def _made(found: Any, name: str) -> Any:
     if not inspect.isfunction(found):
         return found
     try:
-        with redirect_stdout(sys.stderr):
-            return found()
+        return found()
     except ImprintError:
         raise
     except (Exception, SystemExit) as error:
@@ -162,8 +165,7 @@ def _module(string: str) -> ModuleType:
     if not colon or not path or not name:
         raise ConfigurationError(f"{string!r} is no import string: expected FILE.py:NAME or package.module:NAME.")
     try:
-        with redirect_stdout(sys.stderr):
-            return _from_file(Path(path)) if path.endswith(".py") else _from_package(path)
+        return _from_file(Path(path)) if path.endswith(".py") else _from_package(path)
     except ImprintError:
         raise
     except (Exception, SystemExit) as error:  # such as a script that reads its own command line

@@ -73,10 +73,10 @@ class Checkpoint:
         values = value.record(*_names(cls))
         _check_figures(values["figures"])
         return cls(
-            weight=values["weight"].positive(or_zero=True),
+            weight=values["weight"].at_least_zero(),
             steps=values["steps"].whole(1),
-            lr=values["lr"].positive(or_zero=True),
-            damping=values["damping"].positive(or_zero=True),
+            lr=values["lr"].at_least_zero(),
+            damping=values["damping"].at_least_zero(),
             epsilon=None if values["epsilon"].content is None else values["epsilon"].positive(),
             figures=values["figures"].content,
             base=None if values["base"].content is None else File.from_json(values["base"]),
@@ -154,8 +154,8 @@ class Manifest:
         values = _upgraded(value).record("schema", *_names(cls))
         _check_asked(values)
         _check_fingerprints(values["fingerprints"].record(*FINGERPRINTS))
-        for name in ("execution", "cost"):
-            values[name].mapping()
+        _check_execution(values["execution"].mapping())
+        _check_cost(values["cost"])
         versions = {name: item.text() for name, item in values["versions"].mapping().items()}
         if "torch" not in versions:
             values["versions"].fail("versions.torch is missing")
@@ -241,6 +241,21 @@ def _check_asked(values: dict[str, Value]) -> None:
             about["dtype"].refuse(f"one of {', '.join(sorted(_PARAMETER_DTYPES))}")
 
 
+def _check_execution(execution: dict[str, Value]) -> None:
+    for name in execution.keys() & {"threads", "batch_size"}:
+        execution[name].whole(1)
+
+
+def _check_cost(value: Value) -> None:
+    if not value.mapping():  # stores of the first schema do not tell
+        return
+    cost = value.record("seconds", "peak_bytes", "resumed")
+    cost["seconds"].at_least_zero()
+    cost["resumed"].flag()
+    if cost["peak_bytes"].content is not None:
+        cost["peak_bytes"].whole()
+
+
 def _check_fingerprints(values: dict[str, Value]) -> None:
     for state in values["states"].items():
         state.checksum()
@@ -248,7 +263,7 @@ def _check_fingerprints(values: dict[str, Value]) -> None:
     values["data"].checksum()
     values["losses"].numbers()
     if values["regulariser"].content is not None:
-        values["regulariser"].number()
+        values["regulariser"].numbers()
 
 
 def _plan(value: Value) -> Plan:

@@ -1,6 +1,7 @@
 """How much memory a computation may take, and how much it would."""
 
 import contextlib
+import math
 import os
 import re
 import sys
@@ -32,16 +33,21 @@ def budget(memory: float | str | None, device: torch.device) -> int:
         if match is None or match[2] not in _UNITS:
             raise PlanError(f'memory must be a number of bytes or a text such as "2GiB", got {memory!r}.')
         memory = int(float(match[1]) * _UNITS[match[2]])
-    if not memory > 0:
+    if not (memory > 0 and math.isfinite(memory)):
         raise PlanError(f"memory must be positive, got {memory}.")
     return int(memory)
 
 
 def _free() -> int:
     try:
-        return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     except (AttributeError, ValueError, OSError):  # not told on this platform
-        return 4 << 30
+        free = 4 << 30
+    with contextlib.suppress(OSError, ValueError):  # a container may have less than its machine
+        group = Path("/sys/fs/cgroup")
+        limit = int((group / "memory.max").read_text())
+        free = min(free, max(0, limit - int((group / "memory.current").read_text())))
+    return max(free, 64 << 20)
 
 
 def tensor_bytes(tensors: Mapping[str, Tensor]) -> int:

@@ -28,7 +28,7 @@ class Progress:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.label, self.total, self.unit = label, total, unit
-        self.done = 0
+        self.done = self._skipped = 0
         self._tell = show if callable(show) else None
         self._stream = (stream or sys.stderr) if show is True else None
         self._clock = clock
@@ -49,6 +49,11 @@ class Progress:
             self._stream.write(f"\r{self._line(now)}\033[K" if interactive else f"{self._line(now)}\n")
             self._stream.flush()
 
+    def skip(self, count: int) -> None:
+        """`count` units were done by an earlier run: they do not count for the rate."""
+        self._skipped += count
+        self.advance(count)
+
     def close(self) -> None:
         """Leave the line as it stands."""
         if self._stream is not None and self._shown and self._stream.isatty():
@@ -56,8 +61,8 @@ class Progress:
 
     def _line(self, now: float) -> str:
         elapsed = max(now - self._start, 1e-9)
-        rate = self.done / elapsed
-        if not self.done:
+        rate = (self.done - self._skipped) / elapsed
+        if not rate:
             return f"{self.label}: preparing, {duration(elapsed)} gone"
         left = (self.total - self.done) / rate
         return (

@@ -72,6 +72,11 @@ class Sources:
     @classmethod
     def groups(cls, groups: Mapping[Any, Any], names: Mapping[Any, str] | None = None) -> "Sources":
         """Named sets of example indices (or boolean masks over the data), which may overlap."""
+        if not isinstance(groups, Mapping):
+            raise SourcesError(
+                f"groups must map names to lists of indices, got a {type(groups).__name__}: Sources.by_label takes one "
+                "label per training example."
+            )
         unknown = [str(key) for key in (names or {}) if key not in groups]
         if unknown:
             raise SourcesError(f"names are given for sources that do not exist: {', '.join(unknown[:5])}.")

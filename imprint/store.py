@@ -47,6 +47,8 @@ class Store:
         self.path = Path(path)
         self._folder = self.path.absolute()  # a relative path holds where it was given, wherever the process goes
         self._verified: set[str] = set()
+        if not os.path.lexists(self.path):
+            raise StoreError(f"there is no folder {self.path}.")
         if not _is_file(self.path / MANIFEST) and _is_file(self.path / JOURNAL):
             raise StoreError(f"{self.path} holds an unfinished simulation: make the same call again to finish it.")
         if not _is_file(self.path / MANIFEST):

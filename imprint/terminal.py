@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 from rich.console import Console, Group, RenderableType
 from rich.markup import escape
@@ -12,11 +12,14 @@ from rich.text import Text
 
 from imprint.attribution import Top
 from imprint.checking import Check, Possibility
+from imprint.experiment import noted
 from imprint.progress import Advance, duration
 
 if TYPE_CHECKING:
     from imprint.demo.report import Row
 
+console = Console(emoji=False)  # a source may be called :fire:
+errors = Console(stderr=True, emoji=False)
 _SHOWN = 12  # queries in a table; the rest is counted
 
 
@@ -50,6 +53,7 @@ def shown_store(values: dict[str, Any]) -> RenderableType:
         f"Store {values['path']}",
         (
             ("sources", f"{values['sources']:,} of {values['n']:,} training examples"),
+            ("largest", ", ".join(f"{name} ({count:,})" for name, count in values["largest_sources"].items())),
             ("imprints", f"{values['parameters']:,} values each, {values['dtype']}; {size(values['bytes'])} in all"),
             ("plan", ", ".join(f"{name}={value}" for name, value in plan.items())),
             ("readouts", ", ".join(values["readouts"])),
@@ -68,16 +72,19 @@ def took(values: dict[str, Any]) -> str:
     cost = values["cost"]
     if not cost:
         return "unknown"
-    expected = values["note"].get("estimate") if isinstance(values["note"], dict) else None
     seconds, peak = duration(cost["seconds"]), size(cost["peak_bytes"])
     if cost["resumed"]:
         return f"{seconds} after it was resumed; at most {peak} of memory"
-    if not isinstance(expected, dict) or expected.keys() != {"seconds", "peak_bytes"}:  # a note may say anything
+    expected = noted(values["note"]).get("estimate")
+    guesses = expected if isinstance(expected, dict) else {}
+    time, memory = guesses.get("seconds"), guesses.get("peak_bytes")
+    if not (_is_number(time) and _is_number(memory)):  # none was made, or the note is somebody else's
         return f"{seconds}; at most {peak} of memory"
-    return (
-        f"{seconds} (estimated {duration(expected['seconds'])}); "
-        f"at most {peak} of memory (estimated {size(expected['peak_bytes'])})"
-    )
+    return f"{seconds} (estimated {duration(float(time))}); at most {peak} of memory (estimated {size(memory)})"
+
+
+def _is_number(value: Any) -> TypeGuard[float]:
+    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 _FIGURES = ("weight", "steps", "lr", "damping", "ε", "curvature", "‖I − ηH‖", "drift", "linearity", "‖u‖, median")
@@ -127,6 +134,14 @@ def shown_check(check: Check) -> RenderableType:
 
 def _possibility(found: Possibility) -> tuple[str, str, str]:
     return found.name, "[green]yes[/green]" if found.works else "[red]no[/red]", escape(found.remark)
+
+
+def shown_mean(top: Top) -> RenderableType:
+    """The first sources of the mean over queries."""
+    table = Table("source", "effect of removal, mean over queries")
+    for credit in top[0]:
+        table.add_row(escape(credit.name), f"{credit.removal_effect:+.4g}")
+    return table
 
 
 def shown_top(top: Top) -> RenderableType:

@@ -48,9 +48,11 @@ class Value:
     def number(self) -> float:
         return float(self._checked(_is_number(self.content), "a number"))
 
-    def positive(self, or_zero: bool = False) -> float:
-        holds = _is_number(self.content) and (self.content > 0 or (or_zero and self.content == 0))
-        return float(self._checked(holds, "a number of at least 0" if or_zero else "a positive number"))
+    def positive(self) -> float:
+        return float(self._checked(_is_number(self.content) and self.content > 0, "a positive number"))
+
+    def at_least_zero(self) -> float:
+        return float(self._checked(_is_number(self.content) and self.content >= 0, "a number of at least 0"))
 
     def checksum(self) -> str:
         holds = isinstance(self.content, str) and re.fullmatch("[0-9a-f]{64}", self.content) is not None

@@ -1,6 +1,7 @@
 """Dictionaries of tensors as vectors, and stacks of them (first dimension: one row per source)."""
 
 from collections.abc import Callable
+from statistics import median
 from typing import Any
 
 import torch
@@ -60,3 +61,8 @@ def over_rows(function: Callable[..., Any], *stacks: Any, vectorise: bool) -> An
     rows = next(iter(stacks[0].values())).shape[0]
     results = [function(*(row(stack, i) for stack in stacks)) for i in range(rows)]
     return tree_map(lambda *values: torch.stack(values), *results)
+
+
+def spread(values: list[float]) -> dict[str, float]:
+    """The least, the median and the largest of some figures."""
+    return {"least": min(values), "median": median(values), "largest": max(values)}

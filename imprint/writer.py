@@ -9,12 +9,14 @@ import contextlib
 import hashlib
 import json
 import logging
+import math
 import os
 import shutil
 import tempfile
 import weakref
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -58,7 +60,8 @@ class Writer:
 
     def __init__(self, out: str | os.PathLike[str] | None, request: dict[str, Any]) -> None:
         self._temporary = out is None
-        self._request: dict[str, Any] = json.loads(json.dumps(request))
+        written = parsed(json.dumps(request, allow_nan=False).encode(), Path(JOURNAL))
+        self._request: dict[str, Any] = written.content
         self._settled: dict[int, Checkpoint] = {}
         self._files: dict[str, File] = {}
         self.path = Path(tempfile.mkdtemp(prefix="imprint-") if out is None else out)
@@ -179,7 +182,7 @@ class Writer:
         self, name: str, tensors: Parameters, rows: tuple[int, int] | None = None, about: dict[str, Any] | None = None
     ) -> File:
         """Write tensors under `name`, with plain values `about` them."""
-        contiguous = {key: tensor.detach().cpu().contiguous() for key, tensor in tensors.items()}
+        contiguous = _separate({key: tensor.detach().cpu().contiguous() for key, tensor in tensors.items()})
         metadata = {"imprint": json.dumps(about or {}, allow_nan=False)}
         write(self.path / name, lambda path: save_file(contiguous, path, metadata))
         file = self._file(name, rows)
@@ -217,7 +220,8 @@ class Writer:
         """Write the probe examples; None where they are more than tensors and plain values."""
         try:
             structure, tensors = flattened(batch)
-        except DataError as error:
+            parsed(json.dumps(structure).encode(), self.path)  # values that JSON does not keep, such as infinity
+        except (DataError, StoreError) as error:
             logger.info("the store keeps no probe examples: %s", error)
             return None
         return Probes(self.tensors("probes.safetensors", tensors), structure, losses)
@@ -254,9 +258,13 @@ class Writer:
     def _scaffolding(self) -> list[Path]:
         return [*leftovers(self.path), *self.path.rglob(_SNAPSHOT), self.path / JOURNAL, self.path / FILES]
 
-    def stop(self) -> bool:
-        """Leave the folder after an error: whether it holds work to go on with; if not, it is as it was before."""
-        worth = not self._temporary and any(self.path.rglob("*.safetensors"))
+    def stop(self, interrupted: bool = False) -> bool:
+        """Leave the folder after an error: whether it holds work to go on with; if not, it is as it was before.
+
+        Of a run that was interrupted even the choice of steps is kept: it may have taken long.
+        """
+        work = any(self.path.rglob("*.safetensors")) or (interrupted and bool(self._settled))
+        worth = not self._temporary and work
         if worth:
             self._lock.release()
             return True
@@ -276,6 +284,17 @@ class Writer:
             return File(name, sha256(place), place.stat().st_size, rows)
         except OSError as error:
             raise StoreError(f"{place} was written, but cannot be read: {error.strerror}.") from error
+
+
+def _separate(tensors: Parameters) -> Parameters:
+    """Tensors of which no two share memory, as a file wants them: a batch may hold the same one twice."""
+    seen: set[int] = set()
+    found: Parameters = {}
+    for name, tensor in tensors.items():
+        place = tensor.untyped_storage().data_ptr()
+        found[name] = tensor.clone() if place in seen else tensor
+        seen.add(place)
+    return found
 
 
 def _line(file: File) -> str:
@@ -333,7 +352,8 @@ def difference(before: dict[str, Any], now: dict[str, Any]) -> str | None:
         return f"losses were kept of {len(before['losses'])} probe examples, now of {len(now['losses'])}"
     if different := changed_loss(before["losses"], now["losses"]):
         return f"{different}: the loss function changed"
-    was, value = before["regulariser"], now["regulariser"]
-    if was is not None and changed_loss([was], [value]):  # stores of the first schema do not tell
-        return f"the regulariser was {was:.4g}, is {value:.4g}"
+    if before["regulariser"] is not None:  # stores of the first schema do not tell
+        for was, value in zip_longest(before["regulariser"], now["regulariser"], fillvalue=math.inf):
+            if not abs(was - value) <= 1e-3 * max(abs(was), abs(value)):
+                return f"the regulariser changed: its value was {was:.4g} where it is {value:.4g}"
     return None

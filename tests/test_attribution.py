@@ -282,3 +282,17 @@ def test_a_file_of_other_tensors_is_refused(tmp_path: Path) -> None:
 def test_a_result_that_cannot_be_written_says_where(tmp_path: Path) -> None:
     with pytest.raises(StoreError, match="absent"):
         _attribution().save(tmp_path / "absent" / "deeper" / "scores.safetensors")
+
+
+def test_the_mean_over_queries_is_an_attribution_of_one() -> None:
+    whole = _attribution()
+    mean = whole.mean()
+    assert mean.scores.shape == (1, whole.scores.shape[1]) and mean.labels == whole.labels
+    torch.testing.assert_close(mean.removal_effect[0], whole.removal_effect.mean(0))
+
+
+def test_the_text_begins_with_the_mean() -> None:
+    whole = _attribution()
+    _, second, *_ = repr(whole).splitlines()
+    first = whole.mean().top(1)[0][0]
+    assert second.startswith(f"  mean over queries: {first.name} {first.removal_effect:+.3g}, ")

@@ -3,10 +3,13 @@
 import gc
 import logging
 import math
+import os
+import re
 import shutil
 import tempfile
+import threading
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,7 +20,20 @@ import torch
 from safetensors import safe_open
 from torch import Tensor, nn
 
-from imprint import Check, DataError, ImprintError, Plan, Sources, SourcesError, Store, Task, attribute, check, simulate
+from imprint import (
+    Check,
+    DataError,
+    ImprintError,
+    Plan,
+    Sources,
+    SourcesError,
+    Store,
+    Task,
+    attribute,
+    check,
+    memory,
+    simulate,
+)
 from imprint.readout import Kind
 from imprint.simulation import estimate
 from imprint.simulation.plan import Engine
@@ -147,9 +163,9 @@ def test_every_estimate_is_a_positive_number(plan: Plan) -> None:
 def test_memory_decides_how_many_sources_are_simulated_at_once() -> None:
     member = classifier(sources=Sources.per_example(12))
     rows = []
-    for memory in ("1GB", "20kB", "1kB"):
-        expected = checked(member, PLANS["tangent"], memory=memory).estimate
-        store = simulated(member, PLANS["tangent"], memory=memory)
+    for budget in ("1GB", "20kB", "1kB"):
+        expected = checked(member, PLANS["tangent"], memory=budget).estimate
+        store = simulated(member, PLANS["tangent"], memory=budget)
         assert expected is not None and expected.rows_at_once == store.checkpoints[0].figures["rows_at_once"]
         rows.append(expected.rows_at_once)
     assert rows[0] == 12 and 12 > rows[1] > rows[2] == 1
@@ -207,13 +223,27 @@ def test_a_disk_that_is_too_small_is_found(monkeypatch: pytest.MonkeyPatch, tmp_
 
     monkeypatch.setattr(shutil, "disk_usage", usage)
     problem = refused(classifier(), out=tmp_path / "not" / "yet" / "there")
-    assert problem.startswith("the store takes ") and "has 100 free" in problem
+    assert re.match(r"the simulation needs [\d,]+ bytes of disk, and .* has 100 free: select fewer", problem)
     assert asked == [tmp_path]  # the disk on which the folder will be
+
+
+@pytest.mark.parametrize("engine", get_args(Engine))
+def test_the_disk_must_hold_the_store_and_a_snapshot(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    member = classifier(12, 9000, Sources.per_example(12))
+    expected = checked(member, replace(PLANS[engine], lr=0.001)).estimate
+    assert expected is not None
+    path = {"tangent": 1, "trajectories": 2}[engine] * expected.rows_at_once + 1  # every row, and the base
+    assert expected.disk_bytes == expected.store_bytes + path * 4 * 27_003
+    monkeypatch.setattr(shutil, "disk_usage", lambda place: SimpleNamespace(free=expected.store_bytes + 1))
+    assert "bytes of disk" in refused(member, replace(PLANS[engine], lr=0.001))
 
 
 def test_a_folder_that_cannot_be_one_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "taken").write_text("mine")
-    assert refused(classifier(), out=tmp_path / "taken").endswith("is a file: give a folder for the store.")
+    for out in (tmp_path / "taken", tmp_path / "taken" / "within" / "it"):
+        assert refused(classifier(), out=out) == f"{tmp_path / 'taken'} is a file: give a folder for the store."
+        with pytest.raises(ImprintError):
+            simulated(classifier(), PLANS["tangent"], out=out)
 
     def denied(*arguments: object, **options: object) -> None:
         raise PermissionError("Permission denied")
@@ -330,3 +360,88 @@ def test_it_works_inside_inference_mode() -> None:
     member = classifier()
     with torch.inference_mode():
         assert checked(member, PLANS["tangent"]).ok
+
+
+def test_threads_that_check_at_once_leave_everything_as_it_was() -> None:
+    log, members = logging.getLogger("imprint"), [classifier() for _ in range(3)]
+    level, filters, task = log.level, list(warnings.filters), members[0].task
+    found: list[bool] = []
+    threads = [
+        threading.Thread(target=lambda m=member: found.append(checked(m._replace(task=task), PLANS["tangent"]).ok))
+        for member in members
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert found == [True] * 3
+    assert log.level == level and warnings.filters == filters
+
+
+def test_a_lack_of_memory_is_a_problem_and_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    def out_of_memory(*arguments: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory.\nTried to allocate")
+
+    monkeypatch.setattr("imprint.checking.estimate", out_of_memory)
+    problem = refused(classifier())
+    assert re.fullmatch(
+        r"memory runs out \(.*CUDA out of memory.*\): lower memory= or batch_size=, or select .*", problem
+    )
+
+
+def test_an_engine_that_runs_out_of_memory_is_told_as_such(monkeypatch: pytest.MonkeyPatch) -> None:
+    def simulate_some(*arguments: Any, **options: Any) -> Store:
+        if arguments[3].engine == "trajectories":
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return simulate(*arguments, **options)
+
+    monkeypatch.setattr("imprint.checking.simulate", simulate_some)
+    tangent, trajectories = checked(classifier(), PLANS["tangent"]).engines
+    assert tangent.works and not trajectories.works and trajectories.remark.startswith("memory runs out")
+
+
+def test_only_a_few_queries_are_read() -> None:
+    member, read = classifier(), []
+
+    class Long(torch.utils.data.Dataset[Any]):
+        def __len__(self) -> int:
+            return 10**9
+
+        def __getitem__(self, index: int) -> Any:
+            read.append(index)
+            return member.data[0][index % 12], member.data[1][index % 12]
+
+    assert checked(member, PLANS["tangent"], queries=Long()).ok
+    assert 0 < len(read) <= 16 and max(read) < 16
+
+    def endless() -> Iterator[Any]:
+        while True:
+            read.append(-1)
+            yield member.data
+
+    read.clear()
+    assert checked(member, PLANS["tangent"], queries=endless()).ok
+    assert len(read) == 1
+
+
+def test_a_check_can_be_read() -> None:
+    text = str(checked(classifier(), PLANS["tangent"]))
+    assert text.startswith("this will work\n15 of 15 values of the parameters, 3 sources\nabout 0:0")
+    assert "\nengine trajectories: works, many sources at once\n" in text
+    member = classifier()
+    member.data[0][3] = torch.nan
+    text = str(checked(member, PLANS["tangent"]))
+    assert text.startswith("problem: the loss of training example 3 is nan: look for NaN")
+
+
+@pytest.mark.parametrize(("limit", "left"), [("max", None), (str(3 << 30), 2 << 30), (str(1 << 30), 64 << 20)])
+def test_free_memory_is_what_a_container_leaves(
+    limit: str, left: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    machine = {"SC_AVPHYS_PAGES": 1 << 24, "SC_PAGE_SIZE": 1 << 12}
+    monkeypatch.setattr(os, "sysconf", machine.__getitem__)
+    monkeypatch.setattr(memory, "Path", lambda place: tmp_path if place == "/sys/fs/cgroup" else Path(place))
+    assert memory._free() == 1 << 36  # there is no such file
+    (tmp_path / "memory.max").write_text(f"{limit}\n")
+    (tmp_path / "memory.current").write_text(f"{1 << 30}\n")
+    assert memory._free() == (1 << 36 if left is None else left)

@@ -206,6 +206,7 @@ def test_the_same_simulation_again_leaves_the_store_as_it_is(command: Command, h
     before = Path("runs/news/manifest.json").read_bytes()
     again = command("simulate", "model.py:task", "--out", "runs/news")
     assert again.code == 0 and "Store runs/news" in again.out
+    assert "runs/news is complete already; it is only compared\n" in again.err
     assert Path("runs/news/manifest.json").read_bytes() == before
 
 
@@ -281,8 +282,14 @@ def test_the_first_sources_are_shown_in_the_order_that_is_asked_for(command: Com
         shown = command("attribute", "runs/news", "--top", 2, "--by", order)
         assert shown.code == 0, shown.err
         assert "Change of loss if the source were removed: + means the source helps" in shown.out
-        names = re.findall(r"│ (times|post|\[blog\]) +│", shown.out)
-        assert names == [credit.name for credits in expected for credit in credits]
+        mean, each = shown.out.split("Change of loss")
+        assert _names(each) == [credit.name for credits in expected for credit in credits]
+        effects = attribute(model.task, "runs/news", model.queries, progress=False).mean()
+        assert _names(mean) == [credit.name for credit in effects.top(2, order)[0]]
+
+
+def _names(table: str) -> list[str]:
+    return re.findall(r"│ (times|post|\[blog\]) +│", table)
 
 
 def test_a_measurement_keeps_its_name(command: Command, here: Path, tmp_path: Path) -> None:
@@ -290,7 +297,7 @@ def test_a_measurement_keeps_its_name(command: Command, here: Path, tmp_path: Pa
     task = "task = imprint.Task(task.model, task.loss, measure=logP)\n"
     (tmp_path / "model.py").write_text(MODEL + measured + task)
     shown = command("attribute", "runs/news", "--task", f"{tmp_path}/model.py:task")
-    assert shown.out.startswith("Change of logP if the source were removed\n")
+    assert "\nChange of logP if the source were removed\n" in shown.out
 
 
 @pytest.mark.parametrize("readout", ["jvp", "central", "gradient"])
@@ -300,7 +307,7 @@ def test_readouts_are_chosen_by_name(readout: str, command: Command, here: Path)
 
 
 def test_what_was_estimated_is_kept_and_shown_beside_what_it_took(command: Command, here: Path) -> None:
-    note = Store("runs/news").manifest.note
+    note = Store("runs/news").manifest.note["imprint"]
     assert note["command"] == {"task": "model.py:task"}
     assert note["estimate"]["seconds"] > 0 and note["estimate"]["peak_bytes"] > 0
     assert re.search(
@@ -309,14 +316,88 @@ def test_what_was_estimated_is_kept_and_shown_beside_what_it_took(command: Comma
 
 
 @pytest.mark.parametrize(
-    "note", ["mine", {"command": "python train.py", "estimate": "an hour"}, {"estimate": {"hours": 1}}]
+    "note",
+    [
+        "mine",
+        {"command": "python train.py", "estimate": "an hour"},
+        {"imprint": "yes"},
+        {"imprint": {"command": "python train.py", "estimate": {"hours": 1}}},
+        {"imprint": {"estimate": {"seconds": "many", "peak_bytes": None}}},
+    ],
+    ids=str,
 )
 def test_a_note_may_say_anything(note: Any, command: Command, empty: Path) -> None:
     (empty / "model.py").write_text(MODEL)
     model = loaded(empty / "model.py")
     simulate(model.task, model.data, model.sources, model.plan, out="store", note=note, progress=False)
-    assert "took" in command("inspect", "store").out
+    shown = command("inspect", "store")
+    assert shown.code == 0 and "took" in shown.out and "estimated" not in shown.out
     assert command("attribute", "store", "--task", "model.py:task").code == 0
+    assert command("simulate", "model.py:task", "--from", "store", "-o", "again", "--no-check").code == 0
+    assert imprints("again") == imprints("store")
+
+
+def test_a_store_cannot_have_its_own_code_run(command: Command, here: Path, tmp_path: Path) -> None:
+    model, out = loaded(here / "model.py"), tmp_path / "received"
+    note = {"imprint": {"command": {"task": f"{out}/model.py:task"}}}
+    simulate(model.task, model.data, model.sources, model.plan, out=out, note=note, progress=False)
+    (out / "model.py").write_text(f"{MODEL}\nfrom pathlib import Path\nPath({str(tmp_path / 'ran')!r}).touch()\n")
+    for arguments in (("attribute", out), ("simulate", "--from", out, "-o", tmp_path / "again")):
+        refused = command(*arguments)
+        assert refused.code == 1 and "names its own model.py: name what to load yourself" in refused.err
+    assert not (tmp_path / "ran").exists()
+
+
+def test_the_task_that_a_store_names_is_told(command: Command, here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    told = "the task is model.py:task, by which the store was made\n"
+    assert told in command("attribute", "runs/news").err
+    assert told not in command("attribute", "runs/news", "--task", "model.py:task").err
+    monkeypatch.chdir(here / "runs")
+    away = command("attribute", "news")
+    assert away.code == 1 and "the store names its task model.py:task, as seen from where it was made" in away.err
+
+
+@pytest.mark.parametrize("name", ["check", "simulate", "attribute"])
+def test_whatever_the_users_code_prints_is_no_result(name: str, command: Command, here: Path, tmp_path: Path) -> None:
+    """When it is loaded, when it makes something, and when it computes."""
+    chatty = (
+        "print('loading')\nsilent = task\n"
+        "def loss(model, batch):\n    print('computing')\n    return silent.loss(model, batch)\n"
+        "def task():\n    print('making')\n    return imprint.Task(silent.model, loss)\n"
+    )
+    (tmp_path / "chatty.py").write_text(MODEL + chatty)
+    given = ("runs/news", "--task") if name == "attribute" else ("--out", tmp_path / "store")
+    found = command(name, *given, f"{tmp_path}/chatty.py:task", "--json")
+    assert isinstance(found.values, dict)
+    assert all(f"{word}\n" in found.err for word in ("loading", "making", "computing"))
+
+
+def test_names_of_sources_are_shown_as_they_are(command: Command, empty: Path) -> None:
+    named = MODEL.replace('"times"', '":fire:"').replace('"post"', '"[bold]b[/bold]"')
+    (empty / "model.py").write_text(named)
+    made = command("simulate", "model.py:task", "-o", "store")
+    assert made.code == 0 and ":fire:" in made.out
+    shown = command("attribute", "store").out
+    assert ":fire:" in shown and "[bold]b[/bold]" in shown
+
+
+def test_scores_are_written_whole_or_not_at_all(
+    command: Command, here: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "scores.csv").write_text("of yesterday")
+    calls: list[object] = []
+
+    def sudden(self: Attribution, *arguments: Any) -> Any:
+        calls.append(arguments)
+        if arguments == (3,):  # all sources, for the file
+            raise KeyboardInterrupt
+        return original(self, *arguments)
+
+    original = Attribution.top
+    monkeypatch.setattr(Attribution, "top", sudden)
+    assert command("attribute", "runs/news", "--top", 2, "--out", tmp_path / "scores.csv").code == 130
+    assert (3,) in calls
+    assert [(file.name, file.read_text()) for file in tmp_path.iterdir()] == [("scores.csv", "of yesterday")]
 
 
 def test_a_damaged_store_is_found(command: Command, here: Path, tmp_path: Path) -> None:
@@ -394,6 +475,7 @@ def test_a_store_is_replayed_to_the_bit(name: str, command: Command, here: Path,
     assert again.code == 0, again.err
     assert imprints(tmp_path / "again") == imprints("runs/news")
     assert not Store(tmp_path / "again").manifest.cost["resumed"]
+    assert "variation" not in again.err and "complete already" not in again.err
 
 
 def test_a_replay_takes_the_steps_and_the_chunks_that_were_settled(
@@ -438,6 +520,13 @@ def test_a_replay_with_another_plan_is_a_variation(command: Command, here: Path,
     assert imprints(tmp_path / "other") != imprints("runs/news")
 
 
+@pytest.mark.parametrize("given", [("-p", "steps=3"), ("--dtype", "float32")])
+def test_a_variation_is_called_one(given: tuple[str, str], command: Command, here: Path, tmp_path: Path) -> None:
+    varied = command("simulate", "--from", "runs/news", *given, "-o", tmp_path / "other", "--no-check")
+    assert varied.code == 0
+    assert "a variation of the store, no replay: its plan or dtype is given anew\n" in varied.err
+
+
 # --- errors
 
 
@@ -454,8 +543,8 @@ def test_a_store_made_by_python_asks_for_the_task(command: Command, here: Path, 
 
 
 ERRORS = {
-    "a store that is not there": ("inspect nowhere", "nowhere holds no store"),
-    "a manifest that is not there": ("simulate model.py:task --from nowhere -o x", "nowhere holds no store"),
+    "a store that is not there": ("inspect nowhere", "there is no folder nowhere"),
+    "a manifest that is not there": ("simulate model.py:task --from nowhere -o x", "there is no folder nowhere"),
     "no task": ("check", "no task is named"),
     "no folder": ("simulate model.py:task", "--out runs/NAME"),
     "no colon": ("check model.py", "'model.py' is no import string"),
@@ -471,6 +560,7 @@ ERRORS = {
     "no such device": ("check model.py:task --device gpu", "the model cannot go to 'gpu'"),
     "no such dtype": ("check model.py:task --dtype int8", "dtype must be one of float32, bfloat16, float64"),
     "no configuration": ("check --config nothing.toml", "nothing.toml cannot be read"),
+    "a checkpoint of torch.save": ("check model.py:task -c model.py -c b.pt", "What torch.save wrote is not taken"),
     "no checkpoint": ("check model.py:task -c nothing.safetensors", "nothing.safetensors does not exist"),
     "no such readout": ("attribute runs/news --readout guess", "readout 'guess' is unknown"),
     "no such order": ("attribute runs/news --by size", "sources can be ordered by"),
@@ -485,8 +575,9 @@ ERRORS = {
 def test_errors_are_one_line_on_standard_error(line: str, words: str, command: Command, here: Path) -> None:
     failed = command(*shlex.split(line))
     assert failed.code == 1 and not failed.out
-    assert failed.err.startswith("error: ") and failed.err.count("\n") == 1 and failed.err.endswith("\n")
-    assert words in failed.err
+    told, newline, error = failed.err.removesuffix("\n").rpartition("\n")
+    assert error.startswith("error: ") and words in error
+    assert told == ("the task is model.py:task, by which the store was made" if newline else "")
 
 
 def test_an_error_of_several_lines_is_told_in_one(command: Command, empty: Path) -> None:
@@ -532,7 +623,7 @@ PROCESS = (sys.executable, "-c", "import signal; signal.signal(signal.SIGINT, si
 def test_no_traceback_reaches_the_terminal(here: Path) -> None:
     found = subprocess.run([*PROCESS, "verify", "nowhere"], capture_output=True, text=True, check=False)
     assert (found.returncode, found.stdout) == (1, "")
-    assert re.fullmatch(r"error: nowhere holds no store: .*\n", found.stderr)
+    assert re.fullmatch(r"error: there is no folder nowhere\.\n", found.stderr)
 
 
 def test_ctrl_c_says_how_to_go_on_and_the_same_command_ends_in_the_same_imprints(command: Command, empty: Path) -> None:
@@ -573,6 +664,24 @@ def test_ctrl_c_before_anything_is_finished_leaves_nothing(
     assert not (empty / "runs/news").exists()
 
 
+def test_ctrl_c_keeps_the_steps_that_were_chosen(
+    command: Command, empty: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (empty / "model.py").write_text(MODEL)
+
+    def interrupted(*arguments: object) -> None:
+        raise KeyboardInterrupt
+
+    given = ("simulate", "model.py:task", "-o", "runs/news", "-p", "lr=auto", "--no-check")
+    with monkeypatch.context() as patch:
+        patch.setattr("imprint.simulation.run.simulated", interrupted)
+        stopped = command(*given)
+    assert stopped.code == 130 and "starts over" not in stopped.err
+    assert (empty / "runs/news/unfinished.json").is_file()
+    monkeypatch.setattr("imprint.simulation.run.settled", interrupted)  # not to be chosen again
+    assert command(*given).code == 0
+
+
 # --- the page
 
 
@@ -580,10 +689,12 @@ PAGE = (ROOT / "docs" / "command-line.md").read_text(encoding="utf-8")
 
 
 def test_every_command_of_the_page_works(command: Command, empty: Path) -> None:
-    """All of them in one folder, in order; a TOML block is the file that its first line names."""
+    """All of them in one folder, in order; a block is the file that its first line names, if it does."""
     shutil.copytree(ROOT / "examples", empty / "examples", ignore=shutil.ignore_patterns("__pycache__"))
-    for name, content in re.findall(r"```toml\n# (\S+)\n(.*?)```", PAGE, re.DOTALL):
+    for name, content in re.findall(r"```(?:toml|python)\n# (\S+)\n(.*?)```", PAGE, re.DOTALL):
         (empty / name).write_text(content)
+    for name in set(re.findall(r"-c (\S+\.safetensors)", PAGE)):  # what the reader's training has kept
+        save_file(loaded(empty / "my_model.py").task().model.state_dict(), empty / name)
     lines = [line for block in re.findall(r"```console\n(.*?)```", PAGE, re.DOTALL) for line in block.splitlines()]
     commands = [
         shlex.split(line.removeprefix("$ imprint "), comments=True) for line in lines if line.startswith("$ imprint ")

@@ -79,10 +79,11 @@ def _calls(name: str) -> list[ast.Call]:
 
 
 def _told(function: Function, call: ast.Call) -> dict[str, str]:
-    """The literal texts that a call gives to the arguments of a function."""
+    """The texts that a call gives to the arguments of a function, with holes for what varies in them."""
     names = [argument.arg for argument in function.args.args if argument.arg != "self"]
     given = [*zip(names, call.args, strict=False), *((word.arg or "", word.value) for word in call.keywords)]
-    return {name: v.value for name, v in given if isinstance(v, ast.Constant) and isinstance(v.value, str)}
+    texts = {name: _text(value, {}) for name, value in given}
+    return {name: text for name, text in texts.items() if text != HOLE}
 
 
 def _spoken(node: ast.AST) -> tuple[str, ast.expr] | None:

@@ -13,8 +13,19 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from torch import nn
 
-from imprint import ConfigurationError, DataError, ImprintError, Plan, PlanError, Sources, Task, TaskError, simulate
-from imprint.experiment import Experiment, plan_values
+from imprint import (
+    ConfigurationError,
+    DataError,
+    ImprintError,
+    Plan,
+    PlanError,
+    Sources,
+    Store,
+    Task,
+    TaskError,
+    simulate,
+)
+from imprint.experiment import NOTE, Experiment, plan_values
 from imprint.loading import Objects
 
 JSON = st.recursive(
@@ -127,15 +138,75 @@ def test_what_is_wrong_in_a_file_is_named(text: str, words: str, tmp_path: Path)
     assert str(refused.value).startswith(str(tmp_path / "news.toml")) and words in str(refused.value)
 
 
-def test_a_manifest_gives_back_what_a_command_was_given(tmp_path: Path) -> None:
-    given = Experiment(task="model.py:task", data="rows", checkpoints=("a.safetensors",), device="cpu", memory="1GB")
-    model = Task.classifier(nn.Linear(2, 2))
+SMALL = Plan(steps=2, lr=0.1)
+
+
+def noting(out: Path | None, note: Any) -> Store:
+    """A small store with a note."""
     data = (torch.randn(4, 2), torch.tensor([0, 1, 0, 1]))
-    plan = Plan(steps=2, lr=0.1)
-    note = json.loads(json.dumps({"command": given.to_json()}))
-    store = simulate(model, data, Sources.per_example(4), plan, batch_size=3, note=note, progress=False)
-    found = Experiment.from_manifest(store.manifest)
-    assert found == replace(given, memory=None, plan=plan.to_json(), dtype="float32", batch_size=3)
+    sources, task = Sources.per_example(4), Task.classifier(nn.Linear(2, 2))
+    return simulate(task, data, sources, SMALL, out=out, batch_size=3, note=note, progress=False)
+
+
+def test_a_store_gives_back_what_a_command_was_given(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "model.py").touch()
+    given = Experiment(task="model.py:task", data="rows", checkpoints=("a.safetensors",), memory="1GB")
+    note = json.loads(json.dumps({NOTE: {"command": given.to_json()}, "mine": 1}))
+    found = Experiment().over_store(noting(None, note))
+    assert found == replace(given, memory=None, plan=SMALL.to_json(), dtype="float32", batch_size=3)
+
+
+FOREIGN = [
+    "mine",
+    3,
+    None,
+    [],
+    {"command": {"task": "a.py:b"}},
+    {NOTE: 3},
+    {NOTE: {}},
+    {NOTE: {"command": {"x": 1}}},
+    {NOTE: {"command": "x"}},
+]
+
+
+@pytest.mark.parametrize("note", FOREIGN, ids=str)
+def test_notes_of_others_name_nothing(note: Any) -> None:
+    found = Experiment().over_store(noting(None, note))
+    assert found == Experiment(plan=SMALL.to_json(), dtype="float32", batch_size=3)
+
+
+@pytest.mark.parametrize("name", ["task", "data", "sources", "queries", "collate_fn"])
+def test_a_store_never_has_a_file_inside_itself_loaded(name: str, tmp_path: Path) -> None:
+    out = tmp_path / "store"
+    (tmp_path / "elsewhere").mkdir()
+    store = noting(out, {NOTE: {"command": {name: f"{tmp_path}/elsewhere/../store/evil.py:it"}}})
+    (out / "evil.py").write_text("raise SystemExit")
+    with pytest.raises(ConfigurationError, match=r"store names its own evil\.py: name what to load yourself"):
+        Experiment().over_store(store)
+    own = replace(Experiment(), **{name: f"{out}/evil.py:it"})  # type: ignore[arg-type]  # who names it wants it
+    assert getattr(own.over_store(store), name) == f"{out}/evil.py:it"
+
+
+def test_a_link_into_the_store_is_a_file_inside_it(tmp_path: Path) -> None:
+    out = tmp_path / "store"
+    store = noting(out, {NOTE: {"command": {"task": f"{tmp_path}/innocent.py:it"}}})
+    (out / "evil.py").touch()
+    (tmp_path / "innocent.py").symlink_to(out / "evil.py")
+    with pytest.raises(ConfigurationError, match="names its own"):
+        Experiment().over_store(store)
+
+
+def test_a_store_away_from_its_files_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    store = noting(None, {NOTE: {"command": {"task": "model.py:task", "data": "model.py:data"}}})
+    says = "the store names its task model.py:task, as seen from where it was made: go to that folder"
+    with pytest.raises(ConfigurationError, match=says):
+        Experiment().over_store(store)
+    with pytest.raises(ConfigurationError, match=r"names its data model\.py:data"):
+        Experiment(task="other.py:task").over_store(store)
+    given = Experiment(task="other.py:task", data="other.py:data")
+    assert given.over_store(store).task == "other.py:task"
 
 
 @pytest.mark.parametrize(
@@ -283,10 +354,19 @@ def test_every_example_is_a_source_of_columns_and_datasets(folder: Path) -> None
         _ = objects(folder, sources="per-example", data="rows.py:endless").sources
 
 
-def test_what_a_model_prints_is_no_result(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    found = objects(folder, "print('loading')\ndef data():\n    print('making')\n    return [1]")
-    assert found.data == [1]
-    assert capsys.readouterr() == ("", "loading\nmaking\n")
+@pytest.mark.parametrize("suffix", [".pt", ".pth", ".bin", ".ckpt"])
+def test_files_of_torch_save_are_left_to_the_simulation_which_says_what_it_wants(suffix: str, folder: Path) -> None:
+    torch.save({}, folder / f"model{suffix}")
+    found = objects(folder, checkpoints=(f"model{suffix}",))
+    assert found.checkpoints == [f"model{suffix}"]
+    with pytest.raises(TaskError, match=r"What torch\.save wrote is not taken"):
+        simulate(found.task, found.data, Sources.per_example(6), progress=False, checkpoints=found.checkpoints)
+
+
+def test_queries_in_columns_are_not_collated(folder: Path) -> None:
+    found = objects(folder, "def collate_fn(samples):\n    return made\nqueries = data\nlisted = [1]")
+    assert found.query_collate_fn is None
+    assert objects(folder, queries="listed").query_collate_fn is not None
 
 
 FAILURES = {

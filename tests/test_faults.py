@@ -523,9 +523,9 @@ def test_a_file_is_no_folder(tmp_path: Path) -> None:
 def test_what_others_put_into_the_folder_outlives_a_failed_simulation(tmp_path: Path) -> None:
     def fail(done: int, total: int) -> None:
         (tmp_path / "store" / "thesis.tex").write_text("years of work")
-        raise KeyboardInterrupt
+        raise RuntimeError
 
-    with pytest.raises(KeyboardInterrupt):
+    with pytest.raises(RuntimeError):
         make(tmp_path / "store", progress=fail)
     assert [path.name for path in (tmp_path / "store").iterdir()] == ["thesis.tex"]
 
@@ -592,7 +592,7 @@ def test_a_store_may_lie_anywhere(name: str, right: Tensor, tmp_path: Path) -> N
 def test_a_path_that_no_store_can_have_is_refused(name: str, tmp_path: Path) -> None:
     with pytest.raises(StoreError, match="could not make the folder"):
         make(tmp_path / name)
-    with pytest.raises(StoreError, match=r"holds no store|cannot be read"):
+    with pytest.raises(StoreError, match="there is no folder"):
         Store(tmp_path / name)
     assert not list(tmp_path.iterdir())
 
@@ -659,8 +659,9 @@ def full_disk(place: str) -> None:
 @mounting
 def test_a_full_disk_names_the_file_and_the_run_goes_on_once_there_is_room(tmp_path: Path) -> None:
     told = run_apart("full_disk", tmp_path, mounts=True)
-    for name in ("unfinished.json", "unfinished.files", "snapshot", "midpoints", "imprints", "probes", "manifest.json"):
+    for name in ("unfinished.json", "unfinished.files", "midpoints", "imprints", "probes", "manifest.json"):
         assert f"/{name}" in told, f"the disk was never full at {name}"
+    assert "/snapshot" not in told  # which is not needed to go on
 
 
 def small_files(place: str) -> None:

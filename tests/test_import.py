@@ -22,7 +22,7 @@ LAYERS = {
     "fingerprint": ("data", "sources", "task"),
     "simulation": (
         *("errors", "progress", "memory", "task", "sources", "data", "vectors"),
-        *("files", "fingerprint", "store", "writer"),
+        *("files", "fingerprint", "values", "store", "writer"),
     ),
     "values": ("errors",),
     "manifest": ("errors", "values", "simulation.plan"),
@@ -33,16 +33,20 @@ LAYERS = {
     ),
     "linear": (),
     "readout": ("errors", "linear", "memory", "task", "data", "vectors", "store"),
-    "checking": ("errors", "task", "sources", "data", "simulation", "store", "readout"),
+    "checking": ("errors", "files", "progress", "task", "sources", "data", "simulation", "store", "readout"),
     "attribution": ("errors", "files", "progress", "task", "data", "store", "readout"),
     "inspection": ("vectors", "store"),
     "experiment": ("errors", "store"),
     "loading": ("errors", "task", "sources", "data", "simulation.plan", "store", "experiment"),
-    "terminal": ("progress", "checking", "attribution", "demo.report"),
-    "cli": ("imprint", "errors", "store", "inspection", "experiment", "loading", "terminal", "demo"),
+    "terminal": ("progress", "checking", "attribution", "experiment", "demo.report"),
+    "commands": (
+        *("imprint", "errors", "files", "manifest", "store", "inspection", "experiment", "loading", "terminal"),
+        *("demo.experiment", "demo.report"),
+    ),
+    "cli": ("imprint", "errors", "commands", "terminal"),
 }
 """What each module may import. Only `simulation.run` writes stores."""
-SHELL = ("attribution", "inspection", "experiment", "loading", "terminal", "cli")
+SHELL = ("attribution", "inspection", "experiment", "loading", "terminal", "commands", "cli")
 CORE = tuple(module for module in LAYERS if module not in SHELL)
 
 

@@ -1,6 +1,7 @@
 """A store can be looked at and checked from the command line."""
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -12,14 +13,15 @@ from imprint import Plan, Sources, Store, StoreError, Task, simulate
 from imprint.cli import app
 from imprint.inspection import inspected
 from imprint.simulation.plan import Engine
+from imprint.vectors import row_norms
 
 
 def make(out: Path, engine: Engine = "tangent") -> Store:
     task = Task.classifier(nn.Linear(3, 3))
     data = (torch.randn(12, 3), torch.randint(0, 3, (12,)))
     plan = Plan(engine=engine, steps=3, lr=0.1, weight=(1.0, 0.0))
-    states = [task.state(), task.state()]
-    sources = Sources.by_label([i % 3 for i in range(12)])
+    states = [{name: scale * t for name, t in task.state().items()} for scale in (1.0, 0.5)]
+    sources = Sources.by_label(["few", "some", "some", "many", "many", "many"] * 2)
     return simulate(task, data, sources, plan, checkpoints=states, out=out, progress=False)
 
 
@@ -41,6 +43,35 @@ def test_programs_get_the_same_as_json(tmp_path: Path) -> None:
     assert values["checkpoints"][0]["imprint_norms"]["least"] > 0
     assert "imprint_norms" not in values["checkpoints"][1]  # skipped by its weight
     assert "literal" not in values["readouts"]
+
+
+def test_the_largest_sources_come_first(tmp_path: Path) -> None:
+    assert list(inspected(make(tmp_path / "store"))["largest_sources"].items()) == [
+        ("many", 6),
+        ("some", 4),
+        ("few", 2),
+    ]
+    result = CliRunner().invoke(app, ["inspect", str(tmp_path / "store")], env={"COLUMNS": "200"})
+    assert "many (6), some (4), few (2)" in result.output
+
+
+@pytest.mark.parametrize("engine", ["tangent", "trajectories"])
+def test_norms_are_those_of_the_imprints_and_need_no_reading_of_them(engine: Engine, tmp_path: Path) -> None:
+    store = make(tmp_path / "store", engine)
+    norms = row_norms(store.imprints(0, 0, 3, torch.device("cpu"))).tolist()
+    for shard in store.path.rglob("imprints-*.safetensors"):
+        shard.unlink()
+    found = inspected(Store(store.path))["checkpoints"][0]["imprint_norms"]
+    expected = {"least": min(norms), "median": sorted(norms)[1], "largest": max(norms)}
+    assert found == pytest.approx(expected, rel=1e-5)
+
+
+def test_a_store_that_did_not_note_its_norms_has_them_read(tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(Path(__file__).parent / "stores" / "schema-1", tmp_path / "store"))
+    store = Store(folder)
+    rows = store.imprints(0, 0, len(store), torch.device("cpu"))
+    found = inspected(store)["checkpoints"][0]["imprint_norms"]
+    assert found["largest"] == pytest.approx(max(row_norms(rows).tolist()), rel=1e-6)
 
 
 def test_a_sound_store_is_verified_and_a_damaged_one_named(tmp_path: Path) -> None:

@@ -129,3 +129,29 @@ def test_nothing_to_do_is_no_division_by_zero() -> None:
     bar.advance(0)
     bar.close()
     assert "preparing" in stream.getvalue()
+
+
+def test_what_an_earlier_run_did_does_not_count_for_the_rate() -> None:
+    stream = _Terminal()
+    bar, clock = _bar(stream)
+    bar.skip(100)
+    clock.now += 10
+    bar.advance(50)
+    shown = stream.getvalue()
+    assert all(part in shown for part in ("75% of 200 steps", "5/s", "0:10 left"))
+
+
+def test_after_a_skip_alone_nothing_is_known_of_the_rate() -> None:
+    stream = _Terminal()
+    bar, clock = _bar(stream)
+    clock.now += 5
+    bar.skip(100)
+    assert "preparing, 0:05 gone" in stream.getvalue()
+
+
+def test_a_function_is_told_of_a_skip_too() -> None:
+    told: list[int] = []
+    bar = Progress("simulating", 5, "steps", lambda done, total: told.append(done))
+    bar.skip(3)
+    bar.advance()
+    assert told == [3, 4]

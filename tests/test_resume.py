@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from imprint import Plan, Sources, Store, StoreError, Task, attribute, simulate, writer
 from imprint.files import LOCK, Lock, append
 from imprint.manifest import SCHEMA
-from imprint.progress import Advance
+from imprint.progress import Advance, Progress
 from imprint.simulation import snapshot
 from imprint.writer import Writer
 
@@ -56,6 +56,16 @@ def dies_after(steps: int, how: type[BaseException] = Killed) -> Advance:
     return die
 
 
+def dies_at(share: float) -> Advance:
+    """The same, once so much of the work is done."""
+
+    def die(done: int, total: int, /) -> None:
+        if done >= share * total:
+            raise Killed
+
+    return die
+
+
 def data() -> tuple[Tensor, Tensor]:
     generator = torch.Generator().manual_seed(0)
     return torch.randn(N, 4, generator=generator), torch.randint(0, 3, (N,), generator=generator)
@@ -75,7 +85,8 @@ def run(out: Path, plan: Plan, **changes: Any) -> Store:
         "progress": False,
         **changes,
     }
-    return simulate(given.pop("task", task()), given.pop("data", data()), plan=plan, out=out, memory="12kB", **given)
+    memory = given.pop("memory", "12kB")
+    return simulate(given.pop("task", task()), given.pop("data", data()), plan=plan, out=out, memory=memory, **given)
 
 
 def contents(folder: Path) -> dict[str, bytes]:
@@ -206,6 +217,58 @@ def test_an_interrupted_run_says_how_to_go_on(tmp_path: Path, caplog: pytest.Log
     with caplog.at_level(logging.WARNING), pytest.raises(KeyboardInterrupt):
         run(tmp_path / "store", PLANS["tangent"], progress=dies_after(40, KeyboardInterrupt))
     assert "the same call again goes on" in caplog.text
+
+
+def test_an_interruption_that_torch_has_made_an_error_of_is_one_again(tmp_path: Path) -> None:
+    """As pybind11 tells of an exception that went through C++."""
+
+    def interrupt(done: int, total: int) -> None:
+        raise RuntimeError("KeyboardInterrupt: \n\nAt:\n  torch/autograd/graph.py(979): _engine_run_backward\n")
+
+    with pytest.raises(KeyboardInterrupt):
+        run(tmp_path / "store", PLANS["tangent"], progress=interrupt)
+    assert (tmp_path / "store" / "unfinished.json").is_file()
+
+
+@every_plan
+@pytest.mark.parametrize("share", [0.25, 0.65], ids=["with a snapshot", "with a shard"])
+def test_a_run_goes_on_with_less_memory(
+    plan: Plan, share: float, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Fewer sources at once, in the same files; and again with as much as before."""
+    whole = run(tmp_path / "whole", plan, memory="1GB")
+    with pytest.raises(Killed):
+        run(tmp_path / "store", plan, memory="1GB", progress=dies_at(share))
+    assert "sources at once" not in caplog.text
+    with pytest.raises(Killed):
+        run(tmp_path / "store", plan, memory="1kB", progress=dies_at(share + 0.15))
+    assert "going on with 1 sources at once instead of 6, which memory=1kB does not allow" in caplog.text
+    store = run(tmp_path / "store", plan, memory="1kB")
+    assert store.checkpoints[0].figures["rows_at_once"] == 6
+    store.verify()
+    for index in range(2):
+        one, other = (s.imprints(index, 0, 6, torch.device("cpu")) for s in (whole, store))
+        for name, tensor in one.items():
+            torch.testing.assert_close(other[name], tensor, rtol=1e-4, atol=1e-4 * float(tensor.abs().max()))
+        assert store.checkpoints[index].figures.keys() == whole.checkpoints[index].figures.keys()
+
+
+def test_the_rate_after_a_resume_is_that_of_this_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(Killed):
+        run(tmp_path / "store", PLANS["tangent"], progress=dies_after(20))
+    skipped: list[int] = []
+    original = Progress.skip
+
+    def counted(self: Progress, count: int) -> None:
+        skipped.append(count)
+        original(self, count)
+
+    monkeypatch.setattr(Progress, "skip", counted)
+    done: list[int] = []
+    store = run(tmp_path / "store", PLANS["tangent"], progress=lambda now, total: done.append(now))
+    shard = store.checkpoints[0].figures["rows_at_once"] * STEPS
+    assert skipped[0] == shard and 0 < skipped[1] < shard
+    assert done[:2] == [skipped[0], sum(skipped[:2])]
 
 
 # --- what an unfinished run has left may be damaged
@@ -469,3 +532,60 @@ def test_a_process_killed_at_random_moments_ends_in_the_same_store(plan: str, tm
 def test_processes_killed_a_hundred_times_end_in_the_same_store(plan: str, seed: int, tmp_path: Path) -> None:
     expected = contents(run(tmp_path / "whole", PLANS[plan]).path)
     assert kill_and_resume(tmp_path / "killed", plan, kills=5, seed=seed) == expected
+
+
+# --- snapshots
+
+
+class Clock:
+    """Time that passes when it is told to."""
+
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def moment(step: int = 1) -> snapshot.Moment:
+    return snapshot.Moment(step, {"w": torch.ones(2)}, {"w": torch.ones(3, 2)}, torch.ones(3))
+
+
+def test_a_snapshot_that_cannot_be_kept_does_not_stop_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def no_space(*arguments: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(snapshot, "save_file", no_space)
+    store = run(tmp_path / "store", PLANS["tangent"])
+    assert contents(store.path) == contents(run(tmp_path / "other", PLANS["tangent"]).path)
+    assert "no snapshot was kept, the simulation goes on without: could not write" in caplog.text
+    assert "No space left on device" in caplog.text
+
+
+@pytest.mark.parametrize(("takes", "pause"), [(1.0, 60.0), (3.0, 60.0), (6.0, 120.0), (30.0, 600.0)])
+def test_snapshots_are_kept_more_seldom_where_they_take_long(
+    takes: float, pause: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock, written = Clock(), []
+
+    def slow(*arguments: object) -> None:
+        written.append(clock.now)
+        clock.now += takes
+
+    monkeypatch.setattr(snapshot, "write", slow)
+    monkeypatch.setattr(snapshot, "SECONDS", 60.0)
+    kept = snapshot.Snapshot(tmp_path / "snapshot.safetensors", 0, clock)
+    while len(written) < 3:
+        clock.now += 1.0
+        kept.keep(moment())
+    assert written[0] == 60.0
+    assert written[2] - written[1] == pause + takes
+
+
+def test_a_snapshot_of_other_rows_is_not_gone_on_from(tmp_path: Path) -> None:
+    cpu, path = torch.device("cpu"), tmp_path / "snapshot.safetensors"
+    snapshot.Snapshot(path, 4).keep(moment())
+    assert snapshot.Snapshot(path, 4).restore(cpu, 3) is not None
+    assert snapshot.Snapshot(path, 4).restore(cpu, 2) is None
+    assert snapshot.Snapshot(path, 5).restore(cpu, 3) is None

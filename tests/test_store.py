@@ -2,7 +2,9 @@
 
 import gc
 import hashlib
+import itertools
 import json
+import math
 import os
 import shutil
 import stat
@@ -12,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors import safe_open
+from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from imprint import Plan, SimulationError, Sources, Store, StoreError, Task, attribute, simulate
@@ -198,16 +201,30 @@ def test_a_note_is_kept_as_it_was_given(tmp_path: Path) -> None:
     assert Store(tmp_path / "store").manifest.note == note
 
 
-@pytest.mark.parametrize(
-    "note", ["half of \ud83d", 10**30, json.loads("[" * 70 + "]" * 70)], ids=["half", "large", "deep"]
-)
-def test_a_note_that_could_not_be_read_again_does_not_cost_the_simulation(note: Any, tmp_path: Path) -> None:
-    with pytest.raises(StoreError, match=r"manifest\.json"):
-        _simulate(_task(), tmp_path / "store", note=note)
+def _nested(depth: int) -> Any:
+    inner: Any = None
+    for _ in range(depth):
+        inner = [inner]
+    return inner
+
+
+NOTES: dict[str, Any] = {
+    "half of a character": "half of \ud83d",
+    "a large number": 10**30,
+    "deep": json.loads("[" * 70 + "]" * 70),
+    "deeper than Python goes": _nested(100_000),
+    "NaN": [math.nan],
+    "a tensor": {"loss": torch.ones(1)},
+}
+
+
+@pytest.mark.parametrize("note", NOTES.values(), ids=NOTES)
+def test_a_note_that_could_not_be_read_again_is_refused_before_the_work(note: Any, tmp_path: Path) -> None:
     steps: list[int] = []
-    store = _simulate(_task(), tmp_path / "store", note="plain", progress=lambda done, total: steps.append(done))
-    assert len(steps) == 2, "both shards are there already"
-    assert store.manifest.note == "plain"
+    with pytest.raises(StoreError, match=r"^note must be made of JSON values: ") as refused:
+        _simulate(_task(), tmp_path / "store", note=note, progress=lambda done, total: steps.append(done))
+    assert not steps and not (tmp_path / "store").exists()
+    assert "\n" not in str(refused.value)
 
 
 def test_a_store_shows_what_it_is(made: Store) -> None:
@@ -333,11 +350,10 @@ def test_verify_finds_damage_that_came_after_the_first_use(copied: Path) -> None
         store.verify()
 
 
-def test_a_folder_without_a_manifest_is_no_store(copied: Path, tmp_path: Path) -> None:
+def test_a_folder_without_a_manifest_is_no_store(copied: Path) -> None:
     (copied / "manifest.json").unlink()
-    for path in (copied, tmp_path / "absent"):
-        with pytest.raises(StoreError, match=r"holds no store.*manifest\.json"):
-            Store(path)
+    with pytest.raises(StoreError, match=r"holds no store.*manifest\.json"):
+        Store(copied)
 
 
 def test_a_store_of_a_newer_version_asks_for_an_upgrade(copied: Path) -> None:
@@ -426,12 +442,30 @@ def test_a_failed_simulation_leaves_no_folder_behind(after: int, tmp_path: Path)
     assert not (tmp_path / "store").exists()
 
 
-def test_an_interrupted_simulation_leaves_no_folder_behind(tmp_path: Path) -> None:
-    def interrupt(done: int, total: int) -> None:
+@pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError, SystemExit])
+def test_only_an_interruption_keeps_the_steps_that_were_chosen(error: type[BaseException], tmp_path: Path) -> None:
+    """Before the first file; other errors leave the folder as it was."""
+
+    def stop(done: int, total: int) -> None:
+        raise error
+
+    with pytest.raises(error):
+        _simulate(_task(), tmp_path / "store", progress=stop)
+    left = [path.name for path in tmp_path.rglob("*") if path.is_file()]
+    assert left == (["unfinished.json"] if error is KeyboardInterrupt else [])
+    assert (tmp_path / "store").exists() == (error is KeyboardInterrupt)
+    assert _simulate(_task(), tmp_path / "store").manifest.cost["resumed"] == (error is KeyboardInterrupt)
+
+
+def test_an_interruption_before_steps_are_chosen_leaves_no_folder_behind(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupt(*arguments: object) -> None:
         raise KeyboardInterrupt
 
+    monkeypatch.setattr("imprint.simulation.run.settled", interrupt)
     with pytest.raises(KeyboardInterrupt):
-        _simulate(_task(), tmp_path / "store", progress=interrupt)
+        _simulate(_task(), tmp_path / "store")
     assert not (tmp_path / "store").exists()
 
 
@@ -455,3 +489,50 @@ def test_a_full_disk_names_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     with pytest.raises(StoreError, match=r"could not write .*base\.safetensors.*No space left"):
         _simulate(_task(), tmp_path / "store")
     assert not (tmp_path / "store").exists()
+
+
+# --- batches that do not lend themselves to files
+
+
+def _plain(data: Any, loss: Any, **options: Any) -> Store:
+    plan, each = Plan(steps=2, lr=0.1), Sources.per_example(N)
+    return simulate(Task(nn.Linear(3, 2), loss), data, each, plan, progress=False, **options)
+
+
+def test_a_batch_may_hold_the_same_tensor_twice() -> None:
+    x, y = _columns(N, 1)
+
+    def loss(model: nn.Module, batch: Any) -> Tensor:
+        return nn.functional.cross_entropy(model(batch["x"]) + model(batch["same"]), batch["y"], reduction="none")
+
+    samples = [{"x": a, "y": b} for a, b in zip(x, y, strict=True)]
+
+    def collate(samples: list[Any]) -> Any:
+        rows = torch.stack([sample["x"] for sample in samples])
+        return {"x": rows, "same": rows, "y": torch.stack([sample["y"] for sample in samples])}
+
+    store = _plain(samples, loss, collate_fn=collate)
+    probes = list(load_file(store.path / "probes.safetensors").values())
+    assert len(probes) == 3 and sum(torch.equal(a, b) for a, b in itertools.combinations(probes, 2)) == 1
+
+
+@pytest.mark.parametrize("odd", [math.inf, math.nan, 10**30, "half of \ud83d"], ids=str)
+def test_examples_that_json_cannot_keep_mean_no_probes(odd: Any) -> None:
+    def loss(model: nn.Module, batch: Any) -> Tensor:
+        return nn.functional.cross_entropy(model(batch[0]), batch[1], reduction="none")
+
+    def collate(samples: list[Any]) -> Any:
+        return (*torch.utils.data.default_collate(samples), [odd])
+
+    samples = list(zip(*_columns(N, 1), strict=True))
+    assert _plain(samples, loss, collate_fn=collate).manifest.probes is None
+    assert _plain(samples, loss).manifest.probes is not None
+
+
+def test_a_folder_that_is_not_there_is_told_from_one_without_a_store(tmp_path: Path) -> None:
+    with pytest.raises(StoreError, match=r"there is no folder .*nowhere\.$"):
+        Store(tmp_path / "nowhere")
+    (tmp_path / "link").symlink_to(tmp_path / "nowhere")
+    for path in (tmp_path, tmp_path / "link"):
+        with pytest.raises(StoreError, match="holds no store"):
+            Store(path)

@@ -98,7 +98,7 @@ def ranking(outcome: Outcome) -> "Figure":
     figure = Figure(figsize=(7.2, 5.0), layout="constrained")
     ax = figure.subplots()
     ax.barh(rows + 0.27, predicted[order], 0.26, color=PREDICTED, label="predicted, without retraining")
-    actually = f"actual, mean of {len(check.actual)} retrainings (± 2 σ)"
+    actually = f"actual, mean of {len(check.actual)} retrainings (± 2 standard errors)"
     whisker = {"ecolor": "0.45", "elinewidth": 0.9}
     error = 2 * check.standard_error[order]
     ax.barh(rows, actual[order], 0.26, color=ACTUAL, xerr=error, error_kw=whisker, label=actually)

@@ -14,7 +14,10 @@ from imprint.evaluation.removal import RemovalCheck
 
 @dataclass(frozen=True)
 class Row:
-    """One contributor in the table, effects as changes of the mean loss if it were removed; `error` is two σ."""
+    """One contributor in the table, effects as changes of the mean loss if it were removed.
+
+    error: two standard errors over retrainings.
+    """
 
     name: str
     size: int

@@ -55,6 +55,22 @@ class Simulated:
     linearity: list[float] = field(default_factory=list)
 
 
+def joined(parts: list[Simulated]) -> Simulated:
+    """The sources of several parts in one; what they share is that of the first."""
+    if len(parts) == 1:
+        return parts[0]
+
+    def stacked(kind: str) -> Parameters:
+        return {name: torch.cat([getattr(part, kind)[name] for part in parts]) for name in parts[0].imprints}
+
+    return replace(
+        parts[0],
+        imprints=stacked("imprints"),
+        midpoints=None if parts[0].midpoints is None else stacked("midpoints"),
+        linearity=[value for part in parts for value in part.linearity],
+    )
+
+
 @dataclass(frozen=True)
 class Descent:
     """One simulated descent: T steps of size η from θ*, for a chunk of sources."""
@@ -70,6 +86,7 @@ class Descent:
     vectorise: bool = True
     advice: str = ""
     on_step: Callable[[int], None] = field(default=lambda rows: None)
+    on_skip: Callable[[int], None] = field(default=lambda rows: None)
     snapshot: Snapshot | None = None
 
     @property
@@ -257,10 +274,10 @@ def follow(
     count = len(next(iter(rows.values())))
     watch = Watch(descent, removal)
     begin = 0
-    moment = descent.snapshot.restore(descent.data.device) if descent.snapshot else None
+    moment = descent.snapshot.restore(descent.data.device, count) if descent.snapshot else None
     if moment is not None:
         base, rows, watch.pull, begin = moment.base, moment.rows, moment.pull, moment.step
-        descent.on_step(begin * count)
+        descent.on_skip(begin * count)
     for step, parts in enumerate(descent.batches(begin), begin):
         downhill = descent.base_gradient(base, parts, step)
         change = moving(base, rows, parts, step)

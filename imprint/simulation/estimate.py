@@ -3,7 +3,7 @@
 import os
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
@@ -15,11 +15,12 @@ from safetensors.torch import save_file
 
 from imprint.data import leaves
 from imprint.errors import StoreError
-from imprint.files import sha256, write
+from imprint.files import nearest_folder, sha256, write
 from imprint.fingerprint import probe_examples
 from imprint.memory import Peak, tensor_bytes
+from imprint.simulation.curvature import spectrum
 from imprint.simulation.descent import Descent
-from imprint.simulation.engines import simulated
+from imprint.simulation.engines import sides, simulated, trial_epsilon
 from imprint.simulation.inputs import Inputs
 from imprint.simulation.plan import Settings
 from imprint.simulation.settling import advice, rows_at_once, together_or_alone
@@ -31,6 +32,7 @@ from imprint.store import DTYPES
 Result = TypeVar("Result")
 _STEPS = 4  # measured, of which the first, which warms up, does not count
 _WALKS = 2  # of the path, until an automatic step suits it: one or two in general
+_NORM = 10  # bytes of the norm of an imprint, which its file has as text
 _WRITTEN = 16 << 20  # bytes written to measure how fast the disk is
 
 
@@ -39,12 +41,14 @@ class Estimate:
     """What a simulation will take.
 
     peak_bytes: the most memory in use at once: of the device, or on the CPU of the process; None where that is unknown.
+    disk_bytes: of the store, and while it is made of the state that is kept to go on from.
     rows_at_once: how many sources are simulated together; `one_by_one` says why it is a loop, where it is one.
     """
 
     seconds: float
     peak_bytes: int | None
     store_bytes: int
+    disk_bytes: int
     bytes_per_source: int
     rows_at_once: int
     one_by_one: str | None
@@ -60,18 +64,19 @@ def estimate(inputs: Inputs, memory: int | str | None, out: str | os.PathLike[st
     inputs.request()
     preparing = time.monotonic() - begin
 
-    descent, alone = together_or_alone(inputs.descent(inputs.first, state))
+    trying, (descent, alone) = _timed(lambda: together_or_alone(inputs.descent(inputs.first, state)))
     seconds, curvature = _timed(lambda: starting_curvature(descent))
     step = curvature.step(descent.damping) if inputs.settings[inputs.first].lr == "auto" else descent.lr
     descent = replace(descent, lr=step, advice=advice(curvature, step, descent.damping))
     rows = rows_at_once(descent, memory)
     chunk = descent.with_sources(inputs.sources.spread(rows))
-    settling = sum(_settling(descent, settings, seconds) for settings in used.values())
+    settling = len(used) * (trying + seconds) + sum(_settling(descent, list(used.values())))
     simulating = _step_seconds(chunk) / rows * len(inputs.sources)
     each, store = sizes(inputs)
     steps = sum(settings.steps for settings in used.values())
     total = preparing + settling + steps * simulating + store * _write_seconds(out)
-    return Estimate(total, peak.bytes, store, each, rows, alone)
+    snapshot = tensor_bytes(descent.start) * (1 + rows * sides(inputs.plan))
+    return Estimate(total, peak.bytes, store, store + snapshot, each, rows, alone)
 
 
 def sizes(inputs: Inputs) -> tuple[int, int]:
@@ -81,7 +86,7 @@ def sizes(inputs: Inputs) -> tuple[int, int]:
     kinds = 2 if inputs.plan.keep_pair else 1
     each = used * kinds * values * DTYPES[inputs.stored_as].itemsize
     beside = used * tensor_bytes(task.state()) + _labels(inputs.sources) + _probes(inputs)
-    return each, each * len(inputs.sources) + beside
+    return each, (each + used * _NORM) * len(inputs.sources) + beside
 
 
 def _labels(sources: Sources) -> int:
@@ -95,38 +100,33 @@ def _probes(inputs: Inputs) -> int:
     return sum(leaf.nbytes for leaf in leaves(batch) if isinstance(leaf, torch.Tensor))
 
 
-def _settling(descent: Descent, settings: Settings, curvature_seconds: float) -> float:
-    """Seconds before a checkpoint is simulated: its curvature and, where the plan leaves them open, the step and ε."""
-    total = curvature_seconds
-    if settings.lr == "auto":
+def _settling(descent: Descent, every: list[Settings]) -> Iterator[float]:
+    """Seconds to choose what the plan leaves open at each checkpoint: the step, by walking the path, and ε."""
+    if any(settings.lr == "auto" for settings in every):
         parts = next(descent.batches())
         gradient = min(_timed(lambda: descent.base_gradient(descent.start, parts, 0))[0] for _ in range(2))
-        looks = min(len(LOOKS), settings.steps) * curvature_seconds * LOOK_ITERATIONS / 30
-        total += _WALKS * (settings.steps * gradient + looks)
+        look, _ = _timed(lambda: spectrum(descent.task, descent.start, parts, LOOK_ITERATIONS))
+        for settings in every:
+            if settings.lr == "auto":
+                yield _WALKS * (settings.steps * gradient + min(len(LOOKS), settings.steps) * look)
     if descent.plan.engine == "trajectories" and descent.plan.epsilon == "auto":
-        few = min(2, settings.steps)
-        total += _timed(lambda: choose_epsilon(replace(descent, steps=few)))[0] * settings.steps / few
-    return total
+        few = min(2, descent.steps)
+        trial, _ = _timed(lambda: choose_epsilon(replace(descent, steps=few)))
+        yield sum(settings.steps for settings in every) * trial / few
 
 
 def _step_seconds(chunk: Descent) -> float:
     """Seconds of one step of a chunk of sources."""
     moments = [time.monotonic()]
     chunk = replace(chunk, steps=min(_STEPS, chunk.steps), on_step=lambda rows: moments.append(time.monotonic()))
-    simulated(chunk, None if chunk.plan.engine == "tangent" else _given_epsilon(chunk))
+    simulated(chunk, trial_epsilon(chunk.plan))
     gaps = [after - before for before, after in pairwise(moments)]
     return median(gaps[1:] or gaps)
 
 
-def _given_epsilon(chunk: Descent) -> float:
-    return 1.0 if chunk.plan.epsilon == "auto" else float(chunk.plan.epsilon)
-
-
 def _write_seconds(out: str | os.PathLike[str] | None) -> float:
     """Seconds to write a byte durably and to hash it, where the store will be."""
-    place = Path(out or tempfile.gettempdir()).absolute()
-    while not place.is_dir():
-        place = place.parent
+    place = nearest_folder(out)
     tensors = {"zeros": torch.zeros(_WRITTEN, dtype=torch.uint8)}
     try:
         with tempfile.TemporaryDirectory(dir=place, prefix=".imprint-") as folder:

@@ -1,14 +1,16 @@
 """What a simulation is made from: checked when put together, and hashed so that it can be recognised again."""
 
+import math
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from imprint.data import Collate, Data
-from imprint.errors import PlanError, SourcesError, TaskError
-from imprint.fingerprint import of_data, of_sources, of_tensors, probe_losses, regulariser_value
+from imprint.data import Collate, Data, shown_batch
+from imprint.errors import PlanError, SimulationError, SourcesError, TaskError
+from imprint.fingerprint import of_data, of_sources, of_tensors, probe_examples, probe_losses, regulariser_values
 from imprint.simulation.descent import Descent
 from imprint.simulation.plan import Plan, Settings
 from imprint.simulation.preflight import check_device, own, refuse_nonfinite, warn_half_precision
@@ -108,17 +110,50 @@ class Inputs:
     def request(self) -> dict[str, Any]:
         """The inputs as far as they can be known, as JSON: a store is continued and reused for the same only."""
         functional, theta = self.task.at(self.state(self.first))
+        few = shown_batch(self.data.gather(probe_examples(len(self.data))))
+        losses = own(
+            f"loss function failed on a few examples, called as loss(model, batch) with batch = {few}",
+            *(probe_losses, functional, theta, self.data),
+        )
+        pulls = own("regulariser failed", regulariser_values, functional, theta)
+        self._refuse_nonfinite(losses, pulls)
+        states = [of_tensors(self._read(index)) for index in range(len(self.states))]
+        _warn_same(states)
         return {
             "n": len(self.data),
             "dtype": self.stored_as,
             "plan": self.plan.to_json(),
             "parameters": describe(self.task),
-            "states": [of_tensors(self._read(index)) for index in range(len(self.states))],
+            "states": states,
             "sources": of_sources(self.sources),
-            "losses": own("loss function failed on a few examples", probe_losses, functional, theta, self.data),
-            "regulariser": own("regulariser failed", regulariser_value, functional, theta),
+            "losses": losses,
+            "regulariser": pulls,
             "data": of_data(self.data),
         }
+
+    def _refuse_nonfinite(self, losses: list[float], pulls: list[float]) -> None:
+        for example, loss in zip(probe_examples(len(self.data)).tolist(), losses, strict=True):
+            if not math.isfinite(loss):
+                owners = [i for i, m in zip(self.sources.ids, self.sources.members, strict=True) if example in m]
+                owner = f" (source {owners[0]!r})" if owners else ""
+                raise SimulationError(
+                    f"the loss of training example {example}{owner} is {loss}: look for NaN or infinity in that "
+                    "example, or a loss that is undefined there."
+                )
+        for pull in pulls:
+            if not math.isfinite(pull):
+                raise SimulationError(f"the regulariser is {pull} at or near the first checkpoint.")
+
+
+def _warn_same(states: list[str]) -> None:
+    for index, state in enumerate(states):
+        if (first := states.index(state)) != index:
+            warnings.warn(
+                f"checkpoints {first} and {index} have the same weights: a state dict that is kept while training goes "
+                "on must be cloned, {name: tensor.clone() for name, tensor in model.state_dict().items()}.",
+                stacklevel=5,
+            )
+            return
 
 
 def _stored_dtype(task: Task, dtype: torch.dtype | None) -> str:

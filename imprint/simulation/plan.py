@@ -75,7 +75,7 @@ class Plan:
         for field in ("batch_size", "source_sample"):
             size = getattr(self, field)
             _require(size is None or (_whole(size) and size >= 1), field, size, "None or at least 1")
-        _require(_whole(self.seed) and self.seed >= 0, "seed", self.seed, "a whole number of at least 0")
+        _require(_whole(self.seed) and 0 <= self.seed < 2**63, "seed", self.seed, "a whole number from 0 to 2⁶³ − 1")
         _require(
             self.epsilon == "auto" or _number(self.epsilon, above=0),
             "epsilon",
@@ -128,9 +128,9 @@ class Plan:
 
 def _plain(value: Any) -> Any:
     """Lists as tuples, and numbers of numpy or torch as Python's."""
-    if isinstance(value, list | tuple):
-        return tuple(_plain(item) for item in value)
-    return value.item() if hasattr(value, "item") else value
+    if hasattr(value, "tolist"):
+        value = value.tolist()
+    return tuple(_plain(item) for item in value) if isinstance(value, list | tuple) else value
 
 
 def _each(value: Any) -> tuple[Any, ...]:

@@ -76,7 +76,14 @@ def own(what: str, call: Callable[..., Result], *given: Any) -> Result:
     except (TaskError, DataError):
         raise
     except Exception as error:
-        raise TaskError(f"the {what}: {type(error).__name__}: {error}") from error
+        raise TaskError(f"the {what}: {type(error).__name__}: {error}{_hint(error)}") from error
+
+
+def _hint(error: Exception) -> str:
+    """What is behind the errors of torch that a new user meets first."""
+    if "same dtype" in str(error) or "expected scalar type" in str(error):
+        return " (numbers of numpy are float64: is the model float32? Then give .float() or .astype('float32'))"
+    return ""
 
 
 def why_not_together(descent: Descent, simulate: Callable[[Descent], object]) -> str | None:

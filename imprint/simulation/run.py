@@ -6,29 +6,32 @@ import os
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from imprint.data import Collate
-from imprint.errors import PlanError, StoreError
+from imprint.errors import StoreError, first_line
 from imprint.fingerprint import probe_examples, probe_losses
 from imprint.memory import Peak
 from imprint.progress import Advance, Progress
 from imprint.simulation.curvature import Spectrum
-from imprint.simulation.descent import Descent
+from imprint.simulation.descent import Descent, joined
 from imprint.simulation.engines import sides, simulated
 from imprint.simulation.inputs import Inputs
 from imprint.simulation.plan import Plan, Settings
-from imprint.simulation.settling import advice, settled
+from imprint.simulation.settling import advice, rows_at_once, settled
 from imprint.simulation.states import State
 from imprint.sources import Sources
 from imprint.store import DTYPES, FINGERPRINTS, Checkpoint, File, Manifest, Probes, Store, describe
 from imprint.task import Parameters, Task
-from imprint.vectors import minus, norm
+from imprint.values import parsed
+from imprint.vectors import minus, norm, row_norms, spread
 from imprint.writer import Writer, difference
 
 logger = logging.getLogger(__name__)
+BATCH_SIZE = 1024
 
 
 @torch.inference_mode(False)
@@ -40,12 +43,12 @@ def simulate(
     *,
     checkpoints: Sequence[State] | None = None,
     out: str | os.PathLike[str] | None = None,
-    batch_size: int = 1024,
+    batch_size: int | None = None,
     collate_fn: Collate | None = None,
     device: torch.device | str | None = None,
     dtype: torch.dtype | None = None,
     memory: int | str | None = None,
-    replay: Store | None = None,
+    replay: Store | str | os.PathLike[str] | None = None,
     note: Any = None,
     progress: bool | Advance = True,
 ) -> Store:
@@ -55,16 +58,21 @@ def simulate(
     checkpoints: state dicts or .safetensors files; by default the model as it is.
     out: folder of the store; without it the store is temporary and vanishes with the returned object. A simulation
         that was killed goes on where it stood when the same call is made again; a finished one is returned.
-    batch_size: how many examples are evaluated at once; memory and speed only (the plan has the mini-batch).
+    batch_size: how many examples are evaluated at once, 1,024 by default; memory and speed only (the plan has the
+        mini-batch).
     device: where the data goes; it must be the model's device, which is the default.
     dtype: of the stored imprints: that of the parameters by default, bfloat16 to halve it.
     memory: what the simulation may use, in bytes or as "4GiB"; by default a share of what is free.
-    replay: a store to make again: other inputs than it was made from are refused, and what its simulation had to
-        decide (step sizes, ε, chunk sizes) is taken from it, so that on the same device with as many threads the
-        imprints come out the same to the bit.
+    replay: a store, or its folder, to make again: other inputs than it was made from are refused, and what its
+        simulation had to decide (step sizes, ε, chunk and batch sizes) is taken from it, so that on the same device
+        with as many threads the imprints come out the same to the bit.
     note: anything worth keeping with the store, as JSON values: it goes into the manifest.
     progress: True for a line on standard error, False for none, or a function of (done, total).
     """
+    if replay is not None:
+        replay = replay if isinstance(replay, Store) else Store(replay)
+        plan, batch_size = plan or replay.manifest.plan, batch_size or replay.manifest.execution.get("batch_size")
+    batch_size = batch_size or BATCH_SIZE
     inputs = Inputs.checked(
         task,
         data,
@@ -105,9 +113,12 @@ def simulate(
                 note=note,
             )
             return writer.finish(manifest)
-        except BaseException:
-            if writer.stop():
+        except BaseException as error:
+            interrupted = isinstance(error, KeyboardInterrupt) or str(error).startswith(KeyboardInterrupt.__name__)
+            if writer.stop(interrupted):
                 logger.warning("stopped: the same call again goes on where %s stands", writer.path)
+            if interrupted:  # within its own code torch makes a RuntimeError of it
+                raise KeyboardInterrupt from error
             raise
         finally:
             bar.close()
@@ -116,9 +127,9 @@ def simulate(
 def _refuse_note(note: Any) -> None:
     """A note that cannot be written is refused before the work, not after it."""
     try:
-        json.dumps(note, allow_nan=False)
-    except (TypeError, ValueError) as error:
-        raise PlanError(f"note must be made of JSON values: {error}.") from error
+        parsed(json.dumps(note, allow_nan=False).encode(), Path("note"))
+    except (TypeError, ValueError, RecursionError, StoreError) as error:
+        raise StoreError(f"note must be made of JSON values: {first_line(error)}.") from error
 
 
 def _take_over(replay: Store, request: dict[str, Any], writer: Writer) -> None:
@@ -126,8 +137,20 @@ def _take_over(replay: Store, request: dict[str, Any], writer: Writer) -> None:
     if different := difference(replay.manifest.request, request):
         raise StoreError(f"{replay.path} cannot be replayed: {different}.")
     for index, checkpoint in enumerate(replay.checkpoints):
-        if checkpoint.weight > 0 and writer.settled(index) is None:
+        found = writer.settled(index)
+        if checkpoint.weight == 0:
+            continue
+        if found is None:
             writer.settle(index, replace(checkpoint, base=None, imprints=(), midpoints=()))
+        elif _choices(found) != _choices(checkpoint):
+            raise StoreError(
+                f"{writer.path} holds an unfinished simulation that chose other steps than {replay.path}: give another "
+                "folder."
+            )
+
+
+def _choices(checkpoint: Checkpoint) -> tuple[float, float | None, int]:
+    return checkpoint.lr, checkpoint.epsilon, checkpoint.figures["rows_at_once"]
 
 
 @dataclass(frozen=True)
@@ -153,6 +176,7 @@ class _Run:
         figures = checkpoint.figures
         descent = replace(
             descent,
+            on_skip=self.bar.skip,
             lr=checkpoint.lr,
             vectorise=figures["vectorised"],
             advice=advice(Spectrum(*figures["curvature"]), checkpoint.lr, settings.damping),
@@ -162,18 +186,26 @@ class _Run:
     def _simulate(self, checkpoint: Checkpoint, descent: Descent, state: Parameters, folder: str) -> Checkpoint:
         shards: list[_Shard] = []
         rows = checkpoint.figures["rows_at_once"]
+        fit = rows if self.memory is None else min(rows, rows_at_once(descent, self.memory))
+        if fit < rows:
+            logger.warning(
+                "going on with %d sources at once instead of %d, which memory=%s does not allow: their imprints are "
+                "the same to rounding, not to the bit",
+                *(fit, rows, self.memory),
+            )
         for number, start in enumerate(range(0, len(self.inputs.sources), rows)):
             chunk = descent.with_sources(self.inputs.sources.rows(start, start + rows))
             shard = self._finished_shard(chunk, folder, number, start)
             if shard is None:
-                shard = self._shard(checkpoint, chunk, state, folder, number, start)
+                shard = self._shard(checkpoint, chunk, state, folder, number, start, fit)
             else:
-                self.bar.advance(chunk.steps * len(chunk.sources) * sides(self.inputs.plan))
+                self.bar.skip(chunk.steps * len(chunk.sources) * sides(self.inputs.plan))
             shards.append(shard)
         linearity = [value for shard in shards for value in shard.linearity]
         figures = {**checkpoint.figures, "drift": shards[0].drift}
+        figures["norms"] = spread([value for shard in shards for value in shard.norms])
         if linearity:
-            figures["linearity"] = {"median": sorted(linearity)[len(linearity) // 2], "largest": max(linearity)}
+            figures["linearity"] = spread(linearity)
         return replace(
             checkpoint,
             base=shards[0].base,
@@ -183,11 +215,15 @@ class _Run:
         )
 
     def _shard(
-        self, checkpoint: Checkpoint, chunk: Descent, state: Parameters, folder: str, number: int, start: int
+        self, checkpoint: Checkpoint, chunk: Descent, state: Parameters, folder: str, number: int, start: int, fit: int
     ) -> "_Shard":
         """Simulate a chunk of sources and write it. The imprints come last: where they are, all of it is."""
-        snapshot = self.writer.snapshot(folder, start)
-        result = simulated(replace(chunk, snapshot=snapshot), checkpoint.epsilon)
+        parts = []
+        for first in range(0, len(chunk.sources), fit):
+            snapshot = self.writer.snapshot(folder, start + first)
+            part = replace(chunk.with_sources(chunk.sources.rows(first, first + fit)), snapshot=snapshot)
+            parts.append(simulated(part, checkpoint.epsilon))
+        result = joined(parts)
         span = (start, start + len(chunk.sources))
         base, midpoints = None, None
         drift = norm(minus(result.end, chunk.start)) / max(norm(chunk.start), 1e-300)
@@ -196,12 +232,15 @@ class _Run:
         if result.midpoints is not None:
             name = f"{folder}/midpoints-{number:05}.safetensors"
             midpoints = self.writer.tensors(name, self._cast(result.midpoints), span)
-        about = {"linearity": result.linearity, "drift": drift}
+        norms = [
+            float(f"{value:.6g}") for value in row_norms(result.imprints).tolist()
+        ]  # a file is the same to the bit
+        about = {"linearity": result.linearity, "norms": norms, "drift": drift}
         name = f"{folder}/imprints-{number:05}.safetensors"
         imprints = self.writer.tensors(name, self._cast(result.imprints), span, about)
         if snapshot is not None:
             snapshot.clear()
-        return _Shard(imprints, result.linearity, drift, base, midpoints)
+        return _Shard(imprints, result.linearity, norms, drift, base, midpoints)
 
     def _finished_shard(self, chunk: Descent, folder: str, number: int, start: int) -> "_Shard | None":
         """What an earlier run has left of this chunk, if it finished it."""
@@ -212,9 +251,8 @@ class _Run:
         base = self.writer.done(f"{folder}/base.safetensors") if number == 0 else None
         midpoints = self.writer.done(f"{folder}/midpoints-{number:05}.safetensors", span)
         file, about = imprints
-        return _Shard(
-            file, about["linearity"], about["drift"], base[0] if base else None, midpoints[0] if midpoints else None
-        )
+        figures = (about["linearity"], about["norms"], about["drift"])
+        return _Shard(file, *figures, base[0] if base else None, midpoints[0] if midpoints else None)
 
     def probes(self, checkpoints: tuple[Checkpoint, ...]) -> Probes | None:
         """Keep a few training examples, with their losses where the first checkpoint is read out."""
@@ -233,6 +271,7 @@ class _Shard:
 
     imprints: File
     linearity: list[float]
+    norms: list[float]
     drift: float
     base: File | None
     midpoints: File | None

@@ -11,7 +11,7 @@ from imprint.memory import activation_bytes, budget, tensor_bytes
 from imprint.simulation.curvature import Spectrum
 from imprint.simulation.derivatives import Weighted
 from imprint.simulation.descent import Descent
-from imprint.simulation.engines import sides, simulated
+from imprint.simulation.engines import sides, simulated, trial_epsilon
 from imprint.simulation.plan import Settings
 from imprint.simulation.preflight import refuse_loss, why_not_together
 from imprint.simulation.step import settle, starting_curvature
@@ -49,8 +49,7 @@ def settled(descent: Descent, settings: Settings, index: int, memory: int | str 
 def together_or_alone(descent: Descent) -> tuple[Descent, str | None]:
     """The descent of many sources at once if `vmap` takes the model; otherwise one by one, and the reason."""
     refuse_loss(descent, next(descent.batches()))
-    epsilon = None if descent.plan.engine == "tangent" else 1.0
-    reason = why_not_together(descent, lambda trial: simulated(trial, epsilon))
+    reason = why_not_together(descent, lambda trial: simulated(trial, trial_epsilon(trial.plan)))
     return replace(descent, vectorise=reason is None), reason
 
 
@@ -67,9 +66,9 @@ def rows_at_once(descent: Descent, memory: int | str | None) -> int:
 
 
 def _epsilon(descent: Descent) -> tuple[float | None, dict[str, float]]:
-    if descent.plan.engine == "tangent":
-        return None, {}
-    return choose_epsilon(descent) if descent.plan.epsilon == "auto" else (float(descent.plan.epsilon), {})
+    if descent.plan.engine == "trajectories" and descent.plan.epsilon == "auto":
+        return choose_epsilon(descent)
+    return trial_epsilon(descent.plan), {}
 
 
 def advice(curvature: Spectrum, lr: float, damping: float) -> str:

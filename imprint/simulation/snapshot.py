@@ -13,12 +13,14 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from imprint.errors import StoreError
 from imprint.files import write
 from imprint.fingerprint import of_tensors
 from imprint.task import Parameters
 
 logger = logging.getLogger(__name__)
 SECONDS = 60.0
+_LONGEST = 3.0  # seconds to write one; where it takes longer, they are kept more seldom
 
 
 @dataclass(frozen=True)
@@ -36,22 +38,27 @@ class Snapshot:
 
     def __init__(self, path: Path, start: int, clock: Callable[[], float] = time.monotonic) -> None:
         self._path, self._start, self._clock = path, start, clock
-        self._last = clock()
+        self._last, self._took = clock(), 0.0
 
     def keep(self, moment: Moment) -> None:
-        """Write the moment if the last one is old enough."""
-        if self._clock() - self._last < SECONDS:
+        """Write the moment if the last one is old enough. It is insurance: a full disk does not stop the run."""
+        begin = self._clock()
+        if begin - self._last < SECONDS * max(1.0, self._took / _LONGEST):
             return
-        self._last = self._clock()
         tensors = {"pull": moment.pull.cpu()}
         for kind, stack in (("base", moment.base), ("rows", moment.rows)):
             tensors |= {f"{kind}/{name}": tensor.cpu().contiguous() for name, tensor in stack.items()}
         about = {"step": moment.step, "start": self._start, "sha256": _checksum(moment.step, self._start, tensors)}
         metadata = {"imprint": json.dumps(about)}
-        write(self._path, lambda path: save_file(tensors, path, metadata))
+        try:
+            write(self._path, lambda path: save_file(tensors, path, metadata))
+        except StoreError as error:
+            logger.warning("no snapshot was kept, the simulation goes on without: %s", error)
+        self._last = self._clock()
+        self._took = self._last - begin
 
-    def restore(self, device: torch.device) -> Moment | None:
-        """The moment that was kept, if it is of this chunk and as it was written."""
+    def restore(self, device: torch.device, count: int) -> Moment | None:
+        """The moment that was kept, if it is of this chunk, of `count` rows, and as it was written."""
         if not self._path.is_file():
             return None
         try:
@@ -64,15 +71,15 @@ class Snapshot:
         except (OSError, SafetensorError, ValueError, KeyError, TypeError) as error:
             logger.warning("%s is damaged, its chunk starts over: %s", self._path, error)
             return None
-        if start != self._start:
-            return None
 
         def stack(kind: str) -> Parameters:
             return {
                 name.removeprefix(kind): tensor.to(device) for name, tensor in tensors.items() if name.startswith(kind)
             }
 
-        return Moment(step, stack("base/"), stack("rows/"), tensors["pull"].to(device))
+        moment = Moment(step, stack("base/"), stack("rows/"), tensors["pull"].to(device))
+        same = start == self._start and all(len(tensor) == count for tensor in moment.rows.values())
+        return moment if same else None
 
     def clear(self) -> None:
         """The chunk is done: forget it."""

@@ -1,0 +1,61 @@
+"""Options that several commands have."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+TaskString = Annotated[
+    str | None,
+    typer.Argument(metavar="FILE.py:NAME", help="The task: an `imprint.Task`, or a function returning one."),
+]
+DataString = Annotated[
+    str | None, typer.Option("--data", metavar="FILE.py:NAME", help="Training data. Default: `data` beside the task.")
+]
+SourcesString = Annotated[
+    str | None,
+    typer.Option(
+        "--sources",
+        metavar="FILE.py:NAME",
+        help="An `imprint.Sources`, or `per-example`. Default: `sources` beside the task.",
+    ),
+]
+QueriesString = Annotated[
+    str | None, typer.Option("--queries", metavar="FILE.py:NAME", help="Default: `queries` beside the task.")
+]
+CollateString = Annotated[
+    str | None,
+    typer.Option(
+        "--collate", metavar="FILE.py:NAME", help="A collate function. Default: `collate_fn` beside the task, if any."
+    ),
+]
+CheckpointStrings = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--checkpoint",
+        "-c",
+        metavar="FILE",
+        help="A `.safetensors` file (repeat for several), or the import string of a list of state dicts. "
+        "Default: `checkpoints` beside the task, else the model as it is.",
+    ),
+]
+PlanPairs = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--plan",
+        "-p",
+        metavar="NAME=VALUE",
+        help="A field of the plan, such as `steps=100`, `engine=trajectories` or `lr=0.1`; with commas one value for "
+        "each checkpoint. Over `plan` beside the task, if there is one.",
+    ),
+]
+BatchSize = Annotated[int | None, typer.Option(min=1, help="Examples evaluated at once: memory and speed only.")]
+DtypeName = Annotated[str | None, typer.Option("--dtype", help="Of stored imprints: float32, bfloat16 or float64.")]
+MemoryText = Annotated[str | None, typer.Option("--memory", help='What may be used, such as "4GiB".')]
+DeviceName = Annotated[str | None, typer.Option("--device", help="Where the model is put, such as `cuda`.")]
+ConfigPath = Annotated[
+    Path | None,
+    typer.Option("--config", help="A TOML file of settings; flags go over it.", dir_okay=False),
+]
+AsJson = Annotated[bool, typer.Option("--json", help="Print the result as JSON, for programs.")]
+StorePath = Annotated[Path, typer.Argument(help="Folder of a store.")]
