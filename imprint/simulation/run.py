@@ -71,8 +71,9 @@ def simulate(
     """
     if replay is not None:
         replay = replay if isinstance(replay, Store) else Store(replay)
-        plan, batch_size = plan or replay.manifest.plan, batch_size or replay.manifest.execution.get("batch_size")
-    batch_size = batch_size or BATCH_SIZE
+        plan = plan or replay.manifest.plan
+        batch_size = replay.manifest.execution.get("batch_size") if batch_size is None else batch_size
+    batch_size = BATCH_SIZE if batch_size is None else batch_size
     inputs = Inputs.checked(
         task,
         data,
@@ -114,7 +115,7 @@ def simulate(
             )
             return writer.finish(manifest)
         except BaseException as error:
-            interrupted = isinstance(error, KeyboardInterrupt) or str(error).startswith(KeyboardInterrupt.__name__)
+            interrupted = isinstance(error, KeyboardInterrupt) or "RuntimeError: KeyboardInterrupt" in str(error)
             if writer.stop(interrupted):
                 logger.warning("stopped: the same call again goes on where %s stands", writer.path)
             if interrupted:  # within its own code torch makes a RuntimeError of it
@@ -170,6 +171,7 @@ class _Run:
         state = self.inputs.state(index)
         descent = self.inputs.descent(index, state, self.bar.advance)
         checkpoint = self.writer.settled(index)
+        fresh = checkpoint is None
         if checkpoint is None:
             checkpoint = settled(descent, settings, index, self.memory)
             self.writer.settle(index, checkpoint)
@@ -181,11 +183,11 @@ class _Run:
             vectorise=figures["vectorised"],
             advice=advice(Spectrum(*figures["curvature"]), checkpoint.lr, settings.damping),
         )
-        return self._simulate(checkpoint, descent, state, f"checkpoint-{index:03}")
+        fit = figures["rows_at_once"] if fresh else self._fit(descent, figures["rows_at_once"])
+        return self._simulate(checkpoint, descent, state, f"checkpoint-{index:03}", fit)
 
-    def _simulate(self, checkpoint: Checkpoint, descent: Descent, state: Parameters, folder: str) -> Checkpoint:
-        shards: list[_Shard] = []
-        rows = checkpoint.figures["rows_at_once"]
+    def _fit(self, descent: Descent, rows: int) -> int:
+        """How many of the sources that an earlier run took at once may be taken at once now."""
         fit = rows if self.memory is None else min(rows, rows_at_once(descent, self.memory))
         if fit < rows:
             logger.warning(
@@ -193,6 +195,13 @@ class _Run:
                 "the same to rounding, not to the bit",
                 *(fit, rows, self.memory),
             )
+        return fit
+
+    def _simulate(
+        self, checkpoint: Checkpoint, descent: Descent, state: Parameters, folder: str, fit: int
+    ) -> Checkpoint:
+        shards: list[_Shard] = []
+        rows = checkpoint.figures["rows_at_once"]
         for number, start in enumerate(range(0, len(self.inputs.sources), rows)):
             chunk = descent.with_sources(self.inputs.sources.rows(start, start + rows))
             shard = self._finished_shard(chunk, folder, number, start)
