@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
 from imprint.data import flattened
 from imprint.errors import DataError, StoreError
@@ -42,6 +42,7 @@ from imprint.simulation.snapshot import Snapshot
 from imprint.sources import Sources
 from imprint.store import JOURNAL, Store
 from imprint.task import Batch, Parameters
+from imprint.tensorfile import save
 from imprint.values import parsed, read_json, sealed
 
 logger = logging.getLogger(__name__)
@@ -184,8 +185,9 @@ class Writer:
         """Write tensors under `name`, with plain values `about` them."""
         contiguous = _separate({key: tensor.detach().cpu().contiguous() for key, tensor in tensors.items()})
         metadata = {"imprint": json.dumps(about or {}, allow_nan=False)}
-        write(self.path / name, lambda path: save_file(contiguous, path, metadata))
-        file = self._file(name, rows)
+        checksum: list[str | None] = []
+        write(self.path / name, lambda path: checksum.append(save(contiguous, path, metadata)))
+        file = self._file(name, rows, checksum[0])
         if not self._temporary:  # killed right here, the file is not on the list, and is made again
             append(self.path / FILES, _line(file))
         return file
@@ -278,10 +280,10 @@ class Writer:
                 self.path.rmdir()
         return False
 
-    def _file(self, name: str, rows: tuple[int, int] | None = None) -> File:
+    def _file(self, name: str, rows: tuple[int, int] | None = None, checksum: str | None = None) -> File:
         place = self.path / name
         try:
-            return File(name, sha256(place), place.stat().st_size, rows)
+            return File(name, checksum or sha256(place), place.stat().st_size, rows)
         except OSError as error:
             raise StoreError(f"{place} was written, but cannot be read: {error.strerror}.") from error
 

@@ -557,7 +557,7 @@ def test_a_snapshot_that_cannot_be_kept_does_not_stop_the_run(
     def no_space(*arguments: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(snapshot, "save_file", no_space)
+    monkeypatch.setattr(snapshot, "save", no_space)
     store = run(tmp_path / "store", PLANS["tangent"])
     assert contents(store.path) == contents(run(tmp_path / "other", PLANS["tangent"]).path)
     assert "no snapshot was kept, the simulation goes on without: could not write" in caplog.text

@@ -485,7 +485,7 @@ def test_a_full_disk_names_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     def no_space(*args: object, **kwargs: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("imprint.writer.save_file", no_space)
+    monkeypatch.setattr("imprint.writer.save", no_space)
     with pytest.raises(StoreError, match=r"could not write .*base\.safetensors.*No space left"):
         _simulate(_task(), tmp_path / "store")
     assert not (tmp_path / "store").exists()

@@ -10,13 +10,13 @@ from pathlib import Path
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
 from imprint.errors import StoreError
 from imprint.files import write
 from imprint.fingerprint import of_tensors
 from imprint.task import Parameters
+from imprint.tensorfile import save
 
 logger = logging.getLogger(__name__)
 SECONDS = 60.0
@@ -51,7 +51,7 @@ class Snapshot:
         about = {"step": moment.step, "start": self._start, "sha256": _checksum(moment.step, self._start, tensors)}
         metadata = {"imprint": json.dumps(about)}
         try:
-            write(self._path, lambda path: save_file(tensors, path, metadata))
+            write(self._path, lambda path: save(tensors, path, metadata))
         except StoreError as error:
             logger.warning("no snapshot was kept, the simulation goes on without: %s", error)
         self._last = self._clock()
