@@ -9,7 +9,7 @@ size, checkpoints) were chosen on other splits, from 100 on.
 import argparse
 
 from imprint.demo.experiment import Outcome, run
-from imprint.evaluation.removal import mean_estimate
+from imprint.evaluation.statistics import mean_estimate
 from imprint.settings import digits
 
 

@@ -16,7 +16,7 @@ from statistics import median
 import torch
 
 from imprint.data import Data
-from imprint.evaluation.retraining import train_together
+from imprint.evaluation.training import train_together
 from imprint.settings import digits
 from imprint.simulation.engines import simulated
 from imprint.simulation.inputs import Inputs

@@ -5,7 +5,7 @@ which catch a changed loss function. States and sources: hashes of their values.
 """
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import numpy as np
@@ -14,7 +14,7 @@ from torch import Tensor
 
 from imprint.data import Data, leaves
 from imprint.sources import Sources
-from imprint.task import Functional, Parameters
+from imprint.task import Batch, Functional, Parameters
 
 SAMPLED = 1024
 PROBES = 8
@@ -31,6 +31,17 @@ def of_data(data: Data) -> str:
     for piece in torch.split(chosen, 64):  # small pieces: a hash must not depend on the caller's batch size
         for leaf in leaves(data.gather(piece)):
             _add(digest, leaf)
+    return digest.hexdigest()
+
+
+def of_batches(batches: Iterable[tuple[int, Batch]]) -> str:
+    """A hash of all samples of (count, batch) pairs, however they are cut into batches."""
+    digest = hashlib.sha256()
+    for count, batch in batches:
+        columns = [leaf.cpu() if isinstance(leaf, Tensor) else leaf for leaf in leaves(batch)]
+        for row in range(count):
+            for leaf in columns:
+                _add(digest, leaf[row] if isinstance(leaf, Tensor) and leaf.dim() and len(leaf) == count else leaf)
     return digest.hexdigest()
 
 

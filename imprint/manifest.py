@@ -121,7 +121,7 @@ class Manifest:
     execution: dict[str, Any]
     cost: dict[str, Any] = field(default_factory=dict)
     note: Any = None
-    versions: dict[str, str] = field(default_factory=lambda: _versions())
+    versions: dict[str, str] = field(default_factory=lambda: versions())
     created: str = field(default_factory=lambda: datetime.now(UTC).isoformat(timespec="seconds"))
 
     @property
@@ -368,7 +368,8 @@ def _check_files(checkpoint: Checkpoint, keep_pair: bool, value: Value) -> None:
             stop = file.rows[1]
 
 
-def _versions() -> dict[str, str]:
+def versions() -> dict[str, str]:
+    """Of everything a result may depend on."""
     found = {"python": platform.python_version(), "torch": torch.__version__}
     for name in ("imprint-attribution", "numpy", "safetensors"):
         with contextlib.suppress(PackageNotFoundError):

@@ -31,8 +31,6 @@ from imprint import (
     simulate,
 )
 from imprint.cli import app, main
-from imprint.data import Data
-from imprint.evaluation.retraining import Training, train_together
 
 SOURCES = Sources.by_label([i % 4 for i in range(16)])
 
@@ -152,20 +150,6 @@ def test_an_automatic_step_does_not_go_uphill() -> None:
     data = (torch.tensor([[-1.0, 0.2], [-1.0, -0.1], [1.0, 0.3]], dtype=torch.float64),)
     store = simulate(task, data, Sources.per_example(3), Plan(steps=20), progress=False)
     assert store.checkpoints[0].figures["drift"] < 100
-
-
-@pytest.mark.parametrize(
-    "model",
-    [
-        nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 3)),
-        nn.Sequential(nn.Dropout(0.1), nn.Linear(3, 3)),
-    ],
-    ids=["batch norm", "dropout"],
-)
-def test_models_that_would_be_trained_otherwise_are_not_trained_together(model: nn.Module) -> None:
-    inputs = Data(columns(), device=torch.device("cpu"))
-    with pytest.raises(TaskError, match="cannot be trained together"):
-        train_together(lambda: model, Task.classifier, inputs, [torch.arange(16)], [0], Training(epochs=1, lr=0.1))
 
 
 def test_a_report_is_not_written_over_a_file(tmp_path: Path) -> None:

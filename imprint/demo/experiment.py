@@ -11,7 +11,7 @@ from torch import Tensor
 from imprint.attribution import Attribution, attribute
 from imprint.data import Data
 from imprint.evaluation.removal import RemovalCheck
-from imprint.evaluation.retraining import measured, train_together
+from imprint.evaluation.training import measured, train_together
 from imprint.progress import Progress
 from imprint.settings import digits
 from imprint.simulation.run import simulate
@@ -97,7 +97,7 @@ def _removed(
     orders = [10_000_000 * (split + 1) + index for index in range(len(seeds))]
     bar = Progress("retraining", len(seeds) * digits.TRAINING.epochs, "model-epochs", progress)
     models = train_together(
-        digits.model, digits.task, data, subsets, seeds, digits.TRAINING, orders=orders, progress=bar
+        digits.model, digits.task, data, subsets, seeds, digits.TRAINING, orders=orders, on_epoch=bar.advance
     )
     bar.close()
     task = digits.task(digits.model())

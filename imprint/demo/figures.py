@@ -7,7 +7,7 @@ import numpy as np
 
 from imprint.demo.experiment import Outcome
 from imprint.errors import MissingExtra
-from imprint.evaluation.removal import Array
+from imprint.evaluation.statistics import Array
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

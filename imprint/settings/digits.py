@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from imprint.errors import MissingExtra
-from imprint.evaluation.retraining import Training
+from imprint.evaluation.training import Training
 from imprint.simulation.plan import Plan
 from imprint.sources import Sources
 from imprint.task import Task

@@ -1,0 +1,281 @@
+"""Training many small models as one batched computation.
+
+Each model has its own initialisation, its own subset of the data, its own order of mini-batches and its own dropout, as
+if it had been trained alone; only the arithmetic is shared. `imprint.evaluation.truth` retrains with it.
+"""
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Literal, get_args
+
+import torch
+from torch import Tensor, nn
+from torch.func import grad, vmap
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from imprint.data import Data, leaves, map_tensors
+from imprint.errors import DataError, PlanError, TaskError
+from imprint.memory import activation_bytes, budget
+from imprint.task import Batch, Functional, Parameters, Task
+
+Optimiser = Literal["sgd", "adam", "adamw"]
+Schedule = Literal["constant", "linear", "cosine"]
+_CACHE = 16 << 20  # bytes of parameters and optimiser state beyond which a CPU gains nothing from more models at once
+
+
+@dataclass(frozen=True, kw_only=True)
+class Training:
+    """Gradient descent over mini-batches, as torch's optimisers do it.
+
+    optimiser: "sgd" with `momentum`, "adam" (weight decay in the gradient) or "adamw" (weight decay beside it).
+    schedule: of the step size over the whole training, after `warmup` steps of linear growth.
+    shuffle: a new order for every epoch; otherwise the examples come as they are.
+    drop_last: leave out an epoch's last batch if it is not full. A batch of a few examples has a noisy gradient of full
+        length, and whether there is one depends on the size of the subset: it blurs what a removal does.
+    """
+
+    epochs: int
+    lr: float
+    batch_size: int = 64
+    optimiser: Optimiser = "sgd"
+    momentum: float = 0.0
+    betas: tuple[float, float] = (0.9, 0.999)
+    weight_decay: float = 0.0
+    schedule: Schedule = "constant"
+    warmup: int = 0
+    shuffle: bool = True
+    drop_last: bool = False
+
+    def __post_init__(self) -> None:
+        for name, known in (("optimiser", get_args(Optimiser)), ("schedule", get_args(Schedule))):
+            if getattr(self, name) not in known:
+                raise PlanError(f"{name} {getattr(self, name)!r} is unknown: use one of {', '.join(known)}.")
+        for name, least in (("epochs", 1), ("batch_size", 1), ("lr", 0), ("weight_decay", 0), ("warmup", 0)):
+            if not getattr(self, name) >= least:
+                raise PlanError(f"{name} must be at least {least}, got {getattr(self, name)}.")
+        if self.momentum and self.optimiser != "sgd":
+            raise PlanError(f'momentum belongs to "sgd"; {self.optimiser!r} has betas.')
+
+    def steps(self, examples: int) -> int:
+        """How many steps an epoch over so many examples has."""
+        return examples // self.batch_size if self.drop_last else -(-examples // self.batch_size)
+
+    def rate(self, step: Tensor, steps: Tensor) -> Tensor:
+        """The step size at `step` of `steps`, elementwise."""
+        growing = ((step + 1) / self.warmup).clamp(max=1) if self.warmup else torch.ones_like(step)
+        share = ((step - self.warmup) / (steps - self.warmup).clamp(min=1)).clamp(0, 1)
+        if self.schedule == "linear":
+            growing = growing * (1 - share)
+        elif self.schedule == "cosine":
+            growing = growing * (1 + torch.cos(math.pi * share)) / 2
+        return self.lr * growing
+
+
+def train_together(
+    build: Callable[[], nn.Module],
+    task_of: Callable[[nn.Module], Task],
+    data: Data,
+    subsets: Sequence[Tensor],
+    seeds: Sequence[int],
+    training: Training,
+    *,
+    orders: Sequence[int] | None = None,
+    record: Sequence[int] = (),
+    on_epoch: Callable[[int], None] = lambda models: None,
+) -> dict[int, Parameters]:
+    """Train one model for each subset and seed; the stacked parameters after the recorded epochs and the last.
+
+    build: makes a freshly initialised model from torch's global random state.
+    subsets: indices of the examples each model is trained on.
+    seeds: one for each model, for its initialisation and, unless `orders` gives others, its order of examples. Models
+        that all have the same seed also share their dropout, as they would if each were trained alone after it.
+    """
+    if not len(subsets) == len(seeds) == len(orders or seeds) > 0:
+        raise DataError(f"each subset needs one seed: got {len(subsets)} subsets and {len(orders or seeds)} seeds.")
+    shortest = min(len(subset) for subset in subsets)
+    if training.steps(shortest) < 1:
+        raise DataError(f"a subset of {shortest} examples does not fill one batch of {training.batch_size}.")
+    models = [initialised(build, seed) for seed in seeds]
+    _refuse(models[0])
+    functional, _ = task_of(models[0].to(data.device)).at(task_of(models[0]).state())
+    theta = {
+        name: torch.stack([dict(m.named_parameters())[name].detach().to(data.device) for m in models])
+        for name, _ in models[0].named_parameters()
+    }
+    frozen = {name: theta.pop(name) for name, p in models[0].named_parameters() if not p.requires_grad}
+    same, whole = len(set(seeds)) == 1, _whole(subsets, training)
+    descent = _Descent(functional, theta, frozen, training, same=same, whole=whole)
+    shuffles = [torch.Generator().manual_seed(seed) for seed in orders or seeds]
+    kept: dict[int, Parameters] = {}
+    with _seeded(seeds[0]), sdpa_kernel(SDPBackend.MATH):  # fused attention knows nothing of many models at once
+        for epoch in range(1, training.epochs + 1):
+            examples, weights = _epoch(subsets, shuffles, training, next(iter(theta.values())))
+            for chosen, weight in zip(examples, weights, strict=True):
+                descent.step(map_tensors(partial(_per_model, len(seeds)), data.gather(chosen.flatten())), weight)
+            if epoch in record or epoch == training.epochs:
+                kept[epoch] = {name: tensor.clone() for name, tensor in {**descent.theta, **frozen}.items()}
+            on_epoch(len(seeds))
+    return kept
+
+
+class _Descent:
+    """The stacked parameters of all models on their way, with the state of their optimisers.
+
+    frozen: those that stay as they are.
+    same: whether all models draw the same random numbers, for dropout.
+    whole: how many steps each model takes in all, shape (models,).
+    """
+
+    def __init__(
+        self,
+        task: Functional,
+        theta: Parameters,
+        frozen: Parameters,
+        training: Training,
+        *,
+        same: bool,
+        whole: Tensor,
+    ) -> None:
+        self.theta, self._frozen, self._training = theta, frozen, training
+        self._whole = whole.to(next(iter(theta.values())))
+        self._everyone = bool((whole == whole[0]).all())
+        self._taken = torch.zeros_like(self._whole)
+        self._first = {name: torch.zeros_like(t) for name, t in theta.items()}  # momentum, or Adam's first moment
+        adam = training.optimiser != "sgd"
+        self._second = {name: torch.zeros_like(t) for name, t in theta.items()} if adam else {}
+
+        def objective(theta: Parameters, frozen: Parameters, batch: Batch, weights: Tensor) -> Tensor:
+            return (weights * task.losses({**theta, **frozen}, batch, len(weights))).sum()
+
+        self._gradients = vmap(grad(objective), randomness="same" if same else "different")
+
+    def step(self, batch: Batch, weights: Tensor) -> None:
+        """One step of every model that has examples in it; the others wait for the next epoch."""
+        downhill = self._gradients(self.theta, self._frozen, batch, weights)
+        training = self._training
+        active = (weights.sum(1) > 0).to(self._taken.dtype)
+        rate = training.rate(self._taken, self._whole) * active
+        self._taken += active
+        for name, theta in self.theta.items():
+            shape = (-1, *[1] * (theta.dim() - 1))
+            pull, eta = downhill[name], rate.reshape(shape)
+            if training.weight_decay and training.optimiser != "adamw":
+                pull = pull.add(theta, alpha=training.weight_decay)
+            if training.weight_decay and training.optimiser == "adamw":
+                theta.mul_(1 - training.weight_decay * eta)
+            on = None if self._everyone else active.reshape(shape)
+            direction = self._momentum(name, pull, on) if training.optimiser == "sgd" else self._adam(name, pull, on)
+            theta.addcmul_(direction, eta, value=-1)
+
+    def _momentum(self, name: str, pull: Tensor, on: Tensor | None) -> Tensor:
+        if not self._training.momentum:
+            return pull
+        return _blend(self._first[name], self._training.momentum, pull, 1.0, on)
+
+    def _adam(self, name: str, pull: Tensor, on: Tensor | None) -> Tensor:
+        beta1, beta2 = self._training.betas
+        taken = self._taken.clamp(min=1).reshape(-1, *[1] * (pull.dim() - 1))
+        first = _blend(self._first[name], beta1, pull, 1 - beta1, on) / (1 - beta1**taken)
+        second = _blend(self._second[name], beta2, pull.square(), 1 - beta2, on) / (1 - beta2**taken)
+        return first / (second.sqrt() + 1e-8)
+
+
+def _blend(state: Tensor, keep: float, new: Tensor, share: float, on: Tensor | None) -> Tensor:
+    """state ← keep·state + share·new for the models that are on, in place."""
+    if on is None:
+        return state.mul_(keep).add_(new, alpha=share)
+    return state.add_(on * ((keep - 1) * state + share * new))
+
+
+def measured(task: Task, stacked: Parameters, batch: Batch, count: int) -> Tensor:
+    """F of the queries under every model of a stack, shape (models, queries)."""
+    functional, _ = task.at(task.state())
+    with torch.no_grad(), task.evaluating():
+        return vmap(lambda theta: functional.measures(theta, batch, count))(stacked)
+
+
+def models_at_once(
+    build: Callable[[], nn.Module],
+    task_of: Callable[[nn.Module], Task],
+    data: Data,
+    training: Training,
+    memory: int | str | None = None,
+) -> int:
+    """How many models to train together: what fits the memory of a GPU, what fits the caches of a CPU."""
+    model = initialised(build, 0).to(data.device)
+    _refuse(model)
+    task = task_of(model)
+    functional, theta = task.at(task.state())
+    count = min(training.batch_size, len(data))
+    batch = data.gather(torch.arange(count))
+    with _seeded(0):
+        activations = activation_bytes(lambda: functional.losses(theta, batch, count))
+    state = sum(tensor.nbytes for tensor in theta.values()) * (3 if training.optimiser == "sgd" else 4)
+    rows = sum(leaf.nbytes for leaf in leaves(batch) if isinstance(leaf, Tensor))
+    fit = budget(memory, data.device) // (2 * state + 4 * activations + 2 * rows)
+    return max(1, fit if data.device.type == "cuda" else min(fit, _CACHE // state))
+
+
+def _refuse(model: nn.Module) -> None:
+    """Say so where models trained together would not be what they are alone."""
+    batch_norm = any(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in model.modules())
+    if batch_norm or any(True for _ in model.buffers()):
+        raise TaskError(
+            "models with batch norm, or with other buffers, cannot be trained together: give a function "
+            "train(subset, seed) that trains one."
+        )
+
+
+def _seed(seed: int) -> None:
+    """As `torch.manual_seed`, which would spend longer on devices that are not there than a small model on a step."""
+    torch.default_generator.manual_seed(seed)
+    if torch.cuda.is_initialized():
+        torch.cuda.manual_seed_all(seed)
+
+
+def _per_model(models: int, tensor: Tensor) -> Tensor:
+    return tensor.reshape(models, -1, *tensor.shape[1:])
+
+
+def initialised(build: Callable[[], nn.Module], seed: int) -> nn.Module:
+    """A fresh model as a seed makes it, in training mode."""
+    with _seeded(seed):
+        return build().train()
+
+
+@contextmanager
+def _seeded(seed: int) -> Iterator[None]:
+    """Torch's random state set by a seed for a while; the caller's comes back after."""
+    devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
+    with torch.random.fork_rng(devices=devices):
+        _seed(seed)
+        yield
+
+
+def _whole(subsets: Sequence[Tensor], training: Training) -> Tensor:
+    return torch.tensor([training.epochs * training.steps(len(subset)) for subset in subsets])
+
+
+def _epoch(
+    subsets: Sequence[Tensor], shuffles: Sequence[torch.Generator], training: Training, like: Tensor
+) -> tuple[Tensor, Tensor]:
+    """The mini-batches of every model, shape (steps, models, size), and weights that average over each batch.
+
+    What a batch lacks is filled with an example of its own subset at weight 0: a model computes nothing on others.
+    """
+    size = training.batch_size
+    steps = max(training.steps(len(subset)) for subset in subsets)
+    examples = torch.stack([subset[:1].expand(steps * size) for subset in subsets])
+    present = torch.zeros(len(subsets), steps * size, dtype=like.dtype)
+    for model, (subset, shuffle) in enumerate(zip(subsets, shuffles, strict=True)):
+        seen = min(len(subset), training.steps(len(subset)) * size)
+        order = torch.randperm(len(subset), generator=shuffle) if training.shuffle else torch.arange(len(subset))
+        examples[model, :seen] = subset[order[:seen]]
+        present[model, :seen] = 1
+    examples = examples.reshape(len(subsets), steps, size).transpose(0, 1)
+    present = present.reshape(len(subsets), steps, size).transpose(0, 1)
+    weights = present / present.sum(2, keepdim=True).clamp(min=1)
+    return examples.to(like.device), weights.to(like.device)

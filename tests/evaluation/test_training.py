@@ -1,0 +1,341 @@
+"""Many models trained as one computation are the models a plain loop would have trained."""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from imprint import DataError, PlanError, Task, TaskError
+from imprint.data import Data
+from imprint.evaluation.training import Training, measured, models_at_once, train_together
+from imprint.task import Batch, Parameters
+
+CPU = torch.device("cpu")
+EXAMPLES = 30
+SUBSETS = [torch.arange(30), torch.arange(30)[torch.arange(30) % 3 != 0], torch.arange(5, 30), torch.arange(9)]
+SEEDS = [3, 4, 5, 6]
+TRAINING = Training(epochs=3, lr=0.1, batch_size=8, momentum=0.9, weight_decay=1e-2)
+ADAM = Training(epochs=3, lr=0.01, batch_size=8, optimiser="adam")
+TRAININGS = {
+    "plain": Training(epochs=3, lr=0.1, batch_size=8),
+    "momentum": replace(TRAINING, weight_decay=0.0),
+    "momentum and weight decay": TRAINING,
+    "adam": ADAM,
+    "adam with weight decay": replace(ADAM, weight_decay=0.1, betas=(0.8, 0.95)),
+    "adamw": replace(ADAM, optimiser="adamw", weight_decay=0.1),
+    "linear": replace(TRAINING, schedule="linear"),
+    "cosine": replace(TRAINING, schedule="cosine"),
+    "warm-up": replace(TRAINING, warmup=4),
+    "warm-up and linear": replace(ADAM, schedule="linear", warmup=3),
+    "warm-up and cosine": replace(ADAM, optimiser="adamw", weight_decay=0.1, schedule="cosine", warmup=3),
+    "warm-up longer than the training": replace(TRAINING, schedule="cosine", warmup=50),
+    "whole batches only": replace(TRAINING, drop_last=True),
+    "in order": replace(TRAINING, shuffle=False),
+}
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A kind of model, with data for it."""
+
+    build: Callable[[], nn.Module]
+    data: Batch
+    task: Callable[[nn.Module], Task] = Task.classifier
+
+    @property
+    def inputs(self) -> Data:
+        return Data(self.data, device=CPU)
+
+    def together(self, subsets: list[Tensor], seeds: list[int], training: Training, **options: Any) -> Parameters:
+        return train_together(self.build, self.task, self.inputs, subsets, seeds, training, **options)[training.epochs]
+
+    def alone(self, subset: Tensor, seed: int, training: Training) -> nn.Module:
+        """The same training with torch's own optimisers, one model at a time."""
+        with torch.random.fork_rng():
+            torch.manual_seed(seed)
+            model = self.build().train()
+        task, inputs = self.task(model), self.inputs
+        optimiser, schedule = optimiser_of(model, training, training.epochs * training.steps(len(subset)))
+        order = torch.Generator().manual_seed(seed)
+        for _ in range(training.epochs):
+            chosen = subset[torch.randperm(len(subset), generator=order)] if training.shuffle else subset
+            for batch in chosen.split(training.batch_size):
+                if training.drop_last and len(batch) < training.batch_size:
+                    continue
+                optimiser.zero_grad()
+                task.loss(model, inputs.gather(batch)).mean().backward()
+                optimiser.step()
+                schedule.step()
+        return model
+
+
+def optimiser_of(
+    model: nn.Module, training: Training, steps: int
+) -> tuple[torch.optim.Optimizer, torch.optim.lr_scheduler.LambdaLR]:
+    optimiser: torch.optim.Optimizer
+    if training.optimiser == "sgd":
+        optimiser = torch.optim.SGD(
+            model.parameters(), training.lr, training.momentum, weight_decay=training.weight_decay
+        )
+    else:
+        adam = torch.optim.Adam if training.optimiser == "adam" else torch.optim.AdamW
+        optimiser = adam(model.parameters(), training.lr, training.betas, weight_decay=training.weight_decay)
+
+    def factor(step: int) -> float:
+        growth = min(1.0, (step + 1) / training.warmup) if training.warmup else 1.0
+        share = min(1.0, max(0.0, (step - training.warmup) / max(1, steps - training.warmup)))
+        falls = {"constant": 1.0, "linear": 1 - share, "cosine": (1 + math.cos(math.pi * share)) / 2}
+        return growth * falls[training.schedule]
+
+    return optimiser, torch.optim.lr_scheduler.LambdaLR(optimiser, factor)
+
+
+class Encoder(nn.Module):
+    """A transformer's layer over tokens."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(7, 8)
+        self.layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)
+        self.out = nn.Linear(8, 3)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        logits: Tensor = self.out(self.layer(self.embedding(tokens)).mean(1))
+        return logits
+
+
+def dictionaries(model: nn.Module) -> Task:
+    return Task(model, loss=lambda m, batch: F.cross_entropy(m(batch["x"]), batch["labels"], reduction="none"))
+
+
+def draw(*shape: int) -> Tensor:
+    return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+
+
+LABELS = torch.randint(0, 3, (EXAMPLES,), generator=torch.Generator().manual_seed(1))
+TOKENS = torch.randint(0, 7, (EXAMPLES, 5), generator=torch.Generator().manual_seed(2))
+
+
+def partly_frozen() -> nn.Module:
+    model = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3)).double()
+    model[0].requires_grad_(False)
+    return model
+
+
+PERCEPTRON = Kind(lambda: nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3)).double(), (draw(30, 4), LABELS))
+KINDS = {
+    "convolutions": Kind(
+        lambda: nn.Sequential(nn.Conv2d(1, 3, 3), nn.ReLU(), nn.Flatten(), nn.Linear(27, 3)).double(),
+        (draw(30, 1, 5, 5), LABELS),
+    ),
+    "transformer": Kind(lambda: Encoder().double(), (TOKENS, LABELS)),
+    "dictionaries": Kind(PERCEPTRON.build, {"x": draw(30, 4), "labels": LABELS}, dictionaries),
+    "partly frozen": Kind(partly_frozen, PERCEPTRON.data),
+}
+
+
+def assert_same(kind: Kind, training: Training) -> None:
+    together = kind.together(SUBSETS, SEEDS, training)
+    for index, (subset, seed) in enumerate(zip(SUBSETS, SEEDS, strict=True)):
+        alone = dict(kind.alone(subset, seed, training).named_parameters())
+        assert together.keys() == alone.keys()
+        for name, parameter in alone.items():
+            # absolutely, since Adam makes a step of the rounding where a gradient is zero, as that of a key's bias is
+            torch.testing.assert_close(together[name][index], parameter.detach(), rtol=1e-8, atol=1e-9)
+
+
+@pytest.mark.parametrize("training", TRAININGS.values(), ids=TRAININGS.keys())
+def test_models_trained_together_are_those_trained_alone(training: Training) -> None:
+    assert_same(PERCEPTRON, training)
+
+
+@pytest.mark.filterwarnings("error:.*performance drop")
+@pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS.keys())
+def test_any_kind_of_model_can_be_trained_together(kind: Kind) -> None:
+    assert_same(kind, TRAINING)
+    assert_same(kind, TRAININGS["warm-up and cosine"])
+
+
+@pytest.mark.parametrize("training", [TRAINING, ADAM], ids=["sgd", "adam"])
+def test_a_model_does_not_depend_on_those_trained_beside_it(training: Training) -> None:
+    one = PERCEPTRON.together(SUBSETS[1:2], SEEDS[1:2], training)
+    many = PERCEPTRON.together(SUBSETS, SEEDS, training)
+    others = PERCEPTRON.together([SUBSETS[3], SUBSETS[1], SUBSETS[2], SUBSETS[0]], [7, SEEDS[1], 8, 9], training)
+    for name, tensor in many.items():
+        torch.testing.assert_close(one[name][0], tensor[1], rtol=1e-10, atol=1e-13)
+        assert torch.equal(others[name][1], tensor[1])
+        assert not torch.equal(others[name][0], tensor[0])
+
+
+def test_examples_outside_its_subset_do_not_touch_a_model() -> None:
+    x, y = PERCEPTRON.data
+    spoilt = Kind(PERCEPTRON.build, (x.index_fill(0, torch.tensor([0, 29]), math.nan), y))
+    subsets, seeds = [torch.arange(1, 29), torch.arange(4, 15)], [0, 1]
+    clean, dirty = (kind.together(subsets, seeds, TRAINING) for kind in (PERCEPTRON, spoilt))
+    for name, tensor in clean.items():
+        assert torch.equal(dirty[name], tensor)
+
+
+def test_measurements_of_a_stack_are_those_of_its_models() -> None:
+    x, y = PERCEPTRON.data
+    stack = PERCEPTRON.together(SUBSETS, SEEDS, TRAINING)
+    losses = measured(Task.classifier(PERCEPTRON.build()), stack, (x, y), len(x))
+    model = PERCEPTRON.build()
+    model.load_state_dict({name: tensor[1] for name, tensor in stack.items()})
+    torch.testing.assert_close(losses[1], F.cross_entropy(model(x), y, reduction="none").detach())
+
+
+def test_recorded_epochs_are_states_on_the_way() -> None:
+    short = replace(TRAINING, epochs=2)
+    whole = train_together(PERCEPTRON.build, Task.classifier, PERCEPTRON.inputs, SUBSETS, SEEDS, TRAINING, record=(2,))
+    part = PERCEPTRON.together(SUBSETS, SEEDS, short)
+    assert sorted(whole) == [2, 3]
+    for name, tensor in part.items():
+        assert torch.equal(whole[2][name], tensor)
+
+
+def test_another_order_gives_another_model_of_the_same_initialisation() -> None:
+    weight, again = (
+        PERCEPTRON.together(SUBSETS[:1] * 2, [3, 3], TRAINING, orders=orders)["0.weight"] for orders in ([1, 2], [1, 1])
+    )
+    assert not torch.allclose(weight[0], weight[1])
+    torch.testing.assert_close(again[0], again[1])
+
+
+def test_the_same_seeds_give_the_same_models() -> None:
+    first, again = (dropping().together(SUBSETS, SEEDS, TRAINING) for _ in range(2))
+    for name, tensor in first.items():
+        assert torch.equal(again[name], tensor)
+
+
+def test_the_callers_random_state_is_left_alone() -> None:
+    before = torch.get_rng_state()
+    dropping().together(SUBSETS, SEEDS, TRAINING)
+    models_at_once(dropping().build, Task.classifier, dropping().inputs, TRAINING)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def dropping(p: float = 0.5) -> Kind:
+    """Models that start from the same weights whatever the seed, so that only their dropout can differ."""
+
+    def build() -> nn.Module:
+        model = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Dropout(p), nn.Linear(6, 3)).double()
+        for number, parameter in enumerate(model.parameters()):
+            start = torch.linspace(-1, 1, parameter.numel(), dtype=torch.float64).sin()
+            parameter.data = start.reshape(parameter.shape) / (number + 1)
+        return model
+
+    return Kind(build, PERCEPTRON.data)
+
+
+def trained_weight(p: float, seeds: list[int]) -> Tensor:
+    return dropping(p).together([torch.arange(30)] * 2, seeds, TRAINING, orders=[0, 0])["3.weight"]
+
+
+def test_models_of_different_seeds_draw_different_dropout() -> None:
+    dropped, whole = trained_weight(0.5, [1, 2]), trained_weight(0.0, [1, 2])
+    torch.testing.assert_close(whole[0], whole[1])
+    assert float((dropped[0] - dropped[1]).abs().max()) > 1e-3
+
+
+def test_models_of_one_seed_share_their_dropout() -> None:
+    dropped, whole = trained_weight(0.5, [1, 1]), trained_weight(0.0, [1, 1])
+    torch.testing.assert_close(dropped[0], dropped[1])
+    assert float((dropped[0] - whole[0]).abs().max()) > 1e-3  # and they do have some
+
+
+def test_dropout_of_models_trained_together_has_the_distribution_of_models_trained_alone() -> None:
+    """Of 400 models each, that differ by their dropout only: means and variances of logits, in standard errors."""
+    models, kind, everything = 400, dropping(), torch.arange(EXAMPLES)
+    training = Training(epochs=2, lr=0.2, batch_size=8, momentum=0.9, shuffle=False)
+    stack = kind.together([everything] * models, list(range(models)), training)
+    queries = (kind.data[0][:2].repeat_interleave(3, 0), torch.arange(3).repeat(2))
+    task = Task.classifier(kind.build(), measure="logit")
+    together = measured(task, stack, queries, 6)
+    torch.manual_seed(12345)
+    rows = []
+    for _ in range(models):
+        model = kind.build().train()
+        optimiser = torch.optim.SGD(model.parameters(), training.lr, training.momentum)
+        for _ in range(training.epochs):
+            for batch in everything.split(training.batch_size):
+                optimiser.zero_grad()
+                F.cross_entropy(model(kind.data[0][batch]), kind.data[1][batch]).backward()
+                optimiser.step()
+        with torch.no_grad():
+            rows.append(task.measure(model.eval(), queries))
+    alone = torch.stack(rows)
+    assert float(alone.var(0).min()) > 1e-4  # dropout matters here
+    for power in (1, 2):  # means, then variances
+        ours, theirs = ((values - (power - 1) * values.mean(0)) ** power for values in (together, alone))
+        error = ((ours.var(0) + theirs.var(0)) / models).sqrt()
+        assert float(((ours.mean(0) - theirs.mean(0)) / error).abs().max()) < 4
+
+
+@pytest.mark.parametrize(
+    "layer",
+    [nn.BatchNorm1d(6), nn.BatchNorm1d(6, track_running_stats=False), nn.BatchNorm1d(6, affine=False)],
+    ids=["statistics", "no statistics", "no weights"],
+)
+def test_models_with_batch_norm_are_refused(layer: nn.Module) -> None:
+    kind = Kind(lambda: nn.Sequential(nn.Linear(4, 6), layer, nn.Linear(6, 3)).double(), PERCEPTRON.data)
+    with pytest.raises(TaskError, match=r"batch norm.*train\(subset, seed\)"):
+        kind.together(SUBSETS, SEEDS, TRAINING)
+    with pytest.raises(TaskError, match="batch norm"):
+        models_at_once(kind.build, kind.task, kind.inputs, TRAINING)
+
+
+def test_models_with_buffers_are_refused() -> None:
+    def build() -> nn.Module:
+        model = PERCEPTRON.build()
+        model.register_buffer("scale", torch.ones(1))
+        return model
+
+    with pytest.raises(TaskError, match="other buffers"):
+        Kind(build, PERCEPTRON.data).together(SUBSETS, SEEDS, TRAINING)
+
+
+def at_once(width: int, memory: str) -> int:
+    def build() -> nn.Module:
+        return nn.Sequential(nn.Linear(4, width), nn.Tanh(), nn.Linear(width, 3))
+
+    inputs = Data((draw(30, 4).float(), LABELS), device=CPU)
+    return models_at_once(build, Task.classifier, inputs, TRAINING, memory)
+
+
+def test_more_memory_and_smaller_models_let_more_train_at_once() -> None:
+    assert at_once(100, "1kB") == 1
+    assert 1 < at_once(100, "1MB") < at_once(100, "4MB")
+    assert at_once(1000, "4MB") < at_once(100, "4MB")
+    assert at_once(10**6, "1TB") == 1  # one alone is more than the caches of a CPU hold
+
+
+WRONG: dict[str, tuple[dict[str, Any], str]] = {
+    "optimiser": ({"optimiser": "Adam"}, "optimiser 'Adam' is unknown: use one of sgd, adam, adamw"),
+    "schedule": ({"schedule": "step"}, "schedule 'step' is unknown"),
+    "epochs": ({"epochs": 0}, "epochs must be at least 1, got 0"),
+    "batch size": ({"batch_size": 0}, "batch_size must be at least 1, got 0"),
+    "step size": ({"lr": math.nan}, "lr must be at least 0, got nan"),
+    "momentum": ({"optimiser": "adam", "momentum": 0.9}, "momentum belongs to \"sgd\"; 'adam' has betas"),
+}
+
+
+@pytest.mark.parametrize(("change", "message"), WRONG.values(), ids=WRONG.keys())
+def test_settings_that_cannot_be_meant_are_refused(change: dict[str, Any], message: str) -> None:
+    with pytest.raises(PlanError, match=message):
+        Training(**{"epochs": 1, "lr": 0.1, **change})
+
+
+def test_a_subset_that_fills_no_batch_is_refused() -> None:
+    with pytest.raises(DataError, match="a subset of 9 examples does not fill one batch of 10"):
+        PERCEPTRON.together(SUBSETS, SEEDS, replace(TRAINING, batch_size=10, drop_last=True))
+
+
+def test_every_subset_needs_its_seed() -> None:
+    with pytest.raises(DataError, match="got 4 subsets and 3 seeds"):
+        PERCEPTRON.together(SUBSETS, SEEDS[:3], TRAINING)
