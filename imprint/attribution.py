@@ -1,13 +1,14 @@
 """The result: labelled scores of queries and sources, with sign and units; and the calls that make it."""
 
 import json
+import math
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from html import escape
 from itertools import accumulate, product
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypedDict, Unpack, overload
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, TypedDict, Unpack, overload
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -118,6 +119,12 @@ class Top:
         return frame
 
 
+class Calibrator(Protocol):
+    """Ground truth, as far as calibration needs it: `imprint.evaluation.truth.Truth` is one."""
+
+    def slope(self, result: "Attribution", /) -> float: ...
+
+
 @dataclass(frozen=True)
 class Attribution:
     """Scores s(b, q), shape (queries, sources): the change of F(q) per unit of ε/N of the source."""
@@ -156,6 +163,14 @@ class Attribution:
         k = _checked_k(k, self.scores.shape[1])
         indices = _rank(self.scores, by).topk(k, dim=1).indices
         return Top(self.labels, indices, self.scores.gather(1, indices), self.queries)
+
+    def calibrate(self, truth: Calibrator) -> "Attribution":
+        """The same with effects as large as the truth's: scores times the slope of actual on predicted effects."""
+        slope = truth.slope(self)
+        if not math.isfinite(slope):
+            raise ReadoutError("constant scores cannot be calibrated.")
+        details = {**self.details, "calibration": slope * self.details.get("calibration", 1.0)}
+        return replace(self, scores=slope * self.scores, labels=replace(self.labels, details=details))
 
     def mean(self) -> "Attribution":
         """The mean over queries, as an attribution of one."""
