@@ -27,4 +27,7 @@ if find_spec("sybil"):  # the core's tests also run where there is only torch an
         parsers=[PythonCodeBlockParser()], patterns=["README.md", "docs/*.md"], setup=enter, teardown=leave
     ).pytest()
 
+if not find_spec("dattri"):
+    collect_ignore = ["imprint/evaluation/dattri.py"]
+
 os.environ.setdefault("MPLBACKEND", "Agg")

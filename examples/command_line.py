@@ -7,7 +7,7 @@ function is called for what it returns.
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, Subset, TensorDataset
 
 import imprint
 
@@ -36,3 +36,17 @@ def task() -> imprint.Task:
         if epoch in (1, 3):
             checkpoints.append({name: tensor.clone() for name, tensor in model.state_dict().items()})
     return imprint.Task.classifier(model)
+
+
+def train(subset: Tensor, seed: int) -> nn.Module:
+    """The same training on a part of the data: what `imprint retrain` needs to find out the truth."""
+    torch.manual_seed(seed)
+    fresh = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 3))
+    optimiser = torch.optim.SGD(fresh.parameters(), lr=0.1)
+    part = Subset(data, subset.tolist())
+    for _ in range(20):
+        for inputs, targets in DataLoader(part, batch_size=32, shuffle=True):
+            optimiser.zero_grad()
+            F.cross_entropy(fresh(inputs), targets).backward()
+            optimiser.step()
+    return fresh

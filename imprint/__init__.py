@@ -15,6 +15,7 @@ from imprint.errors import (
     TaskError,
 )
 from imprint.readout import Reader
+from imprint.recording import Recorder
 from imprint.simulation.plan import Plan
 from imprint.simulation.run import simulate
 from imprint.sources import Sources
@@ -35,6 +36,7 @@ __all__ = [
     "PlanError",
     "Reader",
     "ReadoutError",
+    "Recorder",
     "SimulationError",
     "Sources",
     "SourcesError",

@@ -13,6 +13,7 @@ from rich.markup import escape
 
 import imprint
 from imprint.commands.demo import demo
+from imprint.commands.evaluation import evaluate, retrain
 from imprint.commands.stores import attribute, check, inspect, simulate, verify
 from imprint.errors import ImprintError
 from imprint.terminal import console, errors
@@ -23,7 +24,7 @@ app = typer.Typer(
     rich_markup_mode="markdown",
     pretty_exceptions_enable=False,
 )
-for command in (demo, check, simulate, attribute, inspect, verify):
+for command in (demo, check, simulate, attribute, inspect, verify, retrain, evaluate):
     app.command()(command)
 
 

@@ -59,6 +59,10 @@ class Objects:
     def data(self) -> Any:
         return self._required("data", "the training data")
 
+    def named(self, what: str, string: str) -> Any:
+        """Any object by its import string, as it is."""
+        return self._find(what, string, call=False)
+
     @cached_property
     def queries(self) -> Any:
         return self._required("queries", "the queries")

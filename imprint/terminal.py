@@ -1,7 +1,9 @@
 """What the command line shows a person: tables of stores, checks and attributions, and progress."""
 
+import sys
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stdout
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeGuard
 
 from rich.console import Console, Group, RenderableType
@@ -17,6 +19,8 @@ from imprint.progress import Advance, duration
 
 if TYPE_CHECKING:
     from imprint.demo.report import Row
+    from imprint.evaluation.metrics import Metric
+    from imprint.evaluation.truth import Truth
 
 console = Console(emoji=False)  # a source may be called :fire:
 errors = Console(stderr=True, emoji=False)
@@ -175,6 +179,48 @@ def shown_demo(rows: "list[Row]", statistics: Sequence[tuple[str, ...]]) -> Rend
     for line in statistics:
         figures.add_row(*(escape(text) for text in line))
     return Group(table, figures)
+
+
+def shown_truth(truth: "Truth", path: Path) -> RenderableType:
+    """What a ground truth holds."""
+    runs, subsets, queries = truth.values.shape
+    what = "random halves" if truth.subsets.kind == "halves" else "removals, and models that lack nothing"
+    return lines(
+        f"Truth {path}",
+        (
+            ("models", f"{subsets:,} subsets ({what}) × {runs:,} runs"),
+            ("queries", f"{queries:,}, measured by {truth.measure}: {float(truth.values.mean()):.4g} on average"),
+            ("sources", f"{len(truth.subsets.sources):,} of {truth.subsets.n:,} training examples"),
+        ),
+    )
+
+
+def shown_metrics(metrics: "Sequence[Metric]", truth: "Truth") -> RenderableType:
+    """Metrics with their intervals and what the truth allows."""
+    table = Table(
+        "", "value", "95% interval", "ceiling", "another run", title="Scores against the truth", title_justify="left"
+    )
+    for metric in metrics:
+        found = metric.estimate
+        table.add_row(
+            metric.name,
+            f"{found.value:.3f}",
+            escape(f"[{found.low:.3f}, {found.high:.3f}]"),
+            *("–" if limit != limit else f"{limit:.3f}" for limit in (metric.ceiling, metric.single_run)),
+        )
+    remarks = [f"{m.name}: undefined for {m.undefined} queries, left out" for m in metrics if m.undefined]
+    if truth.runs == 1:
+        remarks.append("With one run the noise of retraining is unknown, and no ceiling can be told.")
+    else:
+        remarks.append("Another run: what the mean of the other runs reaches against one.")
+    return Group(table, *(Text(remark) for remark in remarks))
+
+
+@contextmanager
+def working() -> Iterator[None]:
+    """What the user's code prints while a command works is no result."""
+    with redirect_stdout(sys.stderr):
+        yield
 
 
 @contextmanager

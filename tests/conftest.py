@@ -1,5 +1,6 @@
 """What every test starts from: one thread, one seed, and examples that hypothesis draws the same way each time."""
 
+import os
 from collections.abc import Iterator
 
 import pytest
@@ -12,6 +13,15 @@ except ImportError:  # the zoo also runs where there is only torch and pytest
 else:
     settings.register_profile("repeatable", derandomize=True, deadline=None, max_examples=50)
     settings.load_profile("repeatable")
+
+
+def require(what: str, there: bool, reason: str) -> None:
+    """Skip a test that lacks what it needs; fail it where the environment variable REQUIRE lists that, as in "data"."""
+    if there:
+        return
+    if what in os.environ.get("REQUIRE", "").split(","):
+        pytest.fail(f"{reason}, and REQUIRE lists {what!r}")
+    pytest.skip(reason)
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -25,11 +25,6 @@ SPEAKING = {"warnings.warn": "Warnings", "logger.warning": "Logged", "logger.err
 
 NEEDS_NO_ENTRY = {
     "a batch with a … in it cannot be written as JSON and tensors.": "caught: the store then keeps no probe examples",
-    "expected predicted (queries, sources) and actual (runs, …": "imprint.evaluation has no public page",
-    "predicted and actual effects must be finite.": "imprint.evaluation has no public page",
-    "models with buffers (such as …": "imprint.evaluation has no public page",
-    "models with dropout cannot be trained together yet: …": "imprint.evaluation has no public page",
-    "a subset of … examples does not fill one batch of …": "imprint.evaluation has no public page",
 }
 
 

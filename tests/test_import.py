@@ -19,6 +19,7 @@ LAYERS = {
     "data": ("errors", "task"),
     "vectors": ("task",),
     "files": ("errors",),
+    "recording": ("errors", "files"),
     "fingerprint": ("data", "sources", "task"),
     "simulation": (
         *("errors", "progress", "memory", "task", "sources", "data", "vectors"),
@@ -39,10 +40,13 @@ LAYERS = {
     "inspection": ("vectors", "store"),
     "experiment": ("errors", "store"),
     "loading": ("errors", "task", "sources", "data", "simulation.plan", "store", "experiment"),
-    "terminal": ("progress", "checking", "attribution", "experiment", "demo.report"),
+    "terminal": (
+        *("progress", "checking", "attribution", "experiment"),
+        *("demo.report", "evaluation.metrics", "evaluation.truth"),
+    ),
     "commands": (
-        *("imprint", "errors", "files", "manifest", "store", "inspection", "experiment", "loading", "terminal"),
-        *("demo.experiment", "demo.report"),
+        *("imprint", "errors", "data", "files", "manifest", "store", "inspection", "experiment", "loading", "terminal"),
+        *("demo.experiment", "demo.report", "evaluation", "settings.catalogue"),
     ),
     "cli": ("imprint", "errors", "commands", "terminal"),
 }

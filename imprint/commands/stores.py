@@ -1,9 +1,8 @@
 """`imprint check`, `simulate`, `attribute`, `inspect` and `verify`: making stores and reading them."""
 
 import csv
-import sys
 from collections.abc import Iterator
-from contextlib import contextmanager, redirect_stdout
+from contextlib import contextmanager
 from json import dumps
 from pathlib import Path
 from typing import Annotated, Any
@@ -36,7 +35,7 @@ from imprint.inspection import inspected
 from imprint.loading import Objects
 from imprint.manifest import MANIFEST
 from imprint.store import JOURNAL
-from imprint.terminal import console, errors, progress, shown_check, shown_mean, shown_store, shown_top
+from imprint.terminal import console, errors, progress, shown_check, shown_mean, shown_store, shown_top, working
 
 
 def check(
@@ -80,7 +79,7 @@ def check(
         device=device,
         out=out,
     ).over_file(config)
-    with _working(), errors.status("loading and measuring"):
+    with working(), errors.status("loading and measuring"):
         objects = Objects(experiment)
         queries_too = objects.queries if objects.has("queries") else None
         found = _checked(objects, experiment.out, queries_too)
@@ -95,13 +94,6 @@ def check(
 def _checked(objects: Objects, out: str | None, queries: Any = None) -> imprint.Check:
     given = (objects.task, objects.data, objects.sources, objects.plan)
     return imprint.check(*given, queries=queries, out=out, **objects.options)
-
-
-@contextmanager
-def _working() -> Iterator[None]:
-    """What the user's code prints is no result."""
-    with redirect_stdout(sys.stderr):
-        yield
 
 
 def simulate(
@@ -164,18 +156,18 @@ def simulate(
         raise ConfigurationError("no folder for the store is given: --out runs/NAME.")
     if (Path(experiment.out) / MANIFEST).is_file():
         errors.print(f"{escape(experiment.out)} is complete already; it is only compared", soft_wrap=True)
-    with _working():
+    with working():
         objects = Objects(experiment)
     note: dict[str, Any] = {"command": experiment.to_json()}
     if checking and not Path(experiment.out).exists():
-        with _working(), errors.status("loading and measuring"):
+        with working(), errors.status("loading and measuring"):
             found = _checked(objects, experiment.out)
         errors.print(shown_check(found))
         if not found.ok:
             raise typer.Exit(1)
         assert found.estimate is not None
         note["estimate"] = {"seconds": found.estimate.seconds, "peak_bytes": found.estimate.peak_bytes}
-    with _working(), _interruptible(Path(experiment.out)), progress(errors, "simulating") as advance:
+    with working(), _interruptible(Path(experiment.out)), progress(errors, "simulating") as advance:
         store = imprint.simulate(
             objects.task,
             objects.data,
@@ -248,7 +240,7 @@ def attribute(
     if given.task is None:
         given = given.over_store(opened)
         errors.print(f"the task is {given.task}, by which the store was made", soft_wrap=True)
-    with _working(), progress(errors, "attributing") as advance:
+    with working(), progress(errors, "attributing") as advance:
         objects = Objects(given)
         options: Any = {
             "readout": readout,

@@ -1,0 +1,25 @@
+"""Public data files: from the folder that IMPRINT_DATA names, else downloaded once."""
+
+import os
+from pathlib import Path
+
+from imprint.errors import DataError, MissingExtra
+
+
+def fetch(name: str, url: str, checksum: str) -> Path:
+    """The file `name` (such as "mnist/train-images-idx3-ubyte.gz"); a download must have the sha256 `checksum`."""
+    folder = os.environ.get("IMPRINT_DATA")
+    if folder and (Path(folder) / name).is_file():
+        return Path(folder) / name
+    try:
+        import pooch
+    except ImportError as error:
+        raise MissingExtra(f"downloading {name}", "eval") from error
+    cache = pooch.os_cache("imprint") / Path(name).parent
+    try:
+        return Path(pooch.retrieve(url, f"sha256:{checksum}", fname=Path(name).name, path=cache))
+    except (OSError, ValueError) as error:
+        raise DataError(
+            f"{name} could not be downloaded from {url} ({error}): put the file under a folder and name that in "
+            "IMPRINT_DATA."
+        ) from error

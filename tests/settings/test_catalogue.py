@@ -1,0 +1,42 @@
+"""Ready-made settings are found by name, and what they train fits what they measure."""
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+
+from imprint import ConfigurationError
+from imprint.evaluation.retraining import retrain
+from imprint.evaluation.subsets import Subsets
+from imprint.settings.catalogue import SETTINGS, ready
+from tests.conftest import require
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_a_setting_is_put_together(name: str) -> None:
+    if name.startswith("mnist"):
+        place = Path(os.environ.get("IMPRINT_DATA") or "nowhere", "mnist")
+        require("data", place.is_dir(), "MNIST is not in the folder that IMPRINT_DATA names")
+    found = ready(name)
+    assert found.sources.length == len(found.train.data)
+    model = found.train.build()
+    assert {n: p.shape for n, p in model.named_parameters()} == {
+        n: p.shape for n, p in found.task.model.named_parameters()
+    }
+    assert found.task.measure(found.task.model, found.queries).shape == (len(found.queries[1]),)
+
+
+def test_a_setting_can_be_retrained() -> None:
+    found = ready("digits")
+    truth = retrain(found.train, found.task, found.queries, Subsets.halves(found.sources, 2), progress=False)
+    assert truth.values.shape == (1, 2, len(found.queries[1]))
+    assert float(truth.values.mean()) < 1  # far better than guessing among ten
+
+
+def test_what_is_not_there_is_told() -> None:
+    with pytest.raises(ConfigurationError, match="there is no setting 'cifar': use one of digits, mnist-mlp"):
+        ready("cifar")
+    if not torch.cuda.is_available():
+        with pytest.raises(ConfigurationError, match="cannot be used here"):
+            ready("digits", "cuda")

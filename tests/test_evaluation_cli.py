@@ -1,0 +1,132 @@
+"""The truth, and how close scores come to it, from a terminal."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from imprint import Attribution, ImprintError, Store, attribute
+from imprint.cli import app
+from imprint.evaluation.metrics import evaluate
+from imprint.evaluation.truth import Truth
+
+MODEL = """
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import imprint
+
+torch.manual_seed(0)
+x, y = torch.randn(24, 3), torch.randint(0, 2, (24,))
+data, queries = (x, y), (x[:5], y[:5])
+sources = imprint.Sources.groups({"a": range(0, 9), "b": range(9, 16), "c": range(16, 24)})
+
+
+def train(subset, seed):
+    torch.manual_seed(seed)
+    model = nn.Linear(3, 2)
+    optimiser = torch.optim.SGD(model.parameters(), lr=0.3)
+    for _ in range(5):
+        for batch in subset[torch.randperm(len(subset))].split(8):
+            optimiser.zero_grad()
+            F.cross_entropy(model(x[batch]), y[batch]).backward()
+            optimiser.step()
+    return model
+
+
+def task():
+    return imprint.Task.classifier(train(torch.arange(24), 0))
+"""
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a model, a store of it and two truths; not to be changed."""
+    folder = tmp_path_factory.mktemp("made")
+    (folder / "model.py").write_text(MODEL)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        run("simulate", "model.py:task", "--out", "store", "-p", "steps=5", "-p", "lr=0.3", "--no-check")
+        run("retrain", "model.py:train", "--kind", "sources", "--runs", "2", "--out", "removal")
+        run("retrain", "model.py:train", "--kind", "halves", "--count", "6", "--runs", "2", "--out", "halves")
+    return folder
+
+
+@pytest.fixture(autouse=True)
+def copied(made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    shutil.copytree(made, tmp_path / "here")
+    monkeypatch.chdir(tmp_path / "here")
+
+
+def run(*words: str) -> str:
+    result = CliRunner().invoke(app, list(words), env={"COLUMNS": "160"})
+    if result.exception is not None:
+        raise result.exception
+    return str(result.stdout)
+
+
+def told(*words: str) -> dict[str, Any]:
+    values: dict[str, Any] = json.loads(run(*words, "--json"))
+    return values
+
+
+@pytest.mark.parametrize("truth", ["removal", "halves"])
+def test_metrics_are_those_of_the_library(truth: str) -> None:
+    from imprint.experiment import Experiment
+    from imprint.loading import Objects
+
+    objects = Objects(Experiment(task="model.py:task"))
+    result = attribute(objects.task, Store("store"), objects.queries, progress=False)
+    expected = [metric.to_json() for metric in evaluate(result, Truth.load(truth))]
+    assert told("evaluate", "store", truth)["metrics"] == expected
+    result.save("scores.safetensors")
+    assert Attribution.load("scores.safetensors").labels.n == 24
+    assert told("evaluate", "scores.safetensors", truth)["metrics"] == expected
+
+
+def test_a_person_sees_value_interval_and_ceiling() -> None:
+    shown = run("evaluate", "store", "removal")
+    for words in ("correlation of removals", "95% interval", "ceiling", "slope of actual on predicted"):
+        assert words in shown
+    assert "LDS" in run("evaluate", "store", "halves")
+
+
+@pytest.mark.parametrize(("kind", "subsets"), [("examples", 25), ("unions", 7)])
+def test_every_kind_of_truth_can_be_made(kind: str, subsets: int) -> None:
+    about = told("retrain", "model.py:train", "--kind", kind, "--count", "3", "--out", "truth")
+    assert about["subsets"] == subsets
+    assert "With one run" in run("evaluate", "store", "truth") if kind == "unions" else True
+
+
+def test_the_same_command_again_trains_nothing() -> None:
+    before = {path: path.stat().st_mtime_ns for path in Path("removal").iterdir()}
+    run("retrain", "model.py:train", "--kind", "sources", "--runs", "2", "--out", "removal")
+    assert {path: path.stat().st_mtime_ns for path in Path("removal").iterdir()} == before
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (("retrain", "model.py", "--out", "x"), "neither a ready-made setting .* nor an import string"),
+        (("retrain", "model.py:trian", "--out", "x"), "there is no 'trian'"),
+        (("retrain", "model.py:train", "--out", "removal"), "holds another ground truth: kind was removal, is halves"),
+        (("retrain", "digits", "--device", "abacus", "--out", "x"), "'abacus' cannot be used here"),
+        (("evaluate", "store", "nowhere"), "holds no ground truth"),
+        (("evaluate", "nowhere", "removal"), "there is no folder nowhere"),
+        (("evaluate", "store", "store"), "holds no ground truth"),
+    ],
+)
+def test_what_cannot_be_done_is_told(words: tuple[str, ...], says: str) -> None:
+    with pytest.raises(ImprintError, match=says):
+        run(*words)
+
+
+def test_a_truth_of_other_sources_is_refused() -> None:
+    Path("other.py").write_text(MODEL.replace('"c": range(16, 24)', '"d": range(16, 24)'))
+    run("retrain", "other.py:train", "--kind", "sources", "--out", "other")
+    with pytest.raises(ImprintError, match="other sources than the truth, number 2 is 'c' against 'd'"):
+        run("evaluate", "store", "other")

@@ -1,0 +1,137 @@
+"""Checkpoints kept along a training are those that imprints are simulated from."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor, nn
+
+from imprint import Plan, PlanError, Sources, StoreError, Task, attribute, simulate
+from imprint.recording import Recorder
+
+N = 12
+
+
+def data() -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    return torch.randn(N, 4, generator=generator), torch.randint(0, 3, (N,), generator=generator)
+
+
+class Tied(nn.Module):
+    """Two layers on one weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.out = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 3)
+        self.second.weight = self.first.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        logits: Tensor = self.out(self.second(self.first(x).tanh()).tanh())
+        return logits
+
+
+class Normed(nn.Sequential):
+    """A model with buffers."""
+
+    def __init__(self) -> None:
+        super().__init__(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 3))
+
+
+def train(model: nn.Module, recorder: Recorder, epochs: range) -> list[dict[str, Tensor]]:
+    """A user's own loop. Gives the state after every epoch."""
+    optimiser = torch.optim.SGD(model.parameters(), 0.1)
+    x, y = data()
+    states = []
+    for epoch in epochs:
+        optimiser.zero_grad()
+        nn.functional.cross_entropy(model(x), y).backward()
+        optimiser.step()
+        recorder(model, epoch)
+        states.append({name: tensor.clone() for name, tensor in model.state_dict().items()})
+    return states
+
+
+def scores(model: nn.Module, checkpoints: list[Path] | list[dict[str, Tensor]]) -> Tensor:
+    task, sources = Task.classifier(model), Sources.per_example(N)
+    store = simulate(task, data(), sources, Plan(steps=5, lr=0.1), checkpoints=checkpoints, progress=False)
+    return attribute(task, store, data(), progress=False).scores
+
+
+@pytest.mark.parametrize("kind", [lambda: nn.Linear(4, 3), Tied, Normed], ids=["linear", "tied", "normed"])
+def test_kept_moments_are_what_imprints_are_simulated_from(kind: type[nn.Module], tmp_path: Path) -> None:
+    model, recorder = kind(), Recorder(tmp_path / "checkpoints", at=(1, 3))
+    states = train(model, recorder, range(1, 5))
+    assert [path.name for path in recorder.paths] == ["checkpoint-000001.safetensors", "checkpoint-000003.safetensors"]
+    for path, state in zip(recorder.paths, (states[0], states[2]), strict=True):
+        kept = Task.classifier(model).complete(load_file(path))
+        assert all(torch.equal(tensor, state[name]) for name, tensor in kept.items())
+    assert torch.equal(scores(model, recorder.paths), scores(model, [states[0], states[2]]))
+    assert not torch.equal(scores(model, recorder.paths), scores(model, [states[0]]))
+
+
+def test_a_resumed_training_adds_to_what_is_there(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = nn.Linear(4, 3)
+    train(model, Recorder(tmp_path, at=(1, 3, 4)), range(1, 3))
+    again = nn.Linear(4, 3)
+    again.load_state_dict(model.state_dict())
+    resumed = Recorder(tmp_path, at=(1, 3, 4))
+    train(again, resumed, range(3, 5))
+    torch.manual_seed(0)
+    whole = Recorder(tmp_path / "whole", at=(1, 3, 4))
+    train(nn.Linear(4, 3), whole, range(1, 5))
+    assert [path.name for path in resumed.paths] == [path.name for path in whole.paths]
+    for one, other in zip(resumed.paths, whole.paths, strict=True):
+        assert one.read_bytes() == other.read_bytes()
+
+
+def test_a_moment_that_comes_again_replaces_the_earlier_one(tmp_path: Path) -> None:
+    recorder, model = Recorder(tmp_path), nn.Linear(2, 1)
+    recorder(model, 5)
+    nn.init.ones_(model.weight)
+    recorder(model, 5)
+    (path,) = recorder.paths
+    assert torch.equal(load_file(path)["weight"], torch.ones(1, 2))
+
+
+def test_moments_come_in_their_order_however_large(tmp_path: Path) -> None:
+    recorder = Recorder(tmp_path)
+    for moment in (1_000_000, 999_999, 0, 20):
+        recorder(nn.Linear(2, 1), moment)
+    assert [int(path.stem.split("-")[1]) for path in recorder.paths] == [0, 20, 999_999, 1_000_000]
+
+
+def test_other_files_in_the_folder_are_no_checkpoints(tmp_path: Path) -> None:
+    for name in ("checkpoint-best.safetensors", ".checkpoint-000002.safetensors.tmp", "notes.txt"):
+        (tmp_path / name).write_text("mine")
+    recorder = Recorder(tmp_path)
+    assert recorder.paths == []
+    recorder(nn.Linear(2, 1), 7)
+    assert [path.name for path in recorder.paths] == ["checkpoint-000007.safetensors"]
+
+
+def test_there_are_no_checkpoints_before_the_first_and_no_folder(tmp_path: Path) -> None:
+    recorder = Recorder(tmp_path / "runs" / "first", at=(2,))
+    recorder(nn.Linear(2, 1), 1)
+    assert recorder.paths == []
+    assert not recorder.folder.exists()
+    recorder(nn.Linear(2, 1), 2)
+    assert len(recorder.paths) == 1
+
+
+def test_recording_leaves_the_model_as_it_is(tmp_path: Path) -> None:
+    model = Tied().train()
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    Recorder(tmp_path)(model, 1)
+    assert model.training
+    assert model.second.weight is model.first.weight
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+
+
+def test_moments_before_the_first_and_folders_that_cannot_be_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(PlanError, match="at least 0, such as an epoch, got -1"):
+        Recorder(tmp_path)(nn.Linear(2, 1), -1)
+    (tmp_path / "file").write_text("mine")
+    with pytest.raises(StoreError, match="file"):
+        Recorder(tmp_path / "file")(nn.Linear(2, 1), 1)
