@@ -1,7 +1,6 @@
 """The result: labelled scores of queries and sources, with sign and units; and the calls that make it."""
 
 import json
-import math
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -167,8 +166,8 @@ class Attribution:
     def calibrate(self, truth: Calibrator) -> "Attribution":
         """The same with effects as large as the truth's: scores times the slope of actual on predicted effects."""
         slope = truth.slope(self)
-        if not math.isfinite(slope):
-            raise ReadoutError("constant scores cannot be calibrated.")
+        if not slope > 0:  # nothing is flipped, and constant scores have no slope
+            raise ReadoutError(f"scores and truth do not rise together (slope {slope:.3g}): there is no scale to set.")
         details = {**self.details, "calibration": slope * self.details.get("calibration", 1.0)}
         return replace(self, scores=slope * self.scores, labels=replace(self.labels, details=details))
 

@@ -26,7 +26,7 @@ def write(place: Path, fill: Callable[[Path], object]) -> None:
     """Make the file at `place` what `fill` writes to the path it is given; durable once this returns."""
     beside = place.with_name(f".{place.name}.tmp")
     try:
-        place.parent.mkdir(parents=True, exist_ok=True)
+        place.parent.mkdir(exist_ok=True)
         beside.unlink(missing_ok=True)
         beside.touch()
         mode = beside.stat().st_mode  # as the umask has it; safetensors makes a file of its own, for its owner alone

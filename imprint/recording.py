@@ -7,7 +7,7 @@ from pathlib import Path
 from safetensors.torch import save_model
 from torch import nn
 
-from imprint.errors import PlanError
+from imprint.errors import PlanError, StoreError
 from imprint.files import write
 
 
@@ -34,6 +34,10 @@ class Recorder:
             raise PlanError(f"a moment is a number of at least 0, such as an epoch, got {moment}.")
         if self._at is None or moment in self._at:
             place = self.folder / f"checkpoint-{moment:06}.safetensors"
+            try:
+                self.folder.mkdir(parents=True, exist_ok=True)
+            except OSError as error:
+                raise StoreError(f"could not make the folder {self.folder}: {error}.") from error
             write(place, lambda path: save_model(model, str(path)))
 
     @property

@@ -116,7 +116,8 @@ def removal(result: Attribution | Tensor, truth: Truth) -> RemovalCheck:
 def slope(result: Attribution | Tensor, truth: Truth) -> float:
     """Of actual on predicted changes of F, over queries and subsets, each query about its own mean."""
     if truth.subsets.kind == "halves":
-        predicted = (_scores(result, truth) @ truth.subsets.kept().double().T).numpy() / truth.subsets.n
+        seen = np.mean([len(truth.subsets.examples(index)) for index in range(len(truth.subsets))])
+        predicted = (_scores(result, truth) @ truth.subsets.kept().double().T).numpy() / seen  # each weighs 1/|half|
         actual = truth.values.mean(0).T.numpy()
     else:
         check = removal(result, truth)
