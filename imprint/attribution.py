@@ -273,7 +273,7 @@ def attribute(
     memory: what the readout may use, in bytes or as "4GiB"; by default a share of what is free.
     progress: True for a line on standard error, False for none, or a function of (done, total).
     """
-    store = store if isinstance(store, Store) else Store(store)
+    store = Store.of(store)
     batches = query_batches(queries, device=task.device, batch_size=batch_size, collate_fn=collate_fn)
     reader = Reader(task, store, readout=readout, step=step, memory=memory)
     k = None if top is None else _checked_k(top, len(store))
@@ -329,7 +329,7 @@ def self_influence(
     With one source per example and the training data this is each example's influence on itself. Mislabelled examples
     stand out: for a loss with the most negative values, for a margin with the largest.
     """
-    store = store if isinstance(store, Store) else Store(store)
+    store = Store.of(store)
     examples = Data(data, device=task.device, batch_size=batch_size, collate_fn=collate_fn)
     if len(examples) != len(store):
         raise ReadoutError(

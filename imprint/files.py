@@ -8,6 +8,7 @@ import re
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import TypeVar
 
 from safetensors import SafetensorError
 
@@ -18,23 +19,25 @@ try:
 except ImportError:  # not on this platform: folders go unlocked
     fcntl = None  # type: ignore[assignment]
 
+Result = TypeVar("Result")
 LOCK = ".imprint.lock"
 _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 
 
-def write(place: Path, fill: Callable[[Path], object]) -> None:
-    """Make the file at `place` what `fill` writes to the path it is given; durable once this returns."""
+def write(place: Path, fill: Callable[[Path], Result]) -> Result:
+    """Make the file at `place` what `fill` writes to the path it is given; durable once its result is returned."""
     beside = place.with_name(f".{place.name}.tmp")
     try:
         place.parent.mkdir(exist_ok=True)
         beside.unlink(missing_ok=True)
         beside.touch()
         mode = beside.stat().st_mode  # as the umask has it; safetensors makes a file of its own, for its owner alone
-        fill(beside)
+        result = fill(beside)
         beside.chmod(mode)
         _sync(beside)
         beside.replace(place)
         _sync(place.parent)
+        return result
     except BaseException as error:
         with contextlib.suppress(OSError):
             beside.unlink(missing_ok=True)

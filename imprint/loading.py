@@ -2,7 +2,6 @@
 
 Without a colon a string names something in the task's own module, and what is not named at all is looked for there
 under its usual name: `data`, `sources`, `queries`, `checkpoints`, `plan`, `collate_fn`. A function is called for it.
-What the user's code prints meanwhile goes to standard error: standard output is for results.
 """
 
 import importlib

@@ -135,6 +135,11 @@ class Sources:
                     f"source {identity!r} has member {outside}, but the training data has examples 0 to {n - 1}."
                 )
 
+    def owner(self, example: int) -> str:
+        """The first source that has an example, in brackets, for messages; nothing if none has."""
+        found = (i for i, members in zip(self.ids, self.members, strict=True) if example in members)
+        return next((f" (source {identity!r})" for identity in found), "")
+
     def indicator(self, examples: Tensor, dtype: torch.dtype) -> Tensor:
         """1_b(i) for the given example indices, shape (sources, len(examples)), on their device."""
         wanted = examples.cpu().numpy()

@@ -56,6 +56,11 @@ class Store:
         self.manifest = Manifest.read(self.path / MANIFEST)
         self._read_sources()
 
+    @classmethod
+    def of(cls, store: "Store | str | os.PathLike[str]") -> "Store":
+        """A store as it is, or the one in a folder."""
+        return store if isinstance(store, Store) else cls(store)
+
     def __repr__(self) -> str:
         plan, used = self.manifest.plan, sum(c.weight > 0 for c in self.checkpoints)
         return (

@@ -25,7 +25,8 @@ _PIECE = 8 << 20
 def save(tensors: Mapping[str, Tensor], path: Path, metadata: Mapping[str, str]) -> str | None:
     """Write contiguous tensors on the CPU; the checksum of the file, unless the package had to write it."""
     if any(tensor.dtype not in _NAMES for tensor in tensors.values()):
-        save_file(dict(tensors), path, dict(metadata))
+        apart = {name: tensor.clone() for name, tensor in tensors.items()}  # the package takes none that share memory
+        save_file(apart, path, dict(metadata))
         return None
     digest = hashlib.sha256()
     with path.open("wb") as file, ThreadPoolExecutor(1) as beside:

@@ -4,7 +4,7 @@ import sys
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, redirect_stdout
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeGuard
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console, Group, RenderableType
 from rich.markup import escape
@@ -16,6 +16,7 @@ from imprint.attribution import Top
 from imprint.checking import Check, Possibility
 from imprint.experiment import noted
 from imprint.progress import Advance, duration
+from imprint.values import is_number
 
 if TYPE_CHECKING:
     from imprint.demo.report import Row
@@ -82,13 +83,9 @@ def took(values: dict[str, Any]) -> str:
     expected = noted(values["note"]).get("estimate")
     guesses = expected if isinstance(expected, dict) else {}
     time, memory = guesses.get("seconds"), guesses.get("peak_bytes")
-    if not (_is_number(time) and _is_number(memory)):  # none was made, or the note is somebody else's
+    if not (is_number(time) and is_number(memory)):  # none was made, or the note is somebody else's
         return f"{seconds}; at most {peak} of memory"
     return f"{seconds} (estimated {duration(float(time))}); at most {peak} of memory (estimated {size(memory)})"
-
-
-def _is_number(value: Any) -> TypeGuard[float]:
-    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 _FIGURES = ("weight", "steps", "lr", "damping", "ε", "curvature", "‖I − ηH‖", "drift", "linearity", "‖u‖, median")

@@ -11,7 +11,7 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeGuard
 
 from imprint.errors import StoreError
 
@@ -46,13 +46,13 @@ class Value:
         return number
 
     def number(self) -> float:
-        return float(self._checked(_is_number(self.content), "a number"))
+        return float(self._checked(is_number(self.content), "a number"))
 
     def positive(self) -> float:
-        return float(self._checked(_is_number(self.content) and self.content > 0, "a positive number"))
+        return float(self._checked(is_number(self.content) and self.content > 0, "a positive number"))
 
     def at_least_zero(self) -> float:
-        return float(self._checked(_is_number(self.content) and self.content >= 0, "a number of at least 0"))
+        return float(self._checked(is_number(self.content) and self.content >= 0, "a number of at least 0"))
 
     def checksum(self) -> str:
         holds = isinstance(self.content, str) and re.fullmatch("[0-9a-f]{64}", self.content) is not None
@@ -88,7 +88,7 @@ class Value:
         return self._every(lambda item: _is_whole(item, least), f"a whole number of at least {least}")
 
     def numbers(self) -> tuple[float, ...]:
-        return tuple(map(float, self._every(_is_number, "a number")))
+        return tuple(map(float, self._every(is_number, "a number")))
 
     def _every(self, holds: Callable[[Any], bool], expected: str) -> tuple[Any, ...]:
         content = self._checked(isinstance(self.content, list), "a list")
@@ -168,7 +168,8 @@ def _refuse_depth(content: Any, path: Path) -> None:
     raise StoreError(f"{path} cannot be read: it is nested more than {_DEEPEST} levels deep.")
 
 
-def _is_number(value: Any) -> bool:
+def is_number(value: Any) -> TypeGuard[float]:
+    """Whether a value of JSON is a number; true and false are none."""
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 

@@ -183,11 +183,10 @@ class Writer:
         self, name: str, tensors: Parameters, rows: tuple[int, int] | None = None, about: dict[str, Any] | None = None
     ) -> File:
         """Write tensors under `name`, with plain values `about` them."""
-        contiguous = _separate({key: tensor.detach().cpu().contiguous() for key, tensor in tensors.items()})
+        contiguous = {key: tensor.detach().cpu().contiguous() for key, tensor in tensors.items()}
         metadata = {"imprint": json.dumps(about or {}, allow_nan=False)}
-        checksum: list[str | None] = []
-        write(self.path / name, lambda path: checksum.append(save(contiguous, path, metadata)))
-        file = self._file(name, rows, checksum[0])
+        checksum = write(self.path / name, lambda path: save(contiguous, path, metadata))
+        file = self._file(name, rows, checksum)
         if not self._temporary:  # killed right here, the file is not on the list, and is made again
             append(self.path / FILES, _line(file))
         return file
@@ -286,17 +285,6 @@ class Writer:
             return File(name, checksum or sha256(place), place.stat().st_size, rows)
         except OSError as error:
             raise StoreError(f"{place} was written, but cannot be read: {error.strerror}.") from error
-
-
-def _separate(tensors: Parameters) -> Parameters:
-    """Tensors of which no two share memory, as a file wants them: a batch may hold the same one twice."""
-    seen: set[int] = set()
-    found: Parameters = {}
-    for name, tensor in tensors.items():
-        place = tensor.untyped_storage().data_ptr()
-        found[name] = tensor.clone() if place in seen else tensor
-        seen.add(place)
-    return found
 
 
 def _line(file: File) -> str:

@@ -99,7 +99,8 @@ def test_a_person_sees_value_interval_and_ceiling() -> None:
 def test_every_kind_of_truth_can_be_made(kind: str, subsets: int) -> None:
     about = told("retrain", "model.py:train", "--kind", kind, "--count", "3", "--out", "truth")
     assert about["subsets"] == subsets
-    assert "With one run" in run("evaluate", "store", "truth") if kind == "unions" else True
+    if kind == "unions":
+        assert "With one run" in run("evaluate", "store", "truth")
 
 
 def test_the_same_command_again_trains_nothing() -> None:

@@ -41,7 +41,7 @@ LAYERS = {
     "experiment": ("errors", "store"),
     "loading": ("errors", "task", "sources", "data", "simulation.plan", "store", "experiment"),
     "terminal": (
-        *("progress", "checking", "attribution", "experiment"),
+        *("progress", "values", "checking", "attribution", "experiment"),
         *("demo.report", "evaluation.metrics", "evaluation.truth"),
     ),
     "commands": (

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 import typer
 
 import imprint
-from imprint.commands.options import AsJson
+from imprint.commands.options import AsJson, QueriesString, ReadoutName, StoreTask
 from imprint.data import length_of
 from imprint.errors import ConfigurationError
 from imprint.evaluation.metrics import evaluate as evaluated
@@ -103,14 +103,9 @@ def _subsets(kind: Kind, found: Ready, count: int, seed: int) -> Subsets:
 def evaluate(
     store: Annotated[Path, typer.Argument(help="Folder of a store, or a .safetensors file of scores.")],
     truth: Annotated[Path, typer.Argument(help="Folder of a truth, made by `imprint retrain`.")],
-    task: Annotated[
-        str | None,
-        typer.Option(metavar="FILE.py:NAME", help="Default: the task the store was simulated with by command."),
-    ] = None,
-    queries: Annotated[
-        str | None, typer.Option(metavar="FILE.py:NAME", help="Default: `queries` beside the task.")
-    ] = None,
-    readout: Annotated[str, typer.Option(help="`jvp`, `central`, `literal` or `gradient`.")] = "jvp",
+    task: StoreTask = None,
+    queries: QueriesString = None,
+    readout: ReadoutName = "jvp",
     json: AsJson = False,
 ) -> None:
     """How close do scores come to the truth, and how close could they come?

@@ -57,5 +57,10 @@ ConfigPath = Annotated[
     Path | None,
     typer.Option("--config", help="A TOML file of settings; flags go over it.", dir_okay=False),
 ]
+StoreTask = Annotated[
+    str | None,
+    typer.Option("--task", metavar="FILE.py:NAME", help="Default: the task the store was simulated with by command."),
+]
+ReadoutName = Annotated[str, typer.Option("--readout", help="`jvp`, `central`, `literal` or `gradient`.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print the result as JSON, for programs.")]
 StorePath = Annotated[Path, typer.Argument(help="Folder of a store.")]

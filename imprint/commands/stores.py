@@ -24,8 +24,10 @@ from imprint.commands.options import (
     MemoryText,
     PlanPairs,
     QueriesString,
+    ReadoutName,
     SourcesString,
     StorePath,
+    StoreTask,
     TaskString,
 )
 from imprint.errors import ConfigurationError, StoreError
@@ -57,7 +59,7 @@ def check(
     """Will it work, and what will it take? Tries every engine and readout, and measures a few steps.
 
     Shows the selected parameters, bytes per source and in all, the time and memory to expect, and the reason wherever
-    something falls back or fails. Nothing is written. Leaves with 1 if the simulation could not begin.
+    something falls back or fails. Nothing stays on disk. Leaves with 1 if the simulation could not begin.
 
     For example:
 
@@ -198,17 +200,12 @@ def _interruptible(out: Path) -> Iterator[None]:
 
 def attribute(
     store: StorePath,
-    task: Annotated[
-        str | None,
-        typer.Option(
-            "--task", metavar="FILE.py:NAME", help="Default: the task the store was simulated with by command."
-        ),
-    ] = None,
+    task: StoreTask = None,
     queries: QueriesString = None,
     collate: CollateString = None,
     top: Annotated[int, typer.Option(min=1, help="How many sources to show for each query.")] = 5,
     by: Annotated[str, typer.Option(help="Order: `magnitude`, or whose removal `raises` or `lowers` F.")] = "magnitude",
-    readout: Annotated[str, typer.Option(help="`jvp`, `central`, `literal` or `gradient`.")] = "jvp",
+    readout: ReadoutName = "jvp",
     batch_size: Annotated[int, typer.Option(min=1, help="Queries evaluated at once.")] = 64,
     memory: MemoryText = None,
     device: DeviceName = None,

@@ -9,7 +9,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from imprint.attribution import Attribution
@@ -107,9 +106,8 @@ def loo(result: Attribution | Tensor, truth: Truth) -> Metric:
 def removal(result: Attribution | Tensor, truth: Truth) -> RemovalCheck:
     """Predicted effects of what the truth removed, each found by its own sources, beside the actual ones."""
     scores, effects = _scores(result, truth), truth.effects
-    lacking = torch.zeros(len(truth.lacking), scores.shape[1], dtype=torch.float64)
-    for row, removed in enumerate(truth.lacking):
-        lacking[row, list(removed)] = 1
+    lacking = ~truth.subsets.kept()
+    lacking = lacking[lacking.any(1)].double()
     return RemovalCheck.of(-(scores @ lacking.T) / truth.subsets.n, effects)
 
 

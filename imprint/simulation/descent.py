@@ -141,19 +141,16 @@ class Descent:
                 slope = gradient(self.task, self.start, part.weights[position : position + 1], batch, plain=True)[0]
                 bad = next((n for n, t in slope.items() if not bool(t.isfinite().all())), None)
                 if bad is not None:
+                    owner = self.sources.owner(example)
                     raise SimulationError(
-                        f"the gradient of training example {example}{self._owner(example)} is not finite at step 0, "
+                        f"the gradient of training example {example}{owner} is not finite at step 0, "
                         f"first in parameter {bad!r}: the loss has no derivative there."
                     )
-
-    def _owner(self, example: int) -> str:
-        owners = [i for i, m in zip(self.sources.ids, self.sources.members, strict=True) if example in m]
-        return f" (source {owners[0]!r})" if owners else ""
 
     def refuse_losses(self, losses: Tensor, examples: Tensor, step: int) -> None:
         position = int((~losses.isfinite()).nonzero()[0, 0])
         example, value = int(examples[position]), float(losses[position])
-        of_source = self._owner(example)
+        of_source = self.sources.owner(example)
         if step == 0:
             reason = "look for NaN or infinity in that example, or a loss that is undefined there"
         else:

@@ -11,11 +11,10 @@ from statistics import median
 from typing import TypeVar
 
 import torch
-from safetensors.torch import save_file
 
 from imprint.data import leaves
 from imprint.errors import StoreError
-from imprint.files import nearest_folder, sha256, write
+from imprint.files import nearest_folder, write
 from imprint.fingerprint import probe_examples
 from imprint.memory import Peak, tensor_bytes
 from imprint.simulation.curvature import spectrum
@@ -28,6 +27,7 @@ from imprint.simulation.step import LOOK_ITERATIONS, LOOKS, starting_curvature
 from imprint.simulation.trajectories import choose_epsilon
 from imprint.sources import Sources
 from imprint.store import DTYPES
+from imprint.tensorfile import save
 
 Result = TypeVar("Result")
 _STEPS = 4  # measured, of which the first, which warms up, does not count
@@ -58,8 +58,6 @@ def estimate(inputs: Inputs, memory: int | str | None, out: str | os.PathLike[st
     """Measure a few steps of a simulation, at its first checkpoint, and count how many there will be."""
     begin, peak = time.monotonic(), Peak(inputs.task.device)
     used = {index: settings for index, settings in enumerate(inputs.settings) if settings.weight > 0}
-    for index in used:
-        inputs.state(index)  # a bad one shows now, and not when its turn comes
     state = inputs.state(inputs.first)
     inputs.request()
     preparing = time.monotonic() - begin
@@ -132,8 +130,7 @@ def _write_seconds(out: str | os.PathLike[str] | None) -> float:
         with tempfile.TemporaryDirectory(dir=place, prefix=".imprint-") as folder:
             file = Path(folder) / "written.safetensors"
             begin = time.monotonic()
-            write(file, lambda path: save_file(tensors, path))
-            sha256(file)
+            write(file, lambda path: save(tensors, path, {}))
             return (time.monotonic() - begin) / _WRITTEN
     except OSError as error:
         raise StoreError(f"{place} cannot be written to: {error}") from error

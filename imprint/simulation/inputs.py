@@ -109,7 +109,8 @@ class Inputs:
 
     def request(self) -> dict[str, Any]:
         """The inputs as far as they can be known, as JSON: a store is continued and reused for the same only."""
-        functional, theta = self.task.at(self.state(self.first))
+        first = self.state(self.first)
+        functional, theta = self.task.at(first)
         few = shown_batch(self.data.gather(probe_examples(len(self.data))))
         losses = own(
             f"loss function failed on a few examples, called as loss(model, batch) with batch = {few}",
@@ -117,7 +118,8 @@ class Inputs:
         )
         pulls = own("regulariser failed", regulariser_values, functional, theta)
         self._refuse_nonfinite(losses, pulls)
-        states = [of_tensors(self._read(index)) for index in range(len(self.states))]
+        every = range(len(self.states))
+        states = [of_tensors(first if index == self.first else self._read(index)) for index in every]
         _warn_same(states)
         return {
             "n": len(self.data),
@@ -134,8 +136,7 @@ class Inputs:
     def _refuse_nonfinite(self, losses: list[float], pulls: list[float]) -> None:
         for example, loss in zip(probe_examples(len(self.data)).tolist(), losses, strict=True):
             if not math.isfinite(loss):
-                owners = [i for i, m in zip(self.sources.ids, self.sources.members, strict=True) if example in m]
-                owner = f" (source {owners[0]!r})" if owners else ""
+                owner = self.sources.owner(example)
                 raise SimulationError(
                     f"the loss of training example {example}{owner} is {loss}: look for NaN or infinity in that "
                     "example, or a loss that is undefined there."

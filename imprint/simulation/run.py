@@ -70,7 +70,7 @@ def simulate(
     progress: True for a line on standard error, False for none, or a function of (done, total).
     """
     if replay is not None:
-        replay = replay if isinstance(replay, Store) else Store(replay)
+        replay = Store.of(replay)
         plan = plan or replay.manifest.plan
         batch_size = replay.manifest.execution.get("batch_size") if batch_size is None else batch_size
     batch_size = BATCH_SIZE if batch_size is None else batch_size
@@ -241,9 +241,8 @@ class _Run:
         if result.midpoints is not None:
             name = f"{folder}/midpoints-{number:05}.safetensors"
             midpoints = self.writer.tensors(name, self._cast(result.midpoints), span)
-        norms = [
-            float(f"{value:.6g}") for value in row_norms(result.imprints).tolist()
-        ]  # a file is the same to the bit
+        # six digits: the last ones depend on where tensors lie in memory, and a resumed store is the same to the bit
+        norms = [float(f"{value:.6g}") for value in row_norms(result.imprints).tolist()]
         about = {"linearity": result.linearity, "norms": norms, "drift": drift}
         name = f"{folder}/imprints-{number:05}.safetensors"
         imprints = self.writer.tensors(name, self._cast(result.imprints), span, about)

@@ -24,6 +24,7 @@ from imprint.evaluation.training import Training
 from imprint.evaluation.truth import Truth
 from imprint.files import LOCK
 from imprint.progress import Advance
+from tests.test_recording import Tied
 
 N, QUERIES, RUNS = 24, 5, 2
 TRAINING = Training(epochs=2, lr=0.2, batch_size=8, momentum=0.9)
@@ -137,17 +138,6 @@ def test_neither_the_tasks_own_model_nor_the_random_state_is_touched() -> None:
     together()(torch.arange(N), 3)
     assert torch.equal(torch.get_rng_state(), state)
     assert all(torch.equal(tensor, before[name]) for name, tensor in own.state().items())
-
-
-class Tied(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second, self.out = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 3)
-        self.second.weight = self.first.weight
-
-    def forward(self, x: Tensor) -> Tensor:
-        logits: Tensor = self.out(self.second(self.first(x).tanh()).tanh())
-        return logits
 
 
 def test_one_model_of_those_trained_together_can_be_had_alone() -> None:
