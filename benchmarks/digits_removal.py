@@ -26,7 +26,7 @@ def figures(outcome: Outcome) -> dict[str, float]:
         "rank correlation per query, imprint": ours.rank_correlation.value,
         "rank correlation per query, guess by size": sizes.rank_correlation.value,
         "rank correlation per query, ceiling": ours.rank_ceiling,
-        "slope of actual on predicted": ours.slope.value,
+        "slope of actual on predicted": ours.mean_slope.value,
         "mislabeller ranked most harmful": float(outcome.most_harmful == bad),
     }
 

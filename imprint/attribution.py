@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from html import escape
 from itertools import accumulate, product
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, TypedDict, Unpack, overload
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, TypedDict, Unpack, overload, runtime_checkable
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -17,6 +17,7 @@ from torch import Tensor
 from imprint.data import Collate, Data, query_batches
 from imprint.errors import MissingExtra, ReadoutError, StoreError
 from imprint.files import write
+from imprint.fingerprint import of_batches
 from imprint.progress import Advance, Progress
 from imprint.readout import Kind, Reader
 from imprint.store import Store
@@ -27,6 +28,8 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 Order = Literal["magnitude", "raises", "lowers"]
+Query = int | Literal["mean"]
+"""The number of a query, or the mean over queries."""
 
 
 class ReadoutOptions(TypedDict, total=False):
@@ -44,7 +47,7 @@ class ReadoutOptions(TypedDict, total=False):
 class Credit(NamedTuple):
     """What one source does to one query; `removal_effect` is the predicted change of F were the source gone."""
 
-    query: int
+    query: Query
     source: str
     name: str
     score: float
@@ -53,7 +56,10 @@ class Credit(NamedTuple):
 
 @dataclass(frozen=True)
 class Labels:
-    """What scores are about: the sources, N, and the measurement F with its direction."""
+    """What scores are about: the sources, N, and the measurement F with its direction.
+
+    fingerprints: hashes of the "sources", and of the "queries" where the scores are of all of them in their order.
+    """
 
     n: int
     source_ids: tuple[str, ...]
@@ -62,6 +68,7 @@ class Labels:
     measure: str
     better: Better
     details: dict[str, Any] = field(default_factory=dict)
+    fingerprints: dict[str, str] = field(default_factory=dict)
 
     @property
     def unit(self) -> str:
@@ -80,7 +87,7 @@ class Top:
     labels: Labels
     indices: Tensor
     scores: Tensor
-    queries: tuple[int, ...]
+    queries: tuple[Query, ...]
 
     def __len__(self) -> int:
         return len(self.scores)
@@ -100,7 +107,7 @@ class Top:
         for credits in list(self)[:5]:
             shown = ", ".join(f"{credit.name} {credit.removal_effect:+.3g}" for credit in credits[:5])
             shown += ", …" if len(credits) > 5 else ""
-            lines.append(f"  query {credits[0].query}: {shown}")
+            lines.append(f"  {called(credits[0].query)}: {shown}")
         return "\n".join(lines + ["  …"] * (len(self) > 5))
 
     def to_json(self) -> dict[str, Any]:
@@ -118,6 +125,7 @@ class Top:
         return frame
 
 
+@runtime_checkable
 class Calibrator(Protocol):
     """Ground truth, as far as calibration needs it: `imprint.evaluation.truth.Truth` is one."""
 
@@ -130,7 +138,7 @@ class Attribution:
 
     labels: Labels
     scores: Tensor
-    queries: tuple[int, ...] = ()
+    queries: tuple[Query, ...] = ()
 
     def __post_init__(self) -> None:
         if not self.queries:
@@ -152,7 +160,14 @@ class Attribution:
     def __getitem__(self, queries: int | slice | Sequence[int] | Tensor) -> "Attribution":
         """The same attribution of some of the queries, which keep their numbers."""
         chosen = torch.arange(len(self))[[queries] if isinstance(queries, int) else queries]
-        return replace(self, scores=self.scores[chosen], queries=tuple(self.queries[i] for i in chosen.tolist()))
+        return self._of(self.scores[chosen], tuple(self.queries[i] for i in chosen.tolist()))
+
+    def _of(self, scores: Tensor, queries: tuple[Query, ...]) -> "Attribution":
+        """The same of other queries, which are not those of the fingerprint unless they are all of them in order."""
+        if queries == self.queries:
+            return self
+        prints = {name: value for name, value in self.labels.fingerprints.items() if name != "queries"}
+        return Attribution(replace(self.labels, fingerprints=prints), scores, queries)
 
     def top(self, k: int = 5, by: Order = "magnitude") -> Top:
         """The k sources that matter most to each query.
@@ -165,6 +180,8 @@ class Attribution:
 
     def calibrate(self, truth: Calibrator) -> "Attribution":
         """The same with effects as large as the truth's: scores times the slope of actual on predicted effects."""
+        if not isinstance(truth, Calibrator):
+            raise ReadoutError(f"calibrate needs a Truth, got a {type(truth).__name__}: Truth.load reads a folder.")
         slope = truth.slope(self)
         if not slope > 0:  # nothing is flipped, and constant scores have no slope
             raise ReadoutError(f"scores and truth do not rise together (slope {slope:.3g}): there is no scale to set.")
@@ -172,8 +189,8 @@ class Attribution:
         return replace(self, scores=slope * self.scores, labels=replace(self.labels, details=details))
 
     def mean(self) -> "Attribution":
-        """The mean over queries, as an attribution of one."""
-        return replace(self, scores=self.scores.mean(0, keepdim=True), queries=(0,))
+        """The mean over queries, as an attribution of one that is called "mean"."""
+        return self._of(self.scores.mean(0, keepdim=True), ("mean",))
 
     def __repr__(self) -> str:
         queries, sources = self.scores.shape
@@ -187,14 +204,14 @@ class Attribution:
         rows = []
         for credits in list(self[: min(10, len(self))].top(min(5, sources))):
             cells = "".join(f"<td>{escape(c.name)} <b>{c.removal_effect:+.3g}</b></td>" for c in credits)
-            rows.append(f"<tr><th>query {credits[0].query}</th>{cells}</tr>")
+            rows.append(f"<tr><th>{called(credits[0].query)}</th>{cells}</tr>")
         more = f"<p>{len(self) - 10} more queries</p>" if len(self) > 10 else ""
         return f"<table><caption>{escape(self.labels.unit)}</caption>{''.join(rows)}</table>{more}"
 
     def to_pandas(self, values: Literal["removal_effect", "scores"] = "removal_effect") -> "pd.DataFrame":
         """Queries × sources as a table with the sources' ids as columns."""
         table = getattr(self, values).numpy()
-        frame: pd.DataFrame = _pandas().DataFrame(table, columns=list(self.labels.source_ids))
+        frame: pd.DataFrame = _pandas().DataFrame(table, list(self.queries), list(self.labels.source_ids))
         return frame.rename_axis(index="query", columns="source")
 
     def plot(self, query: int | None = None, k: int = 12, ax: "Axes | None" = None) -> "Axes":
@@ -306,6 +323,7 @@ def attribute(
         task.measure_name,
         task.better,
         {"readout": reader.readout, **reader.details},
+        {"sources": store.manifest.fingerprints["sources"], "queries": of_batches(batches)},
     )
     if k is None:
         return Attribution(labels, torch.cat([torch.cat(blocks, dim=1) for blocks in parts]))
@@ -364,7 +382,12 @@ def _merge(best: tuple[Tensor, Tensor] | None, block: Tensor, start: int, k: int
     return indices.gather(1, order), block.gather(1, order)
 
 
-def _numbers(queries: tuple[int, ...]) -> str:
+def called(query: Query) -> str:
+    """A query by its number, in words."""
+    return "mean over queries" if query == "mean" else f"query {query}"
+
+
+def _numbers(queries: tuple[Query, ...]) -> str:
     return ", ".join(map(str, queries[:5])) + (", …" if len(queries) > 5 else "")
 
 

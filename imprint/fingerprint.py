@@ -5,7 +5,9 @@ which catch a changed loss function. States and sources: hashes of their values.
 """
 
 import hashlib
-from collections.abc import Iterable, Mapping
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from itertools import zip_longest
 from typing import Any
 
 import numpy as np
@@ -14,8 +16,9 @@ from torch import Tensor
 
 from imprint.data import Data, leaves
 from imprint.sources import Sources
-from imprint.task import Batch, Functional, Parameters
+from imprint.task import Batch, Functional, Parameters, Task
 
+Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 SAMPLED = 1024
 PROBES = 8
 REGULARISERS = 3
@@ -38,11 +41,20 @@ def of_batches(batches: Iterable[tuple[int, Batch]]) -> str:
     """A hash of all samples of (count, batch) pairs, however they are cut into batches."""
     digest = hashlib.sha256()
     for count, batch in batches:
-        columns = [leaf.cpu() if isinstance(leaf, Tensor) else leaf for leaf in leaves(batch)]
-        for row in range(count):
-            for leaf in columns:
-                _add(digest, leaf[row] if isinstance(leaf, Tensor) and leaf.dim() and len(leaf) == count else leaf)
+        columns = [part for leaf in leaves(batch) for part in _columns(leaf, count)]
+        digest.update(np.concatenate(columns, axis=1).tobytes())
     return digest.hexdigest()
+
+
+def _columns(leaf: object, count: int) -> Iterator[Bytes]:
+    """What is hashed of a leaf for each of the rows: its kind and its values, shape (count, bytes)."""
+    if isinstance(leaf, Tensor) and leaf.dim() and len(leaf) == count:
+        about, values = f"{leaf.dtype}{tuple(leaf.shape[1:])}".encode(), _bytes(leaf)
+        yield np.broadcast_to(np.frombuffer(about, np.uint8), (count, len(about)))
+        yield values.reshape(count, len(values) // count)
+    else:
+        same = np.frombuffer(_content(leaf), np.uint8)
+        yield np.broadcast_to(same, (count, len(same)))
 
 
 def of_tensors(tensors: Mapping[str, Tensor]) -> str:
@@ -90,17 +102,47 @@ def regulariser_values(task: Functional, theta: Parameters) -> list[float]:
     return values
 
 
+def probe_measures(task: Task, batches: Iterable[tuple[int, Batch]]) -> list[float]:
+    """F of the first few queries, where it is finite, at parameters drawn by shape, whatever the model's own are."""
+    generator = torch.Generator().manual_seed(0)
+    parameters, state = dict(task.model.named_parameters()), task.state()
+    for name, tensor in state.items():
+        if tensor.is_floating_point():  # a buffer may be a variance, which is positive
+            drawn = torch.randn(tensor.shape, generator=generator, dtype=torch.float64) / 10
+            state[name] = (drawn if name in parameters else torch.ones_like(drawn)).to(tensor)
+    functional, theta = task.at(state)
+    values: list[float] = []
+    with torch.no_grad(), task.evaluating():
+        for count, batch in batches:
+            values += functional.measures(theta, batch, count).double().tolist()
+            if len(values) >= PROBES:
+                break
+    return [value for value in values[:PROBES] if math.isfinite(value)]
+
+
 def changed_loss(before: list[float], now: list[float], tolerance: float = 1e-4) -> str | None:
     """The first probe whose loss is another one now, in words; None if all are the same."""
-    for index, (was, value) in enumerate(zip(before, now, strict=True)):
+    return changed("loss on probe example", before, now, tolerance)
+
+
+def changed(what: str, before: list[float], now: list[float], tolerance: float = 1e-4) -> str | None:
+    """The first of some values that is another one now, in words; None if all are the same."""
+    for index, (was, value) in enumerate(zip_longest(before, now, fillvalue=math.inf)):
         if not abs(value - was) <= tolerance * max(1.0, abs(was)):
-            return f"loss on probe example {index} is {value:.4g}, was {was:.4g}"
+            return f"{what} {index} is {value:.4g}, was {was:.4g}"
     return None
 
 
 def _add(digest: Any, leaf: object) -> None:
+    digest.update(_content(leaf))
+
+
+def _content(leaf: object) -> bytes:
+    """What is hashed of a leaf: kind and values of a tensor, the text of anything else."""
     if isinstance(leaf, Tensor):
-        digest.update(f"{leaf.dtype}{tuple(leaf.shape)}".encode())
-        digest.update(leaf.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
-    else:
-        digest.update(repr(leaf).encode())
+        return f"{leaf.dtype}{tuple(leaf.shape)}".encode() + _bytes(leaf).tobytes()
+    return repr(leaf).encode()
+
+
+def _bytes(tensor: Tensor) -> Bytes:
+    return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()

@@ -70,7 +70,13 @@ class Objects:
     def sources(self) -> Sources:
         if self.experiment.sources == _PER_EXAMPLE:
             return Sources.per_example(length_of(self.data))
-        return self._required("sources", "the sources (or say per-example)")  # type: ignore[no-any-return]
+        sources = self._required("sources", "the sources (or say per-example)")
+        if not isinstance(sources, Sources):
+            raise ConfigurationError(
+                f"{self.experiment.sources or 'sources'} is a {type(sources).__name__}, not an imprint.Sources: "
+                "Sources.by_label takes one label for each training example."
+            )
+        return sources
 
     @property
     def collate_fn(self) -> Any:

@@ -1,6 +1,7 @@
 """Keeps the checkpoints that imprints want, from any training loop."""
 
 import os
+import warnings
 from collections.abc import Collection
 from pathlib import Path
 
@@ -16,6 +17,10 @@ class Recorder:
 
     at: which moments, such as epochs, early ones above all; None keeps every one it is called with.
 
+    A folder is for one training, which may be resumed: if the first call comes with epoch 6, checkpoints up to epoch 5
+    are its beginning. Those of epoch 6 and later were left by another training, or by this one before it was set back;
+    they stay on disk, are warned of, and are left out of `paths` until they are written anew.
+
     >>> import tempfile
     >>> recorder = Recorder(tempfile.mkdtemp(), at=(1, 3))
     >>> for epoch in range(1, 5):
@@ -27,21 +32,45 @@ class Recorder:
     def __init__(self, folder: str | os.PathLike[str], at: Collection[int] | None = None) -> None:
         self.folder = Path(folder)
         self._at = None if at is None else frozenset(at)
+        self._last: int | None = None  # the moment of the latest call
+        self._left: set[int] = set()  # moments in the folder that another training has left
 
     def __call__(self, model: nn.Module, moment: int) -> None:
-        """Keep the model as it is at this moment, if the moment is worth it."""
+        """Keep the model as it is at this moment, if the moment is worth it; call it at every moment, kept or not."""
         if moment < 0:
             raise PlanError(f"a moment is a number of at least 0, such as an epoch, got {moment}.")
-        if self._at is None or moment in self._at:
+        if self._last is None or moment < self._last:
+            self._begin(moment)
+        self._last = moment
+        if self._wants(moment):
             place = self.folder / f"checkpoint-{moment:06}.safetensors"
             try:
                 self.folder.mkdir(parents=True, exist_ok=True)
             except OSError as error:
                 raise StoreError(f"could not make the folder {self.folder}: {error}.") from error
             write(place, lambda path: save_model(model, str(path)))
+            self._left.discard(moment)
 
     @property
     def paths(self) -> list[Path]:
-        """The checkpoints in the folder, in order: what `simulate` takes."""
+        """The checkpoints of this training in the folder, in order: what `simulate` takes."""
+        held = self._held()
+        return [held[moment] for moment in sorted(held) if self._wants(moment) and moment not in self._left]
+
+    def _begin(self, moment: int) -> None:
+        """A training begins, or goes on, at this moment: what is there from then on is not of it."""
+        self._left = {held for held in self._held() if held >= moment}
+        if self._left:
+            warnings.warn(
+                f"{self.folder} holds checkpoints of an earlier training, from {min(self._left)} to {max(self._left)}: "
+                "they are left out of `paths` until they are written anew. Take a folder for each training.",
+                stacklevel=3,
+            )
+
+    def _wants(self, moment: int) -> bool:
+        return self._at is None or moment in self._at
+
+    def _held(self) -> dict[int, Path]:
+        """The checkpoints in the folder by moment, whoever wrote them."""
         found = {path.stem.removeprefix("checkpoint-"): path for path in self.folder.glob("checkpoint-*.safetensors")}
-        return [found[moment] for moment in sorted(filter(str.isdecimal, found), key=int)]
+        return {int(moment): path for moment, path in found.items() if moment.isdecimal()}

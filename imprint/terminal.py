@@ -181,11 +181,12 @@ def shown_demo(rows: "list[Row]", statistics: Sequence[tuple[str, ...]]) -> Rend
 def shown_truth(truth: "Truth", path: Path) -> RenderableType:
     """What a ground truth holds."""
     runs, subsets, queries = truth.values.shape
-    what = "random halves" if truth.subsets.kind == "halves" else "removals, and models that lack nothing"
+    what = "random halves" if truth.subsets.kind == "halves" else "everything, and removals from it"
+    often = "once each" if runs == 1 else f"{runs:,} times each"
     return lines(
         f"Truth {path}",
         (
-            ("models", f"{subsets:,} subsets ({what}) × {runs:,} runs"),
+            ("models", f"of {subsets:,} subsets ({what}), {often}"),
             ("queries", f"{queries:,}, measured by {truth.measure}: {float(truth.values.mean()):.4g} on average"),
             ("sources", f"{len(truth.subsets.sources):,} of {truth.subsets.n:,} training examples"),
         ),
@@ -209,6 +210,7 @@ def shown_metrics(metrics: "Sequence[Metric]", truth: "Truth") -> RenderableType
     if truth.runs == 1:
         remarks.append("With one run the noise of retraining is unknown, and no ceiling can be told.")
     else:
+        remarks.append("Ceiling: about what a perfect predictor would reach against this truth; rough if runs are few.")
         remarks.append("Another run: what the mean of the other runs reaches against one.")
     return Group(table, *(Text(remark) for remark in remarks))
 

@@ -1,5 +1,6 @@
 """The result: signs, units, tables, pictures and files."""
 
+import json
 import sys
 from pathlib import Path
 from typing import Any
@@ -13,8 +14,9 @@ from matplotlib import pyplot as plt
 from safetensors.torch import save_file
 from torch import nn
 
-from imprint import Attribution, MissingExtra, Plan, Sources, StoreError, Task, attribute, simulate
+from imprint import Attribution, MissingExtra, Plan, ReadoutError, Sources, StoreError, Task, attribute, simulate
 from imprint.attribution import Labels, Order
+from imprint.fingerprint import of_batches, of_sources
 
 SCORES = torch.tensor([[3.0, -6.0, 0.5], [-1.0, 2.0, 8.0]], dtype=torch.float64)
 
@@ -80,8 +82,10 @@ def test_labels_are_those_of_task_and_store() -> None:
     task = Task.classifier(nn.Linear(2, 2), measure="margin")
     sources = Sources.groups({"a": [0, 1], "b": [1]}, names={"b": "Bee"})
     store = simulate(task, (torch.randn(4, 2), torch.arange(4) % 2), sources, Plan(steps=2, lr=0.1), progress=False)
-    labels = attribute(task, store, (torch.randn(3, 2), torch.tensor([0, 1, 0])), progress=False).labels
-    assert labels == Labels(4, ("a", "b"), ("a", "Bee"), (2, 1), "margin", "higher", {"readout": "jvp"})
+    queries = torch.randn(3, 2), torch.tensor([0, 1, 0])
+    labels = attribute(task, store, queries, batch_size=2, progress=False).labels
+    prints = {"sources": of_sources(sources), "queries": of_batches([(3, queries)])}
+    assert labels == Labels(4, ("a", "b"), ("a", "Bee"), (2, 1), "margin", "higher", {"readout": "jvp"}, prints)
 
 
 # --- top
@@ -100,7 +104,7 @@ def test_top_by_magnitude_raises_and_lowers() -> None:
 
 def test_a_credit_has_the_source_its_score_and_its_effect() -> None:
     (credit, *_) = _attribution().top(1)[0]
-    assert credit == (0, "bob", "Bob <b>", -6.0, 0.6)
+    assert tuple(credit) == (0, "bob", "Bob <b>", -6.0, 0.6)
     assert (credit.query, credit.source, credit.name) == (0, "bob", "Bob <b>")
     assert credit.removal_effect == -credit.score / 10
 
@@ -137,7 +141,7 @@ def test_some_of_the_queries_can_be_taken() -> None:
     assert torch.equal(result[1:].scores, SCORES[1:])
     assert torch.equal(result[[1, 0]].scores, SCORES[[1, 0]])
     assert torch.equal(result[torch.tensor([False, True])].scores, SCORES[1:])
-    assert result[:1].labels == result.labels
+    assert result[:1].labels.source_ids == result.labels.source_ids
     assert (len(result), len(result[:1])) == (2, 1)
 
 
@@ -287,8 +291,44 @@ def test_a_result_that_cannot_be_written_says_where(tmp_path: Path) -> None:
 def test_the_mean_over_queries_is_an_attribution_of_one() -> None:
     whole = _attribution()
     mean = whole.mean()
-    assert mean.scores.shape == (1, whole.scores.shape[1]) and mean.labels == whole.labels
+    assert mean.scores.shape == (1, whole.scores.shape[1]) and mean.labels.source_ids == whole.labels.source_ids
     torch.testing.assert_close(mean.removal_effect[0], whole.removal_effect.mean(0))
+
+
+def test_the_mean_is_not_taken_for_a_query(tmp_path: Path) -> None:
+    mean = _attribution().mean()
+    mean.save(tmp_path / "mean.safetensors")
+    for each in (mean, Attribution.load(tmp_path / "mean.safetensors"), mean[0], mean.mean()):
+        assert each.queries == ("mean",)
+        assert each.top(1)[0][0].query == "mean"
+        assert each.top(1).to_json()["queries"][0][0]["query"] == "mean"
+        assert "\n  mean over queries: " in repr(each) and "query 0" not in repr(each)
+        assert "query 0" not in each._repr_html_()
+        assert each.to_pandas().index.tolist() == each.top(1).to_pandas()["query"].tolist() == ["mean"]
+        assert each.plot().get_title() == "mean over queries"
+
+
+def test_only_all_queries_in_their_order_keep_their_fingerprint() -> None:
+    prints = {"sources": "s", "queries": "q"}
+    result = Attribution(_labels(fingerprints=prints), SCORES)
+    for whole in (result, result[:], result[[0, 1]]):
+        assert whole.labels.fingerprints == prints
+    for part in (result[:1], result[[1, 0]], result[[0, 0]], result[1], result.mean()):
+        assert part.labels.fingerprints == {"sources": "s"}
+    assert result.labels.fingerprints == prints
+
+
+def test_a_file_of_an_earlier_version_has_no_fingerprints(tmp_path: Path) -> None:
+    labels = {name: value for name, value in vars(_labels()).items() if name != "fingerprints"}
+    metadata = {"imprint": json.dumps({"labels": labels, "queries": [0, 1]})}
+    save_file({"scores": SCORES}, tmp_path / "old.safetensors", metadata)
+    loaded = Attribution.load(tmp_path / "old.safetensors")
+    assert loaded.labels == _labels() and loaded.labels.fingerprints == {}
+
+
+def test_only_a_truth_can_calibrate() -> None:
+    with pytest.raises(ReadoutError, match=r"calibrate needs a Truth, got a str: Truth\.load"):
+        _attribution().calibrate("truth/news")  # type: ignore[arg-type]
 
 
 def test_the_text_begins_with_the_mean() -> None:

@@ -552,7 +552,7 @@ ERRORS = {
     "no module": ("check nothing.at.all:task", "there is no module nothing.at.all"),
     "no such name": ("check model.py:tsk", "there is no 'tsk'; did you mean task"),
     "another type": ("check model.py:plan", "model.py:plan is a Plan, not an imprint.Task"),
-    "no sources": ("check model.py:task --sources queries", "sources must be an imprint.Sources, got a tuple"),
+    "no sources": ("check model.py:task --sources queries", "queries is a tuple, not an imprint.Sources"),
     "no plan field": ("check model.py:task -p step=3", "a plan has no field 'step'"),
     "no value": ("check model.py:task -p steps", "expected NAME=VALUE"),
     "a bad value": ("check model.py:task -p steps=many", "steps must be a whole number of at least 1, got 'many'"),

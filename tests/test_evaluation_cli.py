@@ -2,11 +2,13 @@
 
 import json
 import shutil
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
-from typer.testing import CliRunner
+import torch
+from typer.testing import CliRunner, Result
 
 from imprint import Attribution, ImprintError, Store, attribute
 from imprint.cli import app
@@ -90,14 +92,21 @@ def test_metrics_are_those_of_the_library(truth: str) -> None:
 
 def test_a_person_sees_value_interval_and_ceiling() -> None:
     shown = run("evaluate", "store", "removal")
-    for words in ("correlation of removals", "95% interval", "ceiling", "slope of actual on predicted"):
+    for words in ("correlation of removals", "95% interval", "Ceiling: about what", "slope of actual on predicted"):
         assert words in shown
     assert "LDS" in run("evaluate", "store", "halves")
 
 
-@pytest.mark.parametrize(("kind", "subsets"), [("examples", 25), ("unions", 7)])
+def test_a_person_sees_what_was_trained() -> None:
+    shown = run("retrain", "model.py:train", "--kind", "sources", "--runs", "2", "--out", "removal")
+    assert "of 4 subsets (everything, and removals from it), 2 times each" in shown
+    assert "of 2 subsets (random halves), once each" in run("retrain", "model.py:train", "--count", "2", "--out", "two")
+
+
+@pytest.mark.parametrize(("kind", "subsets"), [("examples", 25), ("unions", 4)])
 def test_every_kind_of_truth_can_be_made(kind: str, subsets: int) -> None:
-    about = told("retrain", "model.py:train", "--kind", kind, "--count", "3", "--out", "truth")
+    count = ("--count", "3") if kind == "unions" else ()
+    about = told("retrain", "model.py:train", "--kind", kind, *count, "--out", "truth")
     assert about["subsets"] == subsets
     if kind == "unions":
         assert "With one run" in run("evaluate", "store", "truth")
@@ -116,6 +125,26 @@ def test_the_same_command_again_trains_nothing() -> None:
         (("retrain", "model.py:trian", "--out", "x"), "there is no 'trian'"),
         (("retrain", "model.py:train", "--out", "removal"), "holds another ground truth: kind was removal, is halves"),
         (("retrain", "digits", "--device", "abacus", "--out", "x"), "'abacus' cannot be used here"),
+        (("retrain", "model.py:train", "--device", "abacus", "--out", "x"), "the model cannot go to 'abacus'"),
+        (
+            ("retrain", "digits", "--task", "model.py:task", "--sources", "per-example", "--out", "x"),
+            "the setting digits has all that is needed: leave --task and --sources out",
+        ),
+        (("retrain", "digits", "--collate", "model.py:train", "--out", "x"), "leave --collate out"),
+        (
+            ("retrain", "model.py:train", "--kind", "sources", "--count", "9", "--out", "x"),
+            "--count is for halves and unions: --kind sources leaves out each of them",
+        ),
+        (("retrain", "model.py:data", "--out", "x"), r"train must be a function .* got a tuple"),
+        (
+            ("retrain", "model.py:train", "--sources", "x", "--out", "x"),
+            "x is a Tensor, not an imprint.Sources",
+        ),
+        (("retrain", "model.py:train", "--data", "queries", "--out", "x"), "the training data has examples 0 to 4"),
+        (
+            ("evaluate", "scores.safetensors", "removal", "--queries", "queries", "--readout", "jvp"),
+            "scores.safetensors holds scores, .*: leave --queries and --readout out",
+        ),
         (("evaluate", "store", "nowhere"), "holds no ground truth"),
         (("evaluate", "nowhere", "removal"), "there is no folder nowhere"),
         (("evaluate", "store", "store"), "holds no ground truth"),
@@ -124,6 +153,66 @@ def test_the_same_command_again_trains_nothing() -> None:
 def test_what_cannot_be_done_is_told(words: tuple[str, ...], says: str) -> None:
     with pytest.raises(ImprintError, match=says):
         run(*words)
+
+
+def test_samples_are_collated_by_the_function_beside_the_task_or_by_the_one_that_is_named() -> None:
+    ragged = """
+queries = [{"x": x[i], "y": int(y[i]), "note": "x" * i} for i in range(5)]
+
+
+def collate_fn(samples):
+    return torch.stack([s["x"] for s in samples]), torch.tensor([s["y"] for s in samples])
+
+
+def lying(samples):
+    return torch.stack([s["x"] for s in samples]), 1 - torch.tensor([s["y"] for s in samples])
+"""
+    Path("ragged.py").write_text(MODEL + ragged)
+    given = ("retrain", "ragged.py:train", "--kind", "sources", "--runs", "2")
+    run(*given, "--out", "usual")
+    assert torch.equal(Truth.load("usual").values, Truth.load("removal").values)
+    run(*given, "--collate", "lying", "--out", "named")
+    assert not torch.equal(Truth.load("named").values, Truth.load("removal").values)
+
+
+INTERRUPTED = MODEL.replace(
+    "    torch.manual_seed(seed)\n",
+    """    trained.append(seed)
+    if len(trained) == int(pathlib.Path("patience").read_text()):
+        raise KeyboardInterrupt
+    torch.manual_seed(seed)
+""",
+).replace("import torch\n", "import pathlib\nimport torch\n\ntrained = []\n", 1)
+
+
+def test_ctrl_c_tells_what_is_kept_and_the_same_command_goes_on() -> None:
+    def stopped(patience: int) -> Result:
+        for name in [name for name in sys.modules if name.startswith("imprint_experiment_")]:
+            del sys.modules[name]
+        Path("patience").write_text(str(patience))
+        Path("tired.py").write_text(INTERRUPTED)
+        words = ["retrain", "tired.py:train", "--kind", "sources", "--runs", "2", "--out", "tired"]
+        return CliRunner().invoke(app, words, env={"COLUMNS": "160"})
+
+    early = stopped(1)
+    assert early.exit_code == 130
+    assert early.stderr == "stopped before a first part was finished: the same command again starts over\n"
+    late = stopped(8)
+    assert late.exit_code == 130 and not late.stdout
+    assert "stopped: finished models are kept in tired, the same command again goes on from there\n" in late.stderr
+    kept = {path: path.stat().st_mtime_ns for path in Path("tired").glob("values-*")}
+    assert kept
+    assert stopped(0).exit_code == 0
+    assert torch.equal(Truth.load("tired").values, Truth.load("removal").values)
+    assert all(path.stat().st_mtime_ns == when for path, when in kept.items())
+
+
+@pytest.mark.parametrize("named", [(), ("--task", "model.py:task")])
+def test_the_task_that_a_store_names_is_told_before_it_is_loaded(named: tuple[str, ...]) -> None:
+    for words in (("attribute", "store"), ("evaluate", "store", "removal")):
+        found = CliRunner().invoke(app, [*words, *named])
+        assert found.exit_code == 0
+        assert ("the task is model.py:task, by which the store was made" in found.stderr) == (not named)
 
 
 def test_a_truth_of_other_sources_is_refused() -> None:

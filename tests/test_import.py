@@ -36,7 +36,7 @@ LAYERS = {
     "tensorfile": (),
     "readout": ("errors", "linear", "memory", "task", "data", "vectors", "store"),
     "checking": ("errors", "files", "progress", "task", "sources", "data", "simulation", "store", "readout"),
-    "attribution": ("errors", "files", "progress", "task", "data", "store", "readout"),
+    "attribution": ("errors", "files", "fingerprint", "progress", "task", "data", "store", "readout"),
     "inspection": ("vectors", "store"),
     "experiment": ("errors", "store"),
     "loading": ("errors", "task", "sources", "data", "simulation.plan", "store", "experiment"),

@@ -70,6 +70,7 @@ def test_kept_moments_are_what_imprints_are_simulated_from(kind: type[nn.Module]
     assert not torch.equal(scores(model, recorder.paths), scores(model, [states[0]]))
 
 
+@pytest.mark.filterwarnings("error")
 def test_a_resumed_training_adds_to_what_is_there(tmp_path: Path) -> None:
     torch.manual_seed(0)
     model = nn.Linear(4, 3)
@@ -86,6 +87,41 @@ def test_a_resumed_training_adds_to_what_is_there(tmp_path: Path) -> None:
         assert one.read_bytes() == other.read_bytes()
 
 
+def names(recorder: Recorder) -> list[int]:
+    return [int(path.stem.split("-")[1]) for path in recorder.paths]
+
+
+def test_a_new_training_does_not_mix_with_what_an_earlier_one_has_left(tmp_path: Path) -> None:
+    train(nn.Linear(4, 3), Recorder(tmp_path, at=(1, 2, 4)), range(1, 5))
+    recorder = Recorder(tmp_path, at=(1, 3, 4))
+    assert names(recorder) == [1, 4]  # it has recorded nothing itself, and lists what it would want
+    with pytest.warns(UserWarning, match="holds checkpoints of an earlier training, from 1 to 4") as warned:
+        train(nn.Linear(4, 3), recorder, range(1, 4))
+    assert len(warned) == 1
+    assert warned[0].filename == __file__
+    assert names(recorder) == [1, 3]
+    train(nn.Linear(4, 3), recorder, range(4, 5))
+    assert names(recorder) == [1, 3, 4]
+    assert (tmp_path / "checkpoint-000002.safetensors").is_file()  # nothing is deleted
+
+
+def test_a_training_that_was_set_back_replaces_what_came_later(tmp_path: Path) -> None:
+    train(nn.Linear(4, 3), Recorder(tmp_path), range(1, 6))
+    resumed = Recorder(tmp_path)
+    with pytest.warns(UserWarning, match="from 4 to 5"):
+        train(nn.Linear(4, 3), resumed, range(4, 5))
+    assert names(resumed) == [1, 2, 3, 4]
+
+
+def test_one_recorder_in_two_trainings_lists_the_second(tmp_path: Path) -> None:
+    recorder = Recorder(tmp_path)
+    train(nn.Linear(4, 3), recorder, range(1, 5))
+    with pytest.warns(UserWarning, match="from 1 to 4"):
+        train(nn.Linear(4, 3), recorder, range(1, 3))
+    assert names(recorder) == [1, 2]
+
+
+@pytest.mark.filterwarnings("error")
 def test_a_moment_that_comes_again_replaces_the_earlier_one(tmp_path: Path) -> None:
     recorder, model = Recorder(tmp_path), nn.Linear(2, 1)
     recorder(model, 5)
@@ -97,9 +133,9 @@ def test_a_moment_that_comes_again_replaces_the_earlier_one(tmp_path: Path) -> N
 
 def test_moments_come_in_their_order_however_large(tmp_path: Path) -> None:
     recorder = Recorder(tmp_path)
-    for moment in (1_000_000, 999_999, 0, 20):
+    for moment in (0, 20, 999_999, 1_000_000):
         recorder(nn.Linear(2, 1), moment)
-    assert [int(path.stem.split("-")[1]) for path in recorder.paths] == [0, 20, 999_999, 1_000_000]
+    assert names(recorder) == [0, 20, 999_999, 1_000_000]
 
 
 def test_other_files_in_the_folder_are_no_checkpoints(tmp_path: Path) -> None:

@@ -21,7 +21,8 @@ SourcesString = Annotated[
     ),
 ]
 QueriesString = Annotated[
-    str | None, typer.Option("--queries", metavar="FILE.py:NAME", help="Default: `queries` beside the task.")
+    str | None,
+    typer.Option("--queries", metavar="FILE.py:NAME", help="The queries. Default: `queries` beside the task."),
 ]
 CollateString = Annotated[
     str | None,

@@ -234,9 +234,7 @@ def attribute(
         raise StoreError(f"could not write {out}: there is no folder {out.parent}.")
     opened = imprint.Store(store)
     given = Experiment(task=task, queries=queries, collate_fn=collate, memory=memory, device=device).over_file(config)
-    if given.task is None:
-        given = given.over_store(opened)
-        errors.print(f"the task is {given.task}, by which the store was made", soft_wrap=True)
+    given = over_store(given, opened)
     with working(), progress(errors, "attributing") as advance:
         objects = Objects(given)
         options: Any = {
@@ -255,6 +253,16 @@ def attribute(
         typer.echo(dumps(first.to_json()))
     else:
         console.print(shown_mean(result.mean().top(top, options["by"])), shown_top(first))
+
+
+def over_store(given: Experiment, store: imprint.Store) -> Experiment:
+    """The settings as given; without a task they go over those that the store was made with, and its task is told."""
+    if given.task is not None:
+        return given
+    found = given.over_store(store)
+    if found.task is not None:
+        errors.print(f"the task is {escape(found.task)}, by which the store was made", soft_wrap=True)
+    return found
 
 
 def _write_scores(result: imprint.Attribution, out: Path) -> None:

@@ -54,8 +54,8 @@ def scatter(outcome: Outcome) -> "Figure":
     ax.axvline(0, color="0.85", linewidth=0.8, zorder=0)
     ends = np.array([predicted.min(), predicted.max()])
     ends = ends + np.array([-0.08, 0.08]) * np.ptp(ends)
-    fitted = actual.mean() + check.slope.value * (ends - predicted.mean())
-    ax.plot(ends, fitted, color="0.5", linewidth=1, label=f"slope {check.slope}", zorder=1)
+    fitted = actual.mean() + check.mean_slope.value * (ends - predicted.mean())
+    ax.plot(ends, fitted, color="0.5", linewidth=1, label=f"slope {check.mean_slope}", zorder=1)
     ax.plot(ends, ends, color="0.5", linewidth=1, linestyle=":", label="prediction = outcome", zorder=1)
     colours = [HARM if i == bad else PREDICTED for i in range(len(names))]
     ax.errorbar(predicted, actual, 2 * check.standard_error, fmt="none", ecolor="0.7", elinewidth=1, zorder=2)

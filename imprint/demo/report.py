@@ -61,7 +61,7 @@ def statistics(outcome: Outcome) -> list[tuple[str, str, str, str]]:
             str(sizes.rank_correlation),
             f"{ours.rank_ceiling:.2f}",
         ),
-        ("slope of actual on predicted", str(ours.slope), "–", "1.00"),
+        ("slope of actual on predicted", str(ours.mean_slope), "–", "1.00"),
     ]
 
 

@@ -15,7 +15,7 @@ from torch.func import vmap
 from torch.utils.data import DataLoader
 
 from imprint.attribution import attribute
-from imprint.data import Data
+from imprint.data import Data, shown_batch
 from imprint.errors import DataError, MissingExtra
 from imprint.fingerprint import of_data
 from imprint.readout import Kind
@@ -109,7 +109,15 @@ def _each(of_batch: Any) -> Any:
 
 def _columns(loader: DataLoader[Any]) -> tuple[Tensor, ...]:
     """All batches of a loader as columns, in its order."""
-    batches = [tuple(batch) for batch in loader]
+    batches = list(loader)
+    if not batches:
+        raise DataError("the loader gives no batch: is its dataset empty, or smaller than a batch with drop_last?")
+    for batch in batches:
+        if not (isinstance(batch, list | tuple) and batch and all(isinstance(part, Tensor) for part in batch)):
+            raise DataError(
+                f"a loader must give lists or tuples of tensors, such as [x, y], as dattri's own do; got "
+                f"{shown_batch(batch)}. Give it a collate_fn that makes these."
+            )
     return tuple(torch.cat(parts) for parts in zip(*batches, strict=True))
 
 

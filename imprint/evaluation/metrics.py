@@ -5,13 +5,13 @@ scores and F rise together, whatever F is; and a removal is predicted to change 
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 from torch import Tensor
 
-from imprint.attribution import Attribution
+from imprint.attribution import Attribution, Labels, called
 from imprint.errors import DataError
 from imprint.evaluation.removal import RemovalCheck
 from imprint.evaluation.statistics import (
@@ -20,12 +20,13 @@ from imprint.evaluation.statistics import (
     area,
     bootstrap,
     ceiling,
-    centred,
     correlations,
     mean_estimate,
     ranks,
 )
 from imprint.evaluation.truth import Truth
+from imprint.fingerprint import of_sources
+from imprint.sources import Sources
 from imprint.task import Better
 
 _NAN = float("nan")
@@ -71,16 +72,28 @@ class Metric:
 
 def evaluate(result: Attribution | Tensor, truth: Truth) -> list[Metric]:
     """The metrics that a truth of this kind allows."""
+    _check_kinds(result, truth)
     if truth.subsets.kind == "halves":
         return [lds(result, truth)]
     if all(len(removed) == 1 for removed in truth.lacking) and max(truth.subsets.sources.sizes) == 1:
         return [loo(result, truth)]
     check = removal(result, truth)
-    rank = _averaged("rank correlation of removals, per query", check.rank_correlations, check.rank_ceiling)
+    _refuse_few(len(truth.lacking))
+    over_queries = check.actual.mean(1, keepdims=True)
     return [
-        Metric("correlation of removals, mean over queries", check.correlation, ceiling=check.ceiling),
-        rank,
-        Metric("slope of actual on predicted removals", check.slope),
+        Metric(
+            "correlation of removals, mean over queries",
+            check.correlation,
+            ceiling=check.ceiling,
+            single_run=_single_run(over_queries),
+        ),
+        _averaged(
+            "rank correlation of removals, per query",
+            check.rank_correlations,
+            check.rank_ceiling,
+            _single_run(check.actual, ranks),
+        ),
+        slope(result, truth),
     ]
 
 
@@ -88,10 +101,11 @@ def lds(result: Attribution | Tensor, truth: Truth) -> Metric:
     """The linear datamodelling score: Spearman's correlation, over subsets, of summed scores with F, per query."""
     if truth.subsets.kind != "halves":
         raise DataError("the linear datamodelling score needs a truth of random halves, this one removes sources.")
+    _refuse_few(len(truth.subsets))
     predicted = _scores(result, truth) @ truth.subsets.kept().double().T
-    runs = ranks(truth.values.transpose(1, 2).numpy())
-    actual = ranks(truth.values.mean(0).T.numpy())
-    return _averaged("LDS", correlations(ranks(predicted.numpy()), actual), ceiling(runs), _single_run(truth, ranks))
+    runs = truth.values.transpose(1, 2).numpy()
+    values = correlations(ranks(predicted.numpy()), ranks(runs.mean(0)))
+    return _averaged("LDS", values, ceiling(ranks(runs)), _single_run(runs, ranks))
 
 
 def loo(result: Attribution | Tensor, truth: Truth) -> Metric:
@@ -99,8 +113,9 @@ def loo(result: Attribution | Tensor, truth: Truth) -> Metric:
     check = removal(result, truth)
     if any(len(removed) != 1 for removed in truth.lacking):
         raise DataError("leave-one-out needs a truth in which single sources were removed.")
+    _refuse_few(len(truth.lacking))
     values = correlations(check.predicted, check.truth)
-    return _averaged("LOO", values, ceiling(check.actual), _single_run(truth, lambda array: array))
+    return _averaged("LOO", values, ceiling(check.actual), _single_run(check.actual))
 
 
 def removal(result: Attribution | Tensor, truth: Truth) -> RemovalCheck:
@@ -111,17 +126,14 @@ def removal(result: Attribution | Tensor, truth: Truth) -> RemovalCheck:
     return RemovalCheck.of(-(scores @ lacking.T) / truth.subsets.n, effects)
 
 
-def slope(result: Attribution | Tensor, truth: Truth) -> float:
+def slope(result: Attribution | Tensor, truth: Truth) -> Metric:
     """Of actual on predicted changes of F, over queries and subsets, each query about its own mean."""
-    if truth.subsets.kind == "halves":
-        seen = np.mean([len(truth.subsets.examples(index)) for index in range(len(truth.subsets))])
-        predicted = (_scores(result, truth) @ truth.subsets.kept().double().T).numpy() / seen  # each weighs 1/|half|
-        actual = truth.values.mean(0).T.numpy()
-    else:
-        check = removal(result, truth)
-        predicted, actual = check.predicted, check.truth
-    x = centred(predicted)
-    return float((x * actual).sum() / np.square(x).sum()) if x.any() else _NAN
+    name = "slope of actual on predicted effects"
+    if truth.subsets.kind == "removal":
+        return Metric(name, removal(result, truth).slope)
+    seen = np.mean([len(truth.subsets.examples(index)) for index in range(len(truth.subsets))])
+    predicted = _scores(result, truth) @ truth.subsets.kept().double().T / float(seen)  # each weighs 1/|half|
+    return Metric(name, RemovalCheck.of(predicted, truth.values.transpose(1, 2)).slope)
 
 
 def mislabel_auc(self_influence: Tensor, mislabelled: Tensor, better: Better = "lower") -> Metric:
@@ -144,7 +156,9 @@ def mislabel_auc(self_influence: Tensor, mislabelled: Tensor, better: Better = "
 
 def overlap(first: Attribution, second: Attribution, k: int = 10) -> Metric:
     """The share of the k largest effects that two attributions have in common, per query."""
-    if first.scores.shape != second.scores.shape or first.labels.source_ids != second.labels.source_ids:
+    prints = [result.labels.fingerprints.get("queries") for result in (first, second)]
+    same = first.queries == second.queries and (None in prints or prints[0] == prints[1])
+    if not same or first.labels.source_ids != second.labels.source_ids:
         raise DataError("only attributions of the same queries to the same sources can overlap.")
     pairs = zip(first.top(k).indices.tolist(), second.top(k).indices.tolist(), strict=True)
     k = min(k, first.scores.shape[1])
@@ -156,17 +170,29 @@ def _averaged(name: str, per_query: Array, limit: float = _NAN, single_run: floa
     return Metric(name, mean_estimate(per_query), per_query, undefined, limit, single_run)
 
 
-def _single_run(truth: Truth, prepared: Callable[[Array], Array]) -> float:
-    """What the mean of the other runs reaches against one run."""
-    values = truth.values if truth.subsets.kind == "halves" else truth.effects.transpose(1, 2)
-    if truth.runs < 2:
+def _single_run(runs: Array, prepared: Callable[[Array], Array] = lambda array: array) -> float:
+    """What the mean of the other runs reaches against one run; runs have shape (runs, queries, things)."""
+    count = len(runs)
+    if count < 2:
         return _NAN
-    total, found = values.sum(0), []
-    for one in values:
-        others = (total - one) / (truth.runs - 1)
-        found.append(correlations(prepared(others.T.numpy()), prepared(one.T.numpy())))
-    defined = np.concatenate(found)[~np.isnan(np.concatenate(found))]
-    return float(defined.mean()) if len(defined) else _NAN
+    others = (runs.sum(0) - runs) / (count - 1)
+    found = correlations(prepared(others), prepared(runs))
+    return float(np.nanmean(found)) if np.isfinite(found).any() else _NAN
+
+
+def _refuse_few(subsets: int) -> None:
+    if subsets < 3:
+        raise DataError(f"the truth has {subsets} subsets to compare: a correlation means nothing below 3.")
+
+
+def _check_kinds(result: object, truth: object) -> None:
+    if not isinstance(result, Attribution | Tensor):
+        raise DataError(
+            f"expected an Attribution, or a tensor of scores, got a {type(result).__name__}: imprint.attribute makes "
+            "one."
+        )
+    if not isinstance(truth, Truth):
+        raise DataError(f"expected a Truth, got a {type(truth).__name__}: retrain makes one, Truth.load reads one.")
 
 
 def _scores(result: Attribution | Tensor, truth: Truth) -> Tensor:
@@ -174,24 +200,67 @@ def _scores(result: Attribution | Tensor, truth: Truth) -> Tensor:
     scores = (result.scores if isinstance(result, Attribution) else result).detach().double().cpu()
     sources, queries = truth.subsets.sources, truth.values.shape[2]
     if isinstance(result, Attribution):
-        if result.labels.n != truth.subsets.n:
-            raise DataError(f"scores are of {result.labels.n} training examples, the truth of {truth.subsets.n}.")
-        if result.labels.source_ids != sources.ids:
-            raise DataError(f"scores are of other sources than the truth, {_first_difference(result, sources.ids)}.")
-        if result.labels.measure != truth.measure:
-            raise DataError(f"scores are of {result.labels.measure!r}, the truth measured {truth.measure!r}.")
+        _check_labels(result, truth)
     if tuple(scores.shape) != (queries, len(sources)):
         raise DataError(
             f"expected scores of {queries} queries and {len(sources)} sources as in the truth, got shape "
             f"{tuple(scores.shape)}."
         )
+    if isinstance(result, Attribution):
+        _check_queries(result, truth)
     if not bool(scores.isfinite().all()):
         raise DataError("scores must be finite.")
     return scores
 
 
-def _first_difference(result: Attribution, ids: tuple[str, ...]) -> str:
-    mine = result.labels.source_ids
+def _check_labels(result: Attribution, truth: Truth) -> None:
+    """Refuse scores of other sources, or of another measurement, than the truth's."""
+    labels, sources = result.labels, truth.subsets.sources
+    if labels.n != truth.subsets.n:
+        raise DataError(f"scores are of {labels.n} training examples, the truth of {truth.subsets.n}.")
+    if labels.source_ids != sources.ids:
+        raise DataError(
+            f"scores are of other sources than the truth, {_first_difference(labels.source_ids, sources.ids)}."
+        )
+    if difference := _members_differ(labels, sources):
+        raise DataError(f"scores are of sources with other members than the truth's: {difference}.")
+    if labels.measure != truth.measure:
+        raise DataError(f"scores are of {labels.measure!r}, the truth measured {truth.measure!r}.")
+
+
+def _check_queries(result: Attribution, truth: Truth) -> None:
+    """Refuse scores of other queries than the truth's, or of the same in another order."""
+    everyone = tuple(range(truth.values.shape[2]))
+    if result.queries != everyone:
+        index = next(i for i in everyone if result.queries[i] != i)
+        raise DataError(
+            f"scores are not of all queries in their order, row {index} is {called(result.queries[index])}: give the "
+            "whole attribution."
+        )
+    mine, theirs = (
+        prints.get("queries") for prints in (result.labels.fingerprints, truth.about.get("fingerprints", {}))
+    )
+    if mine and theirs and mine != theirs:
+        raise DataError(
+            "scores are of other queries than the truth, or of the same in another order: attribute those that were "
+            "given to retrain."
+        )
+
+
+def _members_differ(labels: Labels, sources: Sources) -> str | None:
+    """How the members of sources differ from those of the truth's, in words; None if that is not known."""
+    sizes = zip(labels.source_ids, labels.source_sizes, sources.sizes, strict=True)
+    if different := next(
+        (f"{i!r} has {mine} examples against {theirs}" for i, mine, theirs in sizes if mine != theirs), None
+    ):
+        return different
+    known = labels.fingerprints.get("sources")
+    if known and known != of_sources(replace(sources, names=labels.source_names)):  # names may differ
+        return "of the same sizes"
+    return None
+
+
+def _first_difference(mine: tuple[str, ...], ids: tuple[str, ...]) -> str:
     if len(mine) != len(ids):
         return f"{len(mine)} against {len(ids)}"
     index = next(i for i, (a, b) in enumerate(zip(mine, ids, strict=True)) if a != b)

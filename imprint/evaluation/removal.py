@@ -17,7 +17,9 @@ from imprint.evaluation.statistics import (
     Estimate,
     bootstrap,
     ceiling,
+    centred,
     correlations,
+    mean_estimate,
     pearson,
     ranks,
     slope,
@@ -71,7 +73,18 @@ class RemovalCheck:
 
     @cached_property
     def slope(self) -> Estimate:
-        """Of actual on predicted mean effects; 1 means that the prediction has the right size."""
+        """Of actual on predicted effects, each query about its own mean; 1 means that they have the right size."""
+        away = centred(self.predicted)
+        rises, squares = (away * self.truth).sum(1), np.square(away).sum(1)
+
+        def pooled(chosen: Chosen) -> float:
+            return float(rises[chosen].sum() / squares[chosen].sum()) if squares[chosen].any() else float("nan")
+
+        return self._over_queries(pooled)
+
+    @cached_property
+    def mean_slope(self) -> Estimate:
+        """The same of mean effects over queries."""
         return self._over_queries(lambda chosen: slope(self.predicted[chosen].mean(0), self.truth[chosen].mean(0)))
 
     @cached_property
@@ -87,8 +100,7 @@ class RemovalCheck:
     @cached_property
     def rank_correlation(self) -> Estimate:
         """The mean of `rank_correlations` over the queries where it is defined."""
-        values = self.rank_correlations
-        return self._over_queries(lambda chosen: float(np.nanmean(values[chosen])))
+        return mean_estimate(self.rank_correlations)
 
     @cached_property
     def rank_ceiling(self) -> float:

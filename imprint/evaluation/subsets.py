@@ -1,5 +1,7 @@
 """Which data the retrained models see: random halves, all but one source, all but some."""
 
+import logging
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -8,10 +10,19 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from imprint.errors import SourcesError
+from imprint.errors import DataError, SourcesError
 from imprint.sources import Sources
 
+logger = logging.getLogger(__name__)
 Kind = Literal["halves", "removal"]
+CHOICE, HALF, REMOVAL, ORDER, DROPOUT = range(5)  # what a derived seed is for
+
+
+def derived(seed: int, *words: int) -> int:
+    """A seed for one purpose: whatever differs in seed or words gives another, below 2³¹ as every library takes it."""
+    if seed < 0:
+        raise DataError(f"seed must be at least 0, got {seed}.")
+    return int(np.random.SeedSequence(seed, spawn_key=words).generate_state(1)[0]) >> 1
 
 
 @dataclass(frozen=True)
@@ -19,7 +30,7 @@ class Subsets:
     """Subsets of the training data, each said by the sources that it lacks.
 
     kind: "halves" compares models trained on different halves; "removal" compares models that lack a few sources with
-        models that lack none, which stand among the subsets with nothing removed.
+        one that lacks none, the baseline, which stands among the subsets with nothing removed.
     n: how many training examples there are.
     removed: positions in `sources` of what each subset lacks. An example in a removed source is removed, whatever other
         sources have it; an example in no source stays.
@@ -47,44 +58,31 @@ class Subsets:
 
     @classmethod
     def halves(cls, sources: Sources | int, count: int = 100, *, n: int | None = None, seed: int = 0) -> "Subsets":
-        """Random halves of the sources, or of so many single examples: number i is drawn with seed + i."""
+        """Different random halves of the sources, or of so many single examples; a larger count adds to the same."""
         sources, n = _units(sources, n)
         if len(sources) < 2:
             raise SourcesError("halves need at least two sources.")
-        everyone = np.arange(len(sources))
-        kept = [
-            np.random.default_rng(seed + i).choice(len(sources), len(sources) // 2, replace=False) for i in range(count)
-        ]
-        removed = tuple(tuple(np.setdiff1d(everyone, chosen).tolist()) for chosen in kept)
-        return cls("halves", n, sources, removed)
+        return cls("halves", n, sources, _choices(len(sources), len(sources) - len(sources) // 2, count, seed))
 
     @classmethod
     def without_each(
-        cls, sources: Sources | int, *, n: int | None = None, only: Iterable[int] | None = None, baselines: int = 1
+        cls, sources: Sources | int, *, n: int | None = None, only: Iterable[int] | None = None
     ) -> "Subsets":
-        """All but one source, for each of them (or for `only` some); `baselines` models are trained on everything."""
+        """The baseline, and all but one source, for each of them or for `only` some."""
         sources, n = _units(sources, n)
         chosen = tuple((index,) for index in (range(len(sources)) if only is None else only))
-        return cls("removal", n, sources, ((),) * baselines + chosen)
+        return cls("removal", n, sources, ((), *chosen))
 
     @classmethod
     def without_some(
-        cls,
-        sources: Sources | int,
-        count: int,
-        share: float = 0.2,
-        *,
-        n: int | None = None,
-        seed: int = 0,
-        baselines: int = 1,
+        cls, sources: Sources | int, count: int, share: float = 0.2, *, n: int | None = None, seed: int = 0
     ) -> "Subsets":
-        """All but a random union of sources, `share` of them."""
+        """The baseline, and all but a random union of sources, `share` of them; a larger count adds to the same."""
         sources, n = _units(sources, n)
         if not 0 < share < 1:
             raise SourcesError(f"share must lie between 0 and 1, got {share}.")
         size = max(1, round(share * len(sources)))
-        draws = [np.random.default_rng(seed + i).choice(len(sources), size, replace=False) for i in range(count)]
-        return cls("removal", n, sources, ((),) * baselines + tuple(tuple(sorted(draw.tolist())) for draw in draws))
+        return cls("removal", n, sources, ((), *_choices(len(sources), size, count, seed)))
 
     @classmethod
     def without(cls, sources: Sources | int, removed: Sequence[Sequence[int]], *, n: int | None = None) -> "Subsets":
@@ -106,16 +104,23 @@ class Subsets:
             table[index, list(positions)] = False
         return table
 
-    def seeds(self, run: int, runs: int, seed: int) -> list[int]:
-        """The seed of each model of a run: one for each half; one for all of a removal, so that they differ by it.
-
-        Of several models that lack nothing only the first has that seed: the others average the noise of training out.
-        """
+    def seeds(self, run: int, seed: int) -> list[int]:
+        """The seed of each model of a run: one for each half; one for all of a removal, so that they differ by it."""
         if self.kind == "halves":
-            return [seed + index * runs + run for index in range(len(self))]
-        wholes = [index for index, removed in enumerate(self.removed) if not removed]
-        more = {index: seed + run + runs * number for number, index in enumerate(wholes)}
-        return [more.get(index, seed + run) for index in range(len(self))]
+            return [derived(seed, HALF, run, index) for index in range(len(self))]
+        return [derived(seed, REMOVAL, run)] * len(self)
+
+
+def _choices(sources: int, size: int, count: int, seed: int) -> tuple[tuple[int, ...], ...]:
+    """So many different sets of sources, or all there are."""
+    possible = math.comb(sources, size)
+    if count > possible:
+        logger.warning("%d subsets were asked for, there are %d different ones: all of them are taken", count, possible)
+    draw = np.random.default_rng(derived(seed, CHOICE))
+    chosen: dict[tuple[int, ...], None] = {}
+    while len(chosen) < min(count, possible):
+        chosen[tuple(sorted(draw.choice(sources, size, replace=False).tolist()))] = None
+    return tuple(chosen)
 
 
 def _units(sources: Sources | int, n: int | None) -> tuple[Sources, int]:

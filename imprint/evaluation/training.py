@@ -18,6 +18,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from imprint.data import Data, leaves, map_tensors
 from imprint.errors import DataError, PlanError, TaskError
+from imprint.evaluation.subsets import DROPOUT, derived
 from imprint.memory import activation_bytes, budget
 from imprint.task import Batch, Functional, Parameters, Task
 
@@ -91,7 +92,7 @@ def train_together(
     build: makes a freshly initialised model from torch's global random state.
     subsets: indices of the examples each model is trained on.
     seeds: one for each model, for its initialisation and, unless `orders` gives others, its order of examples. Models
-        that all have the same seed also share their dropout, as they would if each were trained alone after it.
+        that all have the same seed also share their dropout, as they would if each were trained alone with it.
     """
     if not len(subsets) == len(seeds) == len(orders or seeds) > 0:
         raise DataError(f"each subset needs one seed: got {len(subsets)} subsets and {len(orders or seeds)} seeds.")
@@ -110,7 +111,8 @@ def train_together(
     descent = _Descent(functional, theta, frozen, training, same=same, whole=whole)
     shuffles = [torch.Generator().manual_seed(seed) for seed in orders or seeds]
     kept: dict[int, Parameters] = {}
-    with _seeded(seeds[0]), sdpa_kernel(SDPBackend.MATH):  # fused attention knows nothing of many models at once
+    dropout = derived(seeds[0], DROPOUT)
+    with _seeded(dropout), sdpa_kernel(SDPBackend.MATH):  # fused attention knows nothing of many models at once
         for epoch in range(1, training.epochs + 1):
             examples, weights = _epoch(subsets, shuffles, training, next(iter(theta.values())))
             for chosen, weight in zip(examples, weights, strict=True):

@@ -1,8 +1,8 @@
 """Ground truth: what F really is for models retrained on subsets of the data, kept in a folder.
 
-`truth.json` says what was asked for: kind, N, runs, seed, measurement, fingerprints, versions. `subsets.safetensors`
-has the sources, and which of them each subset lacks; `values-000000.safetensors` and so on have F of every query under
-some of the models.
+`truth.json` says what was asked for: kind, N, runs, seed, measurement, fingerprints, probes; and how it was made:
+device, versions. `subsets.safetensors` has the sources, and which of them each subset lacks;
+`values-000000.safetensors` and so on have F of every query under some of the models.
 """
 
 import contextlib
@@ -14,6 +14,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from functools import cached_property
+from itertools import zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -26,7 +27,7 @@ from torch import Tensor
 from imprint.errors import DataError, StoreError
 from imprint.evaluation.subsets import Kind, Subsets
 from imprint.files import LOCK, Lock, write
-from imprint.fingerprint import of_sources
+from imprint.fingerprint import changed, of_sources
 from imprint.manifest import versions
 from imprint.sources import Sources
 from imprint.values import read_json, sealed
@@ -35,7 +36,9 @@ if TYPE_CHECKING:
     from imprint.attribution import Attribution
 
 logger = logging.getLogger(__name__)
-SCHEMA = 1
+SCHEMA = 2  # the first had other seeds
+PROBES = {"losses": "loss on probe example", "measures": "F at random parameters of query"}
+"""Values that tell one loss, or measurement, from another; in words."""
 
 
 @dataclass(frozen=True)
@@ -53,7 +56,8 @@ class Truth:
 
     def __repr__(self) -> str:
         runs, subsets, queries = self.values.shape
-        return f"Truth({self.subsets.kind}: {subsets} subsets × {runs} runs, {self.measure} of {queries} queries)"
+        counts = f"{_counted(subsets, 'subset')} × {_counted(runs, 'run')}"
+        return f"Truth({self.subsets.kind}: {counts}, {self.measure} of {_counted(queries, 'query', 'queries')})"
 
     @cached_property
     def lacking(self) -> list[tuple[int, ...]]:
@@ -62,7 +66,7 @@ class Truth:
 
     @cached_property
     def effects(self) -> Tensor:
-        """Of a removal: the change of F against the mean of the models that lack nothing, (runs, queries, removals)."""
+        """Of a removal: the change of F against the models that lack nothing, shape (runs, queries, removals)."""
         whole = torch.tensor([not removed for removed in self.subsets.removed])
         if self.subsets.kind != "removal":
             raise DataError("effects of removals need models trained on everything beside them: these are halves.")
@@ -75,7 +79,7 @@ class Truth:
         """Of actual on predicted changes of F: what `result.calibrate` multiplies scores by."""
         from imprint.evaluation.metrics import slope
 
-        return slope(result, self)
+        return slope(result, self).estimate.value
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> "Truth":
@@ -102,34 +106,40 @@ class Folder:
         self.path = path
 
     @contextlib.contextmanager
-    def opened(self, request: dict[str, Any], subsets: Subsets, at_once: int) -> Iterator[dict[str, Any]]:
-        """The folder locked for writing: begun anew, or recognised as the same request. Gives the request as kept."""
+    def opened(self, request: dict[str, Any], subsets: Subsets) -> Iterator[dict[str, Any] | None]:
+        """The folder locked for writing. Gives what is kept of the same request, None if nothing is."""
         file = self.path / "truth.json"
         if self.path.exists() and not file.is_file() and (not self.path.is_dir() or self._strange()):
             raise StoreError(f"{self.path} holds something else: give a new folder for the ground truth.")
         self.path.mkdir(parents=True, exist_ok=True)
         lock = Lock(self.path)
         try:
-            wanted = json.loads(json.dumps(request))
-            if file.is_file():
-                kept = self.request()
-                for name, value in wanted.items():
-                    if kept.get(name) != value:
-                        raise StoreError(f"{self.path} holds another ground truth: {_difference(name, kept, value)}.")
-            else:
-                kept = {
-                    **wanted,
-                    "at_once": at_once,
-                    "versions": versions(),
-                    "created": datetime.now(UTC).isoformat(timespec="seconds"),
-                }
-                text = json.dumps(sealed(kept), indent=1)
-                write(file, lambda path: path.write_text(text))
-            if not (self.path / "subsets.safetensors").is_file():
-                self._write_subsets(subsets)
+            kept = self.request() if file.is_file() else None
+            if kept is not None:
+                self._compare(kept, request)
+                self.begin(kept, subsets)
             yield kept
         finally:
             lock.release()
+
+    def _compare(self, kept: dict[str, Any], wanted: dict[str, Any]) -> None:
+        """Refuse another request than the one that was kept."""
+        if kept["schema"] < SCHEMA:
+            raise StoreError(
+                f"{self.path} was made by an earlier version, which drew other seeds: it can be read but not "
+                "continued. Give a new folder."
+            )
+        for name, value in wanted.items():
+            if difference := _difference(name, kept.get(name), value):
+                raise StoreError(f"{self.path} holds another ground truth: {difference}.")
+
+    def begin(self, about: dict[str, Any], subsets: Subsets) -> None:
+        """Write what the folder is a truth of, as far as it is not there."""
+        if not (self.path / "truth.json").is_file():
+            text = json.dumps(sealed(about), indent=1)
+            write(self.path / "truth.json", lambda path: path.write_text(text))
+        if not (self.path / "subsets.safetensors").is_file():
+            write(self.path / "subsets.safetensors", lambda path: _write_subsets(subsets, path))
 
     def _strange(self) -> bool:
         """Whether there is more than what a call leaves that is killed as it begins."""
@@ -147,15 +157,6 @@ class Folder:
             raise StoreError(f"{file} has schema {found}, this version reads up to {SCHEMA}: upgrade imprint.")
         values: dict[str, Any] = value.unsealed().content
         return values
-
-    def _write_subsets(self, subsets: Subsets) -> None:
-        tensors = {
-            **_packed("removed", [np.array(r, dtype=np.int64) for r in subsets.removed]),
-            **_packed("members", subsets.sources.members),
-        }
-        names = {"ids": subsets.sources.ids, "names": subsets.sources.names}
-        metadata = {"imprint": json.dumps(names)}
-        write(self.path / "subsets.safetensors", lambda path: save_file(tensors, path, metadata))
 
     def subsets(self, request: dict[str, Any]) -> Subsets:
         """The subsets the models were trained on."""
@@ -194,14 +195,17 @@ class Folder:
             raise StoreError(f"{file} is damaged: it differs from its checksum. Delete it to have it made again.")
         return values
 
+    def kept(self, spans: Sequence[range], count: int) -> dict[int, Tensor]:
+        """The values that are there, by the first of the models."""
+        parts = {models.start: self.part(models, count) for models in spans}
+        return {start: part for start, part in parts.items() if part is not None}
+
     def values(self, request: dict[str, Any]) -> Tensor:
         """All values, shape (runs, subsets, queries); NaN where a model is missing."""
         runs, subsets, count = (request[key] for key in ("runs", "subsets", "queries"))
         values = torch.full((runs * subsets, count), float("nan"), dtype=torch.float64)
-        for models in together(request["kind"], runs, subsets, request["at_once"]):
-            part = self.part(models, count)
-            if part is not None:
-                values[models.start : models.stop] = part
+        for start, part in self.kept(together(request["kind"], runs, subsets, request["at_once"]), count).items():
+            values[start : start + len(part)] = part
         return values.reshape(runs, subsets, count)
 
     def _part(self, models: range) -> Path:
@@ -225,14 +229,45 @@ def of_subsets(subsets: Subsets) -> dict[str, str]:
     return {"sources": of_sources(subsets.sources), "subsets": lacking}
 
 
-def _difference(name: str, kept: dict[str, Any], value: Any) -> str:
-    was = kept.get(name)
+def circumstances(at_once: int, device: torch.device) -> dict[str, Any]:
+    """What is kept with a truth beside what was asked for; `noise` is how far F moves if the same is trained again."""
+    now = datetime.now(UTC).isoformat(timespec="seconds")
+    return {"at_once": at_once, "device": str(device), "noise": 0.0, "versions": versions(), "created": now}
+
+
+def _difference(name: str, was: Any, value: Any) -> str | None:
+    """How one part of a request differs from what was kept, in words; None if it does not."""
+    if name == "probes":
+        return next(filter(None, (changed(words, was[part], value[part]) for part, words in PROBES.items())), None)
+    if was == value:
+        return None
+    if name == "model" and was and value:
+        return f"the model has {_first_change(value, was)}, had {_first_change(was, value)}"
     if not (isinstance(was, dict) and isinstance(value, dict)):
         return f"{name} was {was}, is {value}"
     part = next(part for part in {**was, **value} if was.get(part) != value.get(part))
     if name == "fingerprints":
         return f"the {part} changed"
     return f"the {name}'s {part} was {was.get(part)}, is {value.get(part)}"
+
+
+def _first_change(lines: list[str], others: list[str]) -> str:
+    """The first of some lines that is not the same in others."""
+    pairs = zip_longest(lines, others)
+    return next((line.strip() for line, other in pairs if line != other and line), "nothing there")
+
+
+def _counted(count: int, one: str, many: str = "") -> str:
+    return f"{count} {one if count == 1 else many or one + 's'}"
+
+
+def _write_subsets(subsets: Subsets, path: Path) -> None:
+    tensors = {
+        **_packed("removed", [np.array(r, dtype=np.int64) for r in subsets.removed]),
+        **_packed("members", subsets.sources.members),
+    }
+    names = {"ids": subsets.sources.ids, "names": subsets.sources.names}
+    save_file(tensors, path, {"imprint": json.dumps(names)})
 
 
 def _packed(name: str, lists: Sequence[np.ndarray[Any, np.dtype[np.int64]]]) -> dict[str, Tensor]:

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import torch
 
-from imprint.data import Data, map_tensors
+from imprint.data import Collate, Data, map_tensors
 from imprint.errors import ConfigurationError, first_line
 from imprint.evaluation.retraining import Together
 from imprint.settings import digits, mnist
@@ -21,6 +21,7 @@ class Ready:
     task: Task
     queries: Batch
     sources: Sources
+    collate_fn: Collate | None = None
 
 
 def ready(name: str, device: str | torch.device = "cpu") -> Ready:

@@ -1,17 +1,22 @@
 """Predictions are held up by examples, and flip without those an attribution names."""
 
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor, nn
 
 import imprint
-from imprint import DataError, Plan, Sources, Task
+from imprint import Attribution, DataError, Plan, Sources, Task
 from imprint.data import Data
 from imprint.evaluation.brittleness import Brittleness, brittleness
 from imprint.evaluation.retraining import Together
 from imprint.evaluation.training import Training
 
 TRAINING = Training(epochs=30, lr=0.5, batch_size=24)
+SOURCES = Sources.per_example(24)
 
 
 def build() -> nn.Module:
@@ -21,33 +26,94 @@ def build() -> nn.Module:
 def data() -> tuple[Tensor, Tensor]:
     """Four directions; each query stands on the six examples of its own, and nothing else supports it."""
     directions = torch.eye(4).repeat_interleave(6, 0)
-    return 2 * directions + 0.05 * torch.randn(24, 4), torch.tensor([0, 1, 0, 1]).repeat_interleave(6)
+    noise = torch.randn(24, 4, generator=torch.Generator().manual_seed(0))
+    return 2 * directions + 0.05 * noise, torch.tensor([0, 1, 0, 1]).repeat_interleave(6)
 
 
-def asked(measure: str | None = "margin", removed: tuple[int, ...] = (1, 6)) -> Brittleness:
+QUERIES = (2 * torch.eye(4), torch.tensor([0, 1, 0, 1]))
+
+
+class Counting:
+    """A `train(subset, seed)` that counts what is trained."""
+
+    def __init__(self, together: Together) -> None:
+        self.together, self.models = together, 0
+
+    def __call__(self, subset: Tensor, seed: int) -> nn.Module:
+        self.models += 1
+        return self.together(subset, seed)
+
+
+def asked(
+    measure: str | None = "margin",
+    of: Callable[[Attribution], Attribution] = lambda result: result,
+    sources: Sources = SOURCES,
+    queries: Any = QUERIES,
+    counted: bool = False,
+    **options: Any,
+) -> Brittleness:
+    """Brittleness of an attribution, `of` which may make another; if `counted`, nothing may be trained."""
     x, y = data()
-    queries = (2 * torch.eye(4), torch.tensor([0, 1, 0, 1]))
     together = Together(build, Task.classifier, Data((x, y), device=torch.device("cpu")), TRAINING)
     task = Task.classifier(together(torch.arange(24), 0), measure=measure)
-    sources = Sources.per_example(24)
-    store = imprint.simulate(task, (x, y), sources, Plan(steps=20, lr=0.5), progress=False)
-    result = imprint.attribute(task, store, queries, progress=False)
-    return brittleness(together, task, queries, result, sources, removed=removed, runs=2, progress=False)
+    store = imprint.simulate(task, (x, y), SOURCES, Plan(steps=20, lr=0.5), progress=False)
+    result = of(imprint.attribute(task, store, QUERIES, progress=False))
+    train = Counting(together)
+    given: dict[str, Any] = {"removed": (1, 6), "runs": 2, "progress": False, **options}
+    try:
+        return brittleness(train if counted else together, task, queries, result, sources, **given)
+    finally:
+        assert not counted or train.models == 0
 
 
 def test_a_prediction_flips_or_weakens_without_what_holds_it_up_and_not_without_the_rest() -> None:
     found = asked()
     assert found.removed == (1, 6)
+    assert found.before == 0
     assert found.shares[0] == 0  # one of six is not missed
     assert found.shares[1] > found.at_random[1]
-    assert "6 removed" in str(found)
+    assert "6 removed" in str(found) and "none removed: 0% wrong" in str(found)
 
 
-def test_another_measurement_has_no_sign_to_flip() -> None:
-    with pytest.raises(DataError, match='needs measure="margin"'):
-        asked(measure=None)
+def test_sources_need_not_know_how_many_examples_there_are() -> None:
+    assert asked(sources=replace(SOURCES, length=None)) == asked()
 
 
-def test_more_than_there_is_cannot_be_removed() -> None:
-    with pytest.raises(DataError, match="24 sources cannot be removed: there are 24"):
-        asked(removed=(24,))
+def test_queries_may_come_in_batches_that_can_be_read_once() -> None:
+    x, y = QUERIES
+    assert asked(queries=iter([(x[:3], y[:3]), (x[3:], y[3:])])) == asked()
+
+
+def test_queries_that_are_wrong_from_the_start_are_told() -> None:
+    x, y = QUERIES
+    with pytest.warns(UserWarning, match="25% of the queries are wrong with nothing removed"):
+        found = asked(queries=(x, torch.cat([1 - y[:1], y[1:]])))
+    assert found.before == 0.25
+
+
+def elsewhere(result: Attribution) -> Attribution:
+    return replace(result, labels=replace(result.labels, source_ids=("other", *result.labels.source_ids[1:])))
+
+
+def undirected(result: Attribution) -> Attribution:
+    return replace(result, labels=replace(result.labels, measure="kindness", better=None))
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        ({"measure": None}, 'needs measure="margin"'),
+        ({"of": undirected}, "of 'kindness', of which nobody knows whether lower or higher is better"),
+        ({"of": lambda result: result[:3]}, "the result is of 3 queries, 4 are given"),
+        ({"of": elsewhere}, "the result is of other sources than are given"),
+        ({"sources": Sources.per_example(20)}, "the result is of other sources than are given"),
+        ({"removed": ()}, "removed must be whole numbers from 1 to 23"),
+        ({"removed": (0, 2)}, "removed must be whole numbers from 1 to 23"),
+        ({"removed": (2, 24)}, r"fewer than there are sources; got \(2, 24\)"),
+        ({"removed": (2.5,)}, "removed must be whole numbers"),
+        ({"runs": 0}, "runs must be at least 1"),
+    ],
+)
+def test_what_cannot_be_answered_is_refused_before_anything_is_trained(given: dict[str, Any], says: str) -> None:
+    with pytest.raises(DataError, match=says):
+        asked(**given, counted=True)

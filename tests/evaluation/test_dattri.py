@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, TensorDataset, default_collate
 
 from imprint import DataError, MissingExtra, Plan
 
@@ -194,6 +194,38 @@ def test_how_loaders_cut_batches_does_not_matter(model: nn.Module, scores: Tenso
     attributor.cache(DataLoader(TensorDataset(*TRAIN), batch_size=7))
     found = attributor.attribute(loader(TRAIN), DataLoader(TensorDataset(*TEST), batch_size=5))
     torch.testing.assert_close(found, scores, rtol=1e-4, atol=1e-5)
+
+
+def test_batches_may_be_lists_or_tuples(model: nn.Module) -> None:
+    def given(kind: type) -> DataLoader[Any]:
+        return DataLoader(TensorDataset(*TRAIN), batch_size=7, collate_fn=lambda rows: kind(default_collate(rows)))
+
+    assert [type(next(iter(given(kind)))) for kind in (list, tuple)] == [list, tuple]
+    attributors = [ImprintAttributor(task_of(model), Plan(steps=5, lr=0.5)) for _ in range(2)]
+    found = [a.attribute(given(kind), loader(TEST)) for a, kind in zip(attributors, (list, tuple), strict=True)]
+    assert torch.equal(*found)
+
+
+@pytest.mark.parametrize(
+    ("samples", "says"),
+    [
+        (
+            [{"x": row, "y": label} for row, label in zip(*TEST, strict=True)],
+            r"got \{'x': float32 \(5, 4\), 'y': int64",
+        ),
+        (TEST[0], r"got float32 \(5, 4\)\. Give it a collate_fn"),
+        ([(row, "a text") for row in TEST[0]], r"got \(float32 \(5, 4\), "),
+        ([], "the loader gives no batch"),
+    ],
+    ids=["mappings", "bare tensors", "texts", "nothing"],
+)
+def test_loaders_of_other_batches_are_refused(model: nn.Module, samples: Any, says: str) -> None:
+    attributor = ImprintAttributor(task_of(model), Plan(steps=2, lr=0.5))
+    given = DataLoader(samples, batch_size=5)
+    with pytest.raises(DataError, match=says):
+        attributor.cache(given)
+    with pytest.raises(DataError, match=says):
+        attributor.attribute(loader(TRAIN), given)
 
 
 def test_another_loader_can_be_cached_instead(model: nn.Module) -> None:

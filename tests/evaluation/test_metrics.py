@@ -17,13 +17,15 @@ from imprint.evaluation.metrics import slope as slope_of
 from imprint.evaluation.statistics import correlations, ranks
 from imprint.evaluation.subsets import Subsets
 from imprint.evaluation.truth import Truth
+from imprint.fingerprint import of_sources
 
 N, QUERIES = 20, 8
 GROUPS = Sources.by_label([i % 5 for i in range(N)])
 HALVES = Subsets.halves(N, 40)
 LOO = Subsets.without_each(N)
-REMOVALS = Subsets.without_each(GROUPS, baselines=2)
+REMOVALS = Subsets.without_each(GROUPS)
 UNIONS = Subsets.without_some(N, 30, share=0.3)
+PAIRS = Subsets.without(GROUPS, [[], [0, 1], [4]])
 KINDS = {"halves": HALVES, "single examples": LOO, "sources": REMOVALS, "unions": UNIONS}
 every_kind = pytest.mark.parametrize("subsets", KINDS.values(), ids=KINDS.keys())
 
@@ -135,12 +137,34 @@ def test_a_single_run_is_a_worse_truth_than_the_mean_of_all() -> None:
     assert np.isnan(one.single_run) and np.isnan(one.ceiling)
 
 
+def test_removals_tell_what_the_other_runs_reach_against_one() -> None:
+    scores = scores_for(UNIONS, 40)
+    truth = planted(scores, UNIONS, 2, noise=2.0)
+    first, second = truth.effects.numpy()
+    mean, rank, _ = evaluate(scores, truth)
+    assert mean.single_run == pytest.approx(correlations(first.mean(0), second.mean(0)))
+    assert rank.single_run == pytest.approx(correlations(ranks(first), ranks(second)).mean())
+    assert 0 < rank.single_run < rank.ceiling < 1
+    assert all(np.isnan(metric.single_run) for metric in evaluate(scores, planted(scores, UNIONS, 1, noise=2.0)))
+
+
+@every_kind
+def test_the_slope_that_is_shown_is_the_one_that_calibrates(subsets: Subsets) -> None:
+    scores = scores_for(subsets)
+    truth = planted(scores, subsets, runs=2, noise=1.0)
+    shown = slope_of(scores, truth).estimate
+    assert shown.low < shown.value < shown.high
+    assert attribution(scores, subsets).calibrate(truth).details["calibration"] == shown.value
+    (again,) = [metric.estimate for metric in evaluate(scores, truth) if metric.name.startswith("slope")] or [shown]
+    assert again == shown
+
+
 @pytest.mark.parametrize("size", [0.25, 1.0, 3.0])
 @every_kind
 def test_calibrated_effects_have_the_size_of_the_truth(subsets: Subsets, size: float) -> None:
     scores = scores_for(subsets)
     result, truth = attribution(scores, subsets), planted(scores, subsets, runs=2, size=size)
-    assert slope_of(result, truth) == truth.slope(result) == pytest.approx(size)
+    assert slope_of(result, truth).estimate.value == truth.slope(result) == pytest.approx(size)
     once = result.calibrate(truth)
     twice = once.calibrate(truth)
     for calibrated in (once, twice):
@@ -198,7 +222,7 @@ def test_a_truth_that_is_constant_throughout_leaves_nothing_defined(subsets: Sub
 @every_kind
 def test_constant_scores_cannot_be_calibrated(subsets: Subsets, constant: float) -> None:
     flat = attribution(torch.full_like(scores_for(subsets), constant), subsets)
-    assert np.isnan(slope_of(flat, random_truth(subsets)))
+    assert np.isnan(slope_of(flat, random_truth(subsets)).estimate.value)
     with pytest.raises(ReadoutError, match=r"do not rise together \(slope nan\)"):
         flat.calibrate(random_truth(subsets))
 
@@ -236,7 +260,7 @@ def test_the_kind_of_the_truth_decides_on_the_metrics(subsets: Subsets) -> None:
     removals = ["correlation of removals, mean over queries", "rank correlation of removals, per query"]
     expected = {id(HALVES): ["LDS"], id(LOO): ["LOO"]}
     found = evaluate(scores_for(subsets), random_truth(subsets))
-    names = expected.get(id(subsets), [*removals, "slope of actual on predicted removals"])
+    names = expected.get(id(subsets), [*removals, "slope of actual on predicted effects"])
     assert [metric.name for metric in found] == names
     assert all(str(metric).startswith(metric.name) for metric in found)
 
@@ -256,8 +280,7 @@ def test_effects_are_found_by_what_was_removed_in_whatever_order() -> None:
 
 def test_the_removal_of_several_sources_is_predicted_by_the_sum_of_their_scores() -> None:
     scores = scores_for(REMOVALS)
-    pairs = Subsets.without(GROUPS, [[], [0, 1], [4]])
-    check = removal(scores, random_truth(pairs))
+    check = removal(scores, random_truth(PAIRS))
     expected = -torch.stack([scores[:, 0] + scores[:, 1], scores[:, 4]], dim=1) / N
     np.testing.assert_allclose(check.predicted, expected.numpy())
 
@@ -296,6 +319,66 @@ def test_scores_of_something_else_are_refused(changes: dict[str, Any], message: 
         evaluate(attribution(scores, subsets, **changes), random_truth(subsets))
     with pytest.raises(DataError, match=message):
         attribution(scores, subsets, **changes).calibrate(random_truth(subsets))
+
+
+def known(result: Attribution, **prints: str) -> Attribution:
+    """The same, with fingerprints."""
+    return replace(result, labels=replace(result.labels, fingerprints=prints))
+
+
+@every_kind
+def test_scores_of_other_queries_are_refused(subsets: Subsets) -> None:
+    result, truth = attribution(scores_for(subsets), subsets), random_truth(subsets)
+    told = replace(truth, about={"fingerprints": {"queries": "mine"}})
+    for same, where in ((known(result, queries="mine"), told), (known(result, queries="mine"), truth), (result, told)):
+        evaluate(same, where)
+    other = known(result, queries="other")
+    for use in (lambda: evaluate(other, told), lambda: other.calibrate(told)):
+        with pytest.raises(
+            DataError, match=r"other queries than the truth.*attribute those that were given to retrain"
+        ):
+            use()
+
+
+def test_scores_of_reordered_queries_or_of_their_mean_are_refused() -> None:
+    result, truth = attribution(scores_for(HALVES), HALVES), random_truth(HALVES)
+    evaluate(result[list(range(QUERIES))], truth)
+    for chosen, row in (([0, 2, 1, *range(3, QUERIES)], "row 1 is query 2"), ([0] * QUERIES, "row 1 is query 0")):
+        with pytest.raises(DataError, match=f"not of all queries in their order, {row}: give the whole attribution"):
+            evaluate(result[chosen], truth)
+    single = Truth(HALVES, truth.values[:, :, :1], "loss")
+    evaluate(result[0], single)
+    with pytest.raises(DataError, match="row 0 is mean over queries"):
+        evaluate(result.mean(), single)
+
+
+def test_scores_of_sources_with_other_members_are_refused() -> None:
+    halves = Subsets.halves(GROUPS, 6)
+    truth, result = random_truth(halves), attribution(scores_for(halves), halves)
+    swapped = Sources.by_label([(i + 1) % 5 for i in range(N)])  # same ids, same sizes
+    renamed = replace(GROUPS, names=("a", "b", "c", "d", "e"))
+    evaluate(known(result, sources=of_sources(GROUPS)), truth)
+    evaluate(known(attribution(result.scores, halves, source_names=renamed.names), sources=of_sources(renamed)), truth)
+    with pytest.raises(DataError, match="with other members than the truth's: of the same sizes"):
+        evaluate(known(result, sources=of_sources(swapped)), truth)
+    with pytest.raises(DataError, match="other members than the truth's: '1' has 5 examples against 4"):
+        evaluate(attribution(result.scores, halves, source_sizes=(4, 5, 3, 4, 4)), truth)
+
+
+def test_arguments_of_another_kind_are_refused_in_words() -> None:
+    result, truth = attribution(scores_for(HALVES), HALVES), random_truth(HALVES)
+    with pytest.raises(DataError, match=r"expected a Truth, got a str: .* Truth\.load reads one"):
+        evaluate(result, "truth/news")  # type: ignore[arg-type]
+    with pytest.raises(
+        DataError, match=r"expected an Attribution, or a tensor of scores, got a Top: imprint\.attribute"
+    ):
+        evaluate(result.top(3), truth)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("subsets", [Subsets.halves(N, 2), Subsets.without_each(N, only=[3, 4]), PAIRS])
+def test_two_subsets_say_nothing(subsets: Subsets) -> None:
+    with pytest.raises(DataError, match="has 2 subsets to compare: a correlation means nothing below 3"):
+        evaluate(scores_for(subsets), random_truth(subsets))
 
 
 @every_kind
@@ -350,3 +433,5 @@ def test_overlap_is_the_share_of_the_largest_effects_in_common() -> None:
     assert overlap(first, second, 50).name == "overlap of the first 5"
     with pytest.raises(DataError, match="same queries to the same sources"):
         overlap(first, attribution(second.scores, REMOVALS, source_ids=("a", "b", "c", "d", "e")))
+    with pytest.raises(DataError, match="same queries to the same sources"):
+        overlap(known(first, queries="mine"), known(second, queries="other"))

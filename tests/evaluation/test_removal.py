@@ -5,7 +5,7 @@ import pytest
 
 from imprint import DataError
 from imprint.evaluation.removal import RemovalCheck
-from imprint.evaluation.statistics import Array, pearson
+from imprint.evaluation.statistics import Array, mean_estimate, pearson
 
 QUERIES, SOURCES = 200, 12
 
@@ -36,7 +36,24 @@ def test_the_slope_is_the_factor_by_which_effects_are_understated() -> None:
     truth, _ = planted(runs=1, noise=0.0)
     check = RemovalCheck(truth / 3, truth[None])
     assert check.slope.value == pytest.approx(3.0)
+    assert check.mean_slope.value == pytest.approx(3.0)
     assert check.correlation.value == pytest.approx(1.0)
+
+
+def test_the_slope_is_that_of_single_effects_and_the_mean_slope_that_of_mean_ones() -> None:
+    draw = np.random.default_rng(0)
+    common, own = draw.normal(size=SOURCES), draw.normal(size=(QUERIES, SOURCES))
+    check = RemovalCheck(common + own, (3 * common + own + draw.normal(size=(QUERIES, 1)))[None])
+    x = check.predicted - check.predicted.mean(1, keepdims=True)
+    assert check.slope.value == pytest.approx((x * check.truth).sum() / (x * x).sum())
+    assert 1.5 < check.slope.value < 2.5 < check.mean_slope.value
+    assert np.isnan(check.guessed(np.ones(SOURCES)).slope.value)
+
+
+def test_a_mean_over_queries_has_one_interval_whoever_asks() -> None:
+    truth, runs = planted(runs=3, noise=1.0)
+    check = RemovalCheck(truth, runs)
+    assert check.rank_correlation == mean_estimate(check.rank_correlations)
 
 
 def test_intervals_contain_their_value_and_shrink_with_queries() -> None:

@@ -8,13 +8,13 @@ import numpy as np
 import pytest
 import torch
 
-from imprint import Sources, SourcesError
-from imprint.evaluation.subsets import Subsets
+from imprint import DataError, Sources, SourcesError
+from imprint.evaluation.subsets import Subsets, derived
 
 OVERLAPPING = Sources.groups({"a": [0, 1, 2], "b": [2, 3], "c": [5]})  # example 4 is in no source
 
 
-@pytest.mark.parametrize(("sources", "half"), [(10, 5), (11, 5), (2, 1)])
+@pytest.mark.parametrize(("sources", "half"), [(10, 5), (11, 5)])
 def test_halves_are_halves(sources: int, half: int) -> None:
     subsets = Subsets.halves(sources, 20)
     assert len(subsets) == 20
@@ -29,18 +29,32 @@ def test_halves_are_distinct_and_every_source_is_in_about_half_of_them() -> None
     assert float((share - 0.5).abs().max()) < 4 * 0.5 / 200**0.5
 
 
-def test_half_number_i_depends_on_seed_plus_i_only() -> None:
-    many, few, later = Subsets.halves(20, 10), Subsets.halves(20, 3), Subsets.halves(20, 3, seed=4)
-    assert few.removed == many.removed[:3]
-    assert later.removed == many.removed[4:7]
-    assert Subsets.halves(20, 10).removed == many.removed
+def test_more_subsets_begin_with_the_same() -> None:
+    for few, many in (
+        (Subsets.halves(20, 3), Subsets.halves(20, 10)),
+        (Subsets.without_some(20, 3), Subsets.without_some(20, 10)),
+        (Subsets.halves(4, 3), Subsets.halves(4, 6)),
+    ):
+        assert few.removed == many.removed[: len(few)]
 
 
-def test_halves_of_single_examples_are_those_of_the_benchmarks() -> None:
-    subsets = Subsets.halves(50, 4, seed=7)
-    for index in range(4):
-        chosen = np.random.default_rng(7 + index).choice(50, 25, replace=False)
-        assert subsets.examples(index).tolist() == sorted(chosen.tolist())
+@pytest.mark.parametrize("make", [Subsets.halves, Subsets.without_some])
+def test_neighbouring_seeds_share_no_subset(make: Callable[..., Subsets]) -> None:
+    drawn = [each for seed in range(5) for each in make(40, 50, seed=seed).removed if each]
+    assert len(set(drawn)) == 250
+
+
+@pytest.mark.parametrize(
+    ("make", "all_of_them"), [(lambda count: Subsets.halves(4, count), 6), (lambda c: Subsets.without_some(5, c), 5)]
+)
+def test_where_more_are_asked_for_than_there_are_each_is_there_once(
+    make: Callable[[int], Subsets], all_of_them: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    drawn = [each for each in make(all_of_them).removed if each]
+    assert len(drawn) == len(set(drawn)) == all_of_them
+    assert not caplog.text
+    assert make(100).removed == make(all_of_them).removed
+    assert f"100 subsets were asked for, there are {all_of_them} different ones" in caplog.text
 
 
 def test_a_removal_takes_all_members_whatever_other_sources_have_them() -> None:
@@ -54,10 +68,9 @@ def test_a_removal_takes_all_members_whatever_other_sources_have_them() -> None:
     assert subsets.kept().tolist() == [[True] * 3, [False, True, True], [True, False, True], [True, True, False]]
 
 
-def test_removals_can_be_of_some_sources_after_several_baselines() -> None:
-    assert Subsets.without_each(5, only=[3, 1], baselines=2).removed == ((), (), (3,), (1,))
+def test_removals_can_be_of_some_sources_and_come_after_a_baseline() -> None:
+    assert Subsets.without_each(5, only=[3, 1]).removed == ((), (3,), (1,))
     assert Subsets.without(5, [[], [0, 4], [2]]).removed == ((), (0, 4), (2,))
-    assert Subsets.without_each(3, baselines=0).removed == ((0,), (1,), (2,))
 
 
 @pytest.mark.parametrize("chosen", [np.array([3, 1]), torch.tensor([3, 1]), (i for i in (3, 1))])
@@ -68,25 +81,48 @@ def test_positions_may_come_as_any_whole_numbers(chosen: Any) -> None:
 
 
 def test_a_share_of_the_sources_is_removed_at_random() -> None:
-    subsets = Subsets.without_some(20, 30, share=0.25, baselines=2)
-    assert subsets.removed[:2] == ((), ())
-    assert [len(set(each)) for each in subsets.removed[2:]] == [5] * 30
-    assert len(set(subsets.removed)) > 25
-    assert Subsets.without_some(20, 3, share=0.25, seed=4).removed[1:] == subsets.removed[6:9]
+    subsets = Subsets.without_some(20, 30, share=0.25)
+    assert subsets.removed[0] == ()
+    assert [len(set(each)) for each in subsets.removed[1:]] == [5] * 30
     assert Subsets.without_some(20, 1, share=0.001).removed[1:] != ((),)  # at least one
 
 
+HALVES, REMOVALS = Subsets.halves(10, 40), Subsets.without_each(4)
+every_kind = pytest.mark.parametrize("subsets", [HALVES, REMOVALS], ids=["halves", "removals"])
+
+
+def trainings(subsets: Subsets, seed: int, runs: int = 20) -> list[int]:
+    return [each for run in range(runs) for each in subsets.seeds(run, seed)]
+
+
 def test_every_half_has_its_own_seed_in_every_run() -> None:
-    subsets = Subsets.halves(10, 4)
-    seeds = [subsets.seeds(run, 3, 100) for run in range(3)]
-    assert sorted(seed for run in seeds for seed in run) == list(range(100, 112))
-    assert seeds[1] == [101, 104, 107, 110]
+    assert len(set(trainings(HALVES, 100))) == 20 * 40
 
 
 def test_models_of_a_removal_share_the_seed_of_their_run() -> None:
-    subsets = Subsets.without_each(4)
-    assert subsets.seeds(0, 2, 7) == [7] * 5
-    assert subsets.seeds(1, 2, 7) == [8] * 5
+    first, second = (REMOVALS.seeds(run, 7) for run in range(2))
+    assert first == first[:1] * 5 and second == second[:1] * 5
+    assert first != second
+
+
+@every_kind
+def test_neighbouring_seeds_share_no_training(subsets: Subsets) -> None:
+    mine, *others = (set(trainings(subsets, seed)) for seed in (0, 1, 2, 100))
+    assert not any(mine & other for other in others)
+    assert not mine & set(range(1000))  # nor do they begin like a model that a person would train
+    assert not set(trainings(HALVES, 0)) & set(trainings(REMOVALS, 0))
+
+
+def test_more_halves_are_trained_with_the_same_seeds() -> None:
+    assert Subsets.halves(10, 30).seeds(3, 5) == HALVES.seeds(3, 5)[:30]
+
+
+def test_a_derived_seed_suits_every_library_and_depends_on_each_word() -> None:
+    seeds = [derived(seed, *words) for seed in (0, 1, 2**40) for words in ((), (0,), (0, 0), (1,), (0, 1), (1, 0))]
+    assert len(set(seeds)) == len(seeds)
+    assert all(0 <= seed < 2**31 for seed in seeds)
+    with pytest.raises(DataError, match="seed must be at least 0, got -1"):
+        derived(-1, 0)
 
 
 REFUSED: dict[str, tuple[Callable[[], Subsets], str]] = {

@@ -249,6 +249,29 @@ def test_models_of_one_seed_share_their_dropout() -> None:
     assert float((dropped[0] - whole[0]).abs().max()) > 1e-3  # and they do have some
 
 
+def test_dropout_does_not_repeat_the_random_numbers_of_the_initialisation() -> None:
+    """The first mask of a model is not the one that its seed would draw first."""
+
+    class Mask(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.shown = nn.Parameter(torch.zeros(64, dtype=torch.float64))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return (F.dropout(torch.ones_like(self.shown), 0.5) * self.shown).sum() + 0 * x[:, 0]
+
+    def task(model: nn.Module) -> Task:
+        return Task(model, loss=lambda m, batch: m(batch[0]))
+
+    once = Training(epochs=1, lr=1.0, batch_size=EXAMPLES)
+    first = Kind(Mask, PERCEPTRON.data, task).together([torch.arange(EXAMPLES)], [5], once)["shown"][0] != 0
+    with torch.random.fork_rng():
+        torch.manual_seed(5)
+        own = F.dropout(torch.ones(64, dtype=torch.float64), 0.5) != 0
+    assert 10 < int(first.sum()) < 54
+    assert 10 < int((first ^ own).sum()) < 54
+
+
 def test_dropout_of_models_trained_together_has_the_distribution_of_models_trained_alone() -> None:
     """Of 400 models each, that differ by their dropout only: means and variances of logits, in standard errors."""
     models, kind, everything = 400, dropping(), torch.arange(EXAMPLES)

@@ -16,20 +16,23 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from imprint import DataError, Sources, StoreError, Task, TaskError
+from imprint import DataError, Plan, Sources, StoreError, Task, TaskError, attribute, simulate
 from imprint.data import Data
+from imprint.evaluation.metrics import evaluate
 from imprint.evaluation.retraining import Together, Train, retrain
-from imprint.evaluation.subsets import Subsets
+from imprint.evaluation.subsets import ORDER, Subsets, derived
 from imprint.evaluation.training import Training
 from imprint.evaluation.truth import Truth
 from imprint.files import LOCK
 from imprint.progress import Advance
+from imprint.values import sealed
 from tests.test_recording import Tied
 
 N, QUERIES, RUNS = 24, 5, 2
+TRIALS, EXTRA = 4, 2  # of halves: how many trainings see whether subset and seed are heard, and how many only that
 TRAINING = Training(epochs=2, lr=0.2, batch_size=8, momentum=0.9)
 HALVES = Subsets.halves(N, 5)
-REMOVALS = Subsets.without_each(Sources.by_label([i % 4 for i in range(N)]), baselines=2)
+REMOVALS = Subsets.without_each(Sources.by_label([i % 4 for i in range(N)]))
 every_kind = pytest.mark.parametrize("subsets", [HALVES, REMOVALS], ids=["halves", "removals"])
 
 
@@ -53,9 +56,9 @@ def task(**options: Any) -> Task:
 
 def together(at_once: int | None = 2, **changes: Any) -> Together:
     """Two at a time: several files to die between."""
-    given = {"data": points(N, 0), "training": TRAINING, "build": build, **changes}
+    given = {"data": points(N, 0), "training": TRAINING, "build": build, "task_of": Task.classifier, **changes}
     data = Data(given["data"], device=torch.device("cpu"))
-    return Together(given["build"], Task.classifier, data, given["training"], at_once)
+    return Together(given["build"], given["task_of"], data, given["training"], at_once)
 
 
 def train(subset: Tensor, seed: int) -> nn.Module:
@@ -65,7 +68,7 @@ def train(subset: Tensor, seed: int) -> nn.Module:
         model = build()
     x, y = points(N, 0)
     optimiser = torch.optim.SGD(model.parameters(), TRAINING.lr, TRAINING.momentum)
-    order = torch.Generator().manual_seed(seed)
+    order = torch.Generator().manual_seed(derived(seed, ORDER))
     for _ in range(TRAINING.epochs):
         for batch in subset[torch.randperm(len(subset), generator=order)].split(TRAINING.batch_size):
             optimiser.zero_grad()
@@ -121,7 +124,7 @@ def test_models_trained_together_and_in_a_loop_give_the_same_truth(subsets: Subs
 def test_values_are_those_of_the_models_measured_one_by_one(subsets: Subsets) -> None:
     truth, (x, y) = ask(subsets=subsets), points(QUERIES, 1)
     for run in range(RUNS):
-        for index, seed in enumerate(subsets.seeds(run, RUNS, 0)):
+        for index, seed in enumerate(subsets.seeds(run, 0)):
             losses = nn.functional.cross_entropy(train(subsets.examples(index), seed)(x), y, reduction="none")
             torch.testing.assert_close(truth.values[run, index], losses.detach(), rtol=1e-9, atol=1e-12)
 
@@ -172,16 +175,15 @@ def test_a_kept_truth_is_what_was_returned(how: Train | Together, subsets: Subse
     assert {file.suffix for file in contents(tmp_path)} == {".safetensors", ".json"}
 
 
-@pytest.mark.parametrize("models", [3, 5, 9])
+@pytest.mark.parametrize("models", [3, 4, 6, 9])
 def test_a_loop_that_dies_goes_on_without_training_again_what_is_there(models: int, tmp_path: Path) -> None:
     expected = ask(how=train).values
-    checks = 3  # is the subset heard, is the seed
     with pytest.raises(Killed):
         ask(tmp_path / "truth", Counting(models))
     again = Counting()
     assert torch.equal(ask(tmp_path / "truth", again).values, expected)
-    left = RUNS * len(HALVES) - (models - checks)
-    assert again.made == left + (checks if models == checks else 0)
+    kept = models - EXTRA if models >= TRIALS else 0
+    assert again.made == RUNS * len(HALVES) - kept + (1 if kept else EXTRA)
     assert torch.equal(Truth.load(tmp_path / "truth").values, expected)
     finished = Counting()
     assert torch.equal(ask(tmp_path / "truth", finished).values, expected)
@@ -231,11 +233,11 @@ def test_a_killed_process_leaves_its_models_and_lets_others_in(tmp_path: Path) -
         text=True,
     )
     assert process.stdin is not None and process.stdout is not None
-    for _ in range(3 + 4):  # three to see that subset and seed are heard, then four to keep
+    for _ in range(EXTRA + 5):
         assert process.stdout.readline() == "training\n"
         process.stdin.write("\n")
         process.stdin.flush()
-    process.stdout.readline()  # it has begun the fifth
+    process.stdout.readline()  # it has begun the sixth
     with pytest.raises(StoreError, match=f"another process .*{process.pid}.* is writing"):
         ask(tmp_path / "truth", Counting())
     process.send_signal(signal.SIGKILL)
@@ -247,7 +249,7 @@ def test_a_killed_process_leaves_its_models_and_lets_others_in(tmp_path: Path) -
 
     slow.__qualname__ = "slow"
     assert torch.equal(ask(tmp_path / "truth", slow).values, ask(how=train).values)
-    assert again.made == RUNS * len(HALVES) - 4
+    assert again.made == RUNS * len(HALVES) - 5 + 1  # to see that it is the same function
     assert {file.suffix for file in contents(tmp_path)} == {".safetensors", ".json"}
 
 
@@ -280,6 +282,16 @@ def test_a_list_of_subsets_that_is_missing_is_written_again(tmp_path: Path) -> N
     assert torch.equal(Truth.load(tmp_path).values, expected)
 
 
+def smoothed(model: nn.Module, batch: Any) -> Tensor:
+    return nn.functional.cross_entropy(model(batch[0]), batch[1], reduction="none", label_smoothing=0.1)
+
+
+def smaller(model: nn.Module) -> nn.Module:
+    for parameter in model.parameters():
+        parameter.data /= 2
+    return model
+
+
 OTHER = points(QUERIES, 1)[0] + torch.eye(QUERIES, 4), points(QUERIES, 1)[1]
 CHANGES: dict[str, tuple[dict[str, Any], str]] = {
     "queries": ({"queries": OTHER}, "the queries changed"),
@@ -293,8 +305,18 @@ CHANGES: dict[str, tuple[dict[str, Any], str]] = {
     "sources": ({"subsets": Subsets.halves(Sources.by_label([i // 2 for i in range(N)]), 5)}, "the sources changed"),
     "kind": ({"subsets": REMOVALS}, "kind was halves, is removal"),
     "measurement": ({"task": task(measure="margin")}, "measure was loss, is margin"),
-    "model": ({"task": Task.classifier(nn.Linear(4, 3).double())}, "the parameters changed"),
+    "parameters": ({"task": task(parameters="0.*")}, "the parameters changed"),
     "loop": ({"how": train}, "training was .*, is train"),
+    "dropout": (
+        {"how": together(build=lambda: nn.Sequential(*build().children(), nn.Dropout(0.5)))},
+        r"the model has \(3\): Dropout\(p=0.5, inplace=False\), had \)",
+    ),
+    "initialisation": ({"how": together(build=lambda: smaller(build()))}, "the initial model changed"),
+    "loss": (
+        {"how": together(task_of=lambda model: Task(model, smoothed))},
+        "loss on probe example 0 is",
+    ),
+    "measurement of the same name": ({"task": Task(build(), smoothed)}, "F at random parameters of query 0 is"),
 }
 
 
@@ -361,7 +383,7 @@ DAMAGES: dict[str, tuple[Callable[[str], str], str]] = {
     "cut off": (lambda text: text[: len(text) // 2], "cannot be read"),
     "no object": (lambda text: "[]", "must be an object"),
     "lacking": (without("runs"), "was changed after it was written"),
-    "later": (lambda text: text.replace('"schema": 1', '"schema": 2'), "has schema 2, this version reads up to 1"),
+    "later": (lambda text: text.replace('"schema": 2', '"schema": 3'), "has schema 3, this version reads up to 2"),
 }
 
 
@@ -388,7 +410,7 @@ def test_runs_that_are_not_complete_are_left_out_and_said(tmp_path: Path, caplog
 
 def test_a_truth_without_a_complete_run_is_refused(tmp_path: Path) -> None:
     with pytest.raises(Killed):
-        ask(tmp_path, Counting(3 + 4))
+        ask(tmp_path, Counting(EXTRA + 4))
     with pytest.raises(StoreError, match=r"is unfinished: 4 of 10 models .* Make the same call again"):
         Truth.load(tmp_path)
 
@@ -419,7 +441,8 @@ def forgetful(subset: Tensor, seed: int) -> Any:
 
 def diverging(subset: Tensor, seed: int) -> nn.Module:
     model = train(subset, seed)
-    model.get_parameter("0.weight").data.fill_(torch.nan if seed == 7 else seed)
+    if seed == HALVES.seeds(1, 0)[3]:
+        model.get_parameter("0.weight").data.fill_(torch.nan)
     return model
 
 
@@ -437,14 +460,134 @@ def test_a_function_that_does_not_train_as_asked_is_refused(how: Train, message:
         ask(how=how, subsets=subsets)
 
 
+@every_kind
+@pytest.mark.parametrize("how", [heedless, stubborn, forgetful])
+def test_a_refused_function_leaves_the_folder_to_the_right_one(how: Train, subsets: Subsets, tmp_path: Path) -> None:
+    with pytest.raises(DataError):
+        ask(tmp_path / "truth", how, subsets=subsets)
+    ask(tmp_path / "truth", train, subsets=subsets)
+    with pytest.raises(DataError, match="the training diverged"):
+        ask(tmp_path / "together", together(training=replace(TRAINING, lr=1e308)), subsets=subsets)
+    ask(tmp_path / "together", subsets=subsets)
+
+
+def test_parameters_are_compared_and_not_only_what_is_measured() -> None:
+    def coarse(model: nn.Module, batch: Any) -> Tensor:
+        return torch.zeros(len(batch[0]), dtype=torch.float64)
+
+    assert not ask(how=train, task=task(measure=coarse)).values.any()
+
+
+@every_kind
+def test_trials_are_counted_and_those_that_are_needed_are_not_made_twice(subsets: Subsets) -> None:
+    counting, told = Counting(), []
+    ask(how=counting, subsets=subsets, progress=lambda done, total: told.append((done, total)))
+    extra = EXTRA if subsets is HALVES else 1
+    assert counting.made == RUNS * len(subsets) + extra
+    assert told[-1] == (counting.made, counting.made)
+    assert [done for done, _ in told] == list(range(1, counting.made + 1))
+
+
+def unseeded(subset: Tensor, seed: int) -> nn.Module:
+    return train(subset, int(torch.randint(2**31, ())))
+
+
+@every_kind
+def test_a_function_without_a_seed_is_told_by_how_much_its_models_differ(
+    subsets: Subsets, caplog: pytest.LogCaptureFixture
+) -> None:
+    ask(how=train, subsets=subsets)
+    assert not caplog.text
+    truth = ask(how=unseeded, subsets=subsets)
+    assert "gives two models for one subset and seed, which are" in caplog.text
+    assert ("differ by more than what they lack" in caplog.text) == (subsets is REMOVALS)
+    assert truth.about["noise"] > 1e-3
+
+
+def named(how: Train, name: str = "mine") -> Train:
+    how.__qualname__ = name
+    return how
+
+
+def begun(folder: Path, how: Train, models: int) -> None:
+    """A truth with so many models of a function."""
+    calls = iter(range(models + EXTRA))
+
+    def dying(subset: Tensor, seed: int) -> nn.Module:
+        if next(calls, None) is None:
+            raise Killed
+        return how(subset, seed)
+
+    with pytest.raises(Killed):
+        ask(folder, named(dying))
+
+
+def nudged(size: float) -> Train:
+    """`train`, with models that are so far away in one bias."""
+
+    def how(subset: Tensor, seed: int) -> nn.Module:
+        model = train(subset, seed)
+        model.get_parameter("2.bias").data[0] += size
+        return model
+
+    return named(how)
+
+
+@pytest.mark.parametrize("models", [2, 5, 9])
+def test_a_folder_is_not_continued_by_another_function_of_the_same_name(models: int, tmp_path: Path) -> None:
+    begun(tmp_path, train, models)
+    kept = contents(tmp_path)
+    with pytest.raises(StoreError, match=r"of another train\(subset, seed\): trained again, model 0 has an F that"):
+        ask(tmp_path, nudged(0.5))
+    assert contents(tmp_path) == kept
+    ask(tmp_path, nudged(0.0))
+    ask(tmp_path, nudged(0.5))  # nothing is left to train
+
+
+def test_a_small_deviation_is_said_and_a_tiny_one_is_not(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    for size in (1e-6, 1e-2):
+        begun(tmp_path / str(size), train, 5)
+        assert not caplog.text
+        ask(tmp_path / str(size), nudged(size))
+    assert "does not quite give the models in" in caplog.text
+
+
+def test_a_function_that_never_repeats_itself_may_still_go_on(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    begun(tmp_path, unseeded, 5)
+    assert ask(tmp_path, named(lambda subset, seed: unseeded(subset, seed))).runs == RUNS
+
+
+@pytest.mark.parametrize(
+    ("how", "message"),
+    [
+        (lambda subset: train(subset, 0), r"called as train\(subset, seed\), this one takes \(subset\): too many"),
+        (lambda subset, seed, lr: train(subset, seed), "missing a required argument: 'lr'"),
+        ("train", "must be a function of .* or a Together, got a str"),
+    ],
+)
+def test_a_function_that_cannot_be_called_is_refused(how: Any, message: str) -> None:
+    with pytest.raises(DataError, match=message):
+        ask(how=how)
+
+
+def test_arguments_of_another_kind_are_refused_in_words() -> None:
+    with pytest.raises(DataError, match=r"must be made by Subsets, got a Sources: Subsets\.halves\(sources\)"):
+        ask(subsets=Sources.per_example(N))
+    with pytest.raises(DataError, match="the task measures another model than those that are trained"):
+        ask(task=Task.classifier(nn.Linear(4, 3).double()))
+    with pytest.raises(TaskError, match=r"must be an imprint\.Task, got a Sequential"):
+        ask(task=build())
+
+
 def test_a_seed_may_be_ignored_where_there_is_one_run() -> None:
     assert ask(how=stubborn, runs=1).values.isfinite().all()
 
 
 def test_a_training_that_diverges_is_named_and_not_kept(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="query 0 is nan under the model retrained with seed 7: the training diverged"):
+    with pytest.raises(DataError, match=r"query 0 is nan under the model retrained with seed \d+: the training"):
         ask(tmp_path, diverging)
-    assert Truth.load(tmp_path).runs == 1  # whose seeds are even
+    assert Truth.load(tmp_path).runs == 1  # the second has it
     explosive = together(training=replace(TRAINING, lr=1e308))
     with pytest.raises(DataError, match="the training diverged"):
         ask(how=explosive)
@@ -474,7 +617,7 @@ def test_effects_are_changes_against_the_models_that_lack_nothing() -> None:
     truth = ask(subsets=REMOVALS)
     assert truth.lacking == [(0,), (1,), (2,), (3,)]
     assert truth.effects.shape == (RUNS, QUERIES, 4)
-    expected = truth.values[1, 2 + 3] - truth.values[1, :2].mean(0)
+    expected = truth.values[1, 1 + 3] - truth.values[1, 0]
     torch.testing.assert_close(truth.effects[1, :, 3], expected)
     with pytest.raises(DataError, match="these are halves"):
         _ = ask().effects
@@ -484,3 +627,52 @@ def test_effects_are_changes_against_the_models_that_lack_nothing() -> None:
 
 def test_a_truth_says_what_it_is() -> None:
     assert repr(ask()) == "Truth(halves: 5 subsets × 2 runs, loss of 5 queries)"
+    assert repr(ask(runs=1, queries=points(1, 1))) == "Truth(halves: 5 subsets × 1 run, loss of 1 query)"
+
+
+def test_a_truth_tells_the_same_whether_it_is_kept_or_not(tmp_path: Path) -> None:
+    kept, read, loose = ask(tmp_path).about, Truth.load(tmp_path).about, ask().about
+    assert kept == read
+    assert {**loose, "created": ""} == {**kept, "created": ""}
+    assert loose["at_once"] == 2 and loose["device"] == "cpu" and "torch" in loose["versions"]
+
+
+def test_a_truth_of_an_earlier_version_is_read_but_not_continued(tmp_path: Path) -> None:
+    values = ask(tmp_path).values
+    file = tmp_path / "truth.json"
+    about = {name: value for name, value in json.loads(file.read_text()).items() if name != "sha256"}
+    file.write_text(json.dumps(sealed({**about, "schema": 1})))
+    assert torch.equal(Truth.load(tmp_path).values, values)
+    with pytest.raises(StoreError, match=r"made by an earlier version.*read but not continued"):
+        ask(tmp_path)
+
+
+def test_more_runs_and_more_halves_begin_with_the_same_models() -> None:
+    few, more = ask(), ask(runs=3, subsets=Subsets.halves(N, 8))
+    torch.testing.assert_close(more.values[:RUNS, :5], few.values, rtol=1e-10, atol=1e-13)
+
+
+@pytest.mark.parametrize("at_once", [1, 2, 3, None])
+def test_models_of_a_removal_share_their_dropout_however_many_train_at_once(at_once: int | None) -> None:
+    def dropping() -> nn.Module:
+        return nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Dropout(0.5), nn.Linear(5, 3)).double()
+
+    given: dict[str, Any] = {"task": Task.classifier(dropping()), "subsets": REMOVALS}
+    one, some = (ask(how=together(k, build=dropping), **given).values for k in (5, at_once))
+    torch.testing.assert_close(some, one, rtol=1e-10, atol=1e-13)
+
+
+def test_only_scores_of_the_same_queries_and_sources_are_held_against_a_truth() -> None:
+    sources, own, queries = REMOVALS.sources, task(), points(QUERIES, 1)
+    truth = ask(subsets=REMOVALS, task=own)
+    store = simulate(own, points(N, 0), sources, Plan(steps=2, lr=0.1), progress=False)
+    result = attribute(own, store, queries, batch_size=2, progress=False)
+    assert len(evaluate(result, truth)) == 3
+    x, y = queries
+    for other in ((x.flip(0), y.flip(0)), OTHER):
+        with pytest.raises(DataError, match="other queries than the truth"):
+            evaluate(attribute(own, store, other, progress=False), truth)
+    swapped = Sources.by_label([3 - i % 4 for i in range(N)])
+    wrong = simulate(own, points(N, 0), swapped, Plan(steps=2, lr=0.1), progress=False)
+    with pytest.raises(DataError, match="sources with other members"):
+        evaluate(attribute(own, wrong, queries, progress=False), truth)
