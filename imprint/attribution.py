@@ -17,9 +17,10 @@ from torch import Tensor
 from imprint.data import Collate, Data, query_batches
 from imprint.errors import MissingExtra, ReadoutError, StoreError
 from imprint.files import write
-from imprint.fingerprint import of_batches
+from imprint.fingerprint import of_batches, of_data, of_sources
 from imprint.progress import Advance, Progress
 from imprint.readout import Kind, Reader
+from imprint.sources import Sources
 from imprint.store import Store
 from imprint.task import Better, Task
 
@@ -58,7 +59,8 @@ class Credit(NamedTuple):
 class Labels:
     """What scores are about: the sources, N, and the measurement F with its direction.
 
-    fingerprints: hashes of the "sources", and of the "queries" where the scores are of all of them in their order.
+    fingerprints: hashes of the training "data", of the "sources", and of the "queries" where the scores are of all of
+        them in their order; and the "parameters" by name, with their shapes.
     """
 
     n: int
@@ -68,7 +70,7 @@ class Labels:
     measure: str
     better: Better
     details: dict[str, Any] = field(default_factory=dict)
-    fingerprints: dict[str, str] = field(default_factory=dict)
+    fingerprints: dict[str, Any] = field(default_factory=dict)
 
     @property
     def unit(self) -> str:
@@ -103,11 +105,14 @@ class Top:
         return (self[query] for query in range(len(self)))
 
     def __repr__(self) -> str:
+        """As many sources of the first five queries as fit on lines of 120 characters."""
         lines = [self.labels.unit]
         for credits in list(self)[:5]:
-            shown = ", ".join(f"{credit.name} {credit.removal_effect:+.3g}" for credit in credits[:5])
-            shown += ", …" if len(credits) > 5 else ""
-            lines.append(f"  {called(credits[0].query)}: {shown}")
+            head = f"  {called(credits[0].query)}: "
+            shown = [f"{credit.name} {credit.removal_effect:+.3g}" for credit in credits]
+            ends = accumulate(len(each) + len(", ") for each in shown)
+            fit = max(1, sum(len(head) + end <= 120 for end in ends))
+            lines.append(head + ", ".join(shown[:fit] + ["…"] * (fit < len(shown))))
         return "\n".join(lines + ["  …"] * (len(self) > 5))
 
     def to_json(self) -> dict[str, Any]:
@@ -323,7 +328,10 @@ def attribute(
         task.measure_name,
         task.better,
         {"readout": reader.readout, **reader.details},
-        {"sources": store.manifest.fingerprints["sources"], "queries": of_batches(batches)},
+        {
+            **{name: store.manifest.fingerprints[name] for name in ("data", "sources")},
+            **{"parameters": store.manifest.parameters, "queries": of_batches(batches)},
+        },
     )
     if k is None:
         return Attribution(labels, torch.cat([torch.cat(blocks, dim=1) for blocks in parts]))
@@ -344,14 +352,21 @@ def self_influence(
 ) -> Tensor:
     """s(b, b) of each source on the example in its own row of `data`, shape (sources,).
 
-    With one source per example and the training data this is each example's influence on itself. Mislabelled examples
-    stand out: for a loss with the most negative values, for a margin with the largest.
+    With one source per example and the training data this is each example's influence on itself; data in another order
+    is refused. Mislabelled examples stand out: for a loss with the most negative values, for a margin with the largest.
     """
     store = Store.of(store)
     examples = Data(data, device=task.device, batch_size=batch_size, collate_fn=collate_fn)
     if len(examples) != len(store):
         raise ReadoutError(
             f"self-influence pairs sources and examples: {len(store)} sources, {len(examples)} examples."
+        )
+    prints = store.manifest.fingerprints
+    each = len(store) == store.n and prints["sources"] == of_sources(Sources.per_example(store.n))
+    if each and prints["data"] != of_data(examples):
+        raise ReadoutError(
+            "self-influence is that of the training data: this is other data than the store was made from, or the "
+            "same in another order."
         )
     reader = Reader(task, store, memory=memory)
     bar = Progress("self-influence", len(store), "examples", progress)

@@ -31,6 +31,21 @@ _EXAMPLES = 32  # on which engines and readouts are tried
 _QUERIES = 4
 
 
+def size(count: float | None) -> str:
+    """Bytes for a person.
+
+    >>> size(1_500_000), size(999_999), size(None)
+    ('1.5 MB', '1 MB', 'unknown')
+    """
+    if count is None:
+        return "unknown"
+    for unit in ("bytes", "kB", "MB", "GB", "TB"):
+        if count < 999.5:  # what three digits can say
+            return f"{count:.3g} {unit}"
+        count /= 1000
+    return f"{count:,.0f} PB"
+
+
 @dataclass(frozen=True)
 class Possibility:
     """Whether an engine or a readout works on the task; `remark` says why not, or what it costs."""
@@ -71,8 +86,8 @@ class Check:
         lines.append(f"{self.values:,} of {self.values_in_all:,} values of the parameters, {self.sources:,} sources")
         if found is not None:
             lines.append(
-                f"about {duration(found.seconds)}, at most {found.peak_bytes or 0:,} bytes of memory, a store of "
-                f"{found.store_bytes:,} bytes"
+                f"about {duration(found.seconds)}, at most {size(found.peak_bytes)} of memory, a store of "
+                f"{size(found.store_bytes)}"
             )
         for kind, possibilities in (("engine", self.engines), ("readout", self.readouts)):
             lines += [f"{kind} {p.name}: {'works' if p.works else 'no'}, {p.remark}" for p in possibilities]

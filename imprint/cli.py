@@ -1,10 +1,12 @@
 """The command line, `imprint`.
 
 Results go to standard output, everything else to standard error. Exit codes: 0 done, 1 refused or failed, with a
-message, 2 a wrong command line, 130 interrupted.
+message, 2 a wrong command line, 130 interrupted. With IMPRINT_TRACEBACK=1 an error comes with all of its traceback.
 """
 
 import logging
+import os
+import traceback
 import warnings
 from typing import Annotated, Any
 
@@ -15,7 +17,8 @@ import imprint
 from imprint.commands.demo import demo
 from imprint.commands.evaluation import evaluate, retrain
 from imprint.commands.stores import attribute, check, inspect, simulate, verify
-from imprint.errors import ImprintError
+from imprint.errors import ImprintError, first_line
+from imprint.loading import own_frames
 from imprint.terminal import console, errors
 
 app = typer.Typer(
@@ -26,6 +29,9 @@ app = typer.Typer(
 )
 for command in (demo, check, simulate, attribute, inspect, verify, retrain, evaluate):
     app.command()(command)
+
+
+_TRACEBACK = "IMPRINT_TRACEBACK"
 
 
 def _version(asked: bool) -> None:
@@ -53,11 +59,21 @@ def _one_line(head: str, message: Exception | str) -> None:
 
 
 def main() -> None:
-    """Run the command line; errors of this library are one line, not a traceback."""
+    """Run the command line; errors of this library are one line, those of the user's code have its own frames."""
     logging.basicConfig(format="%(levelname)s: %(message)s", level=logging.WARNING)
     warnings.showwarning = _show_warning
     try:
         app()
     except ImprintError as error:
+        if os.environ.get(_TRACEBACK):
+            raise
         _one_line("[red]error:[/red]", error)
+        raise SystemExit(1) from None
+    except Exception as error:
+        theirs = own_frames(error)
+        if os.environ.get(_TRACEBACK) or not theirs:
+            raise
+        _one_line("[red]error:[/red]", first_line(error))
+        frames = "".join(traceback.format_list(theirs)).rstrip()
+        errors.print(f"{frames}\n({_TRACEBACK}=1 shows all of it)", markup=False, highlight=False, soft_wrap=True)
         raise SystemExit(1) from None

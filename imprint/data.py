@@ -127,13 +127,13 @@ class Data:
         self,
         dataset: Any,
         *,
-        device: torch.device,
+        device: torch.device | str,
         batch_size: int = 1024,
         collate_fn: Collate | None = None,
     ) -> None:
         if batch_size < 1:
             raise DataError(f"batch_size must be at least 1, got {batch_size}.")
-        self.device = device
+        self.device = device = torch.device(device)
         self.batch_size = batch_size
         self._collate = collate_fn or default_collate
         self._passes: list[tuple[Tensor, Batch]] | None = None

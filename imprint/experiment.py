@@ -29,7 +29,8 @@ def noted(note: Any) -> dict[str, Any]:
 class Experiment:
     """The settings of a command, as strings and plain values; None is left to its default.
 
-    task, data, sources, queries, collate_fn: import strings; `sources` may also be "per-example".
+    task, data, sources, queries, collate_fn: import strings; `task` may also be a ready-made setting, `sources`
+        "per-example".
     checkpoints: .safetensors files, or one import string of a list.
     plan: fields of a `Plan`, over those of a `plan` in the task's module.
     """
@@ -87,7 +88,7 @@ class Experiment:
         known = {f.name for f in fields(cls)}
         for name, value in values.items():
             if name not in known:
-                raise ConfigurationError(f"{origin} has an unknown setting {name!r}{close_matches(name, known)}.")
+                raise ConfigurationError(f"{origin} has an unknown setting {name!r}{close_matches(name, known)}")
             expected = _KINDS.get(name, str)
             if not isinstance(value, expected) or isinstance(value, bool):
                 raise ConfigurationError(f"{origin}: {name} must be {_KIND_NAMES.get(name, 'a text')}, got {value!r}.")
@@ -171,9 +172,13 @@ def _value(text: str) -> Any:
 
 
 def close_matches(name: str, known: Iterable[str]) -> str:
-    """A hint at what may have been meant, or at what there is."""
+    """The end of a message about a name that is not known: what may have been meant, or what there is.
+
+    >>> close_matches("trian", ["train", "task"]), close_matches("x", ["train"]), close_matches("x", [])
+    ('; did you mean train?', '; there are train.', '.')
+    """
     known = list(known)
     near = difflib.get_close_matches(name, known, n=3)
     if near:
-        return f"; did you mean {' or '.join(near)}"
-    return f"; there are {', '.join(sorted(known)[:12])}" if known else ""
+        return f"; did you mean {' or '.join(near)}?"
+    return f"; there are {', '.join(sorted(known)[:12])}." if known else "."

@@ -1,4 +1,4 @@
-"""Loads what import strings name: `path/to/file.py:name` or `package.module:name`.
+"""Loads what import strings name: `path/to/file.py:name`, `package.module:name`, or a ready-made setting by its name.
 
 Without a colon a string names something in the task's own module, and what is not named at all is looked for there
 under its usual name: `data`, `sources`, `queries`, `checkpoints`, `plan`, `collate_fn`. A function is called for it.
@@ -16,15 +16,17 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from imprint.data import as_tensors, is_columns, length_of
+from imprint.data import Data, as_tensors, is_columns, length_of
 from imprint.errors import ConfigurationError, ImprintError, first_line
 from imprint.experiment import Experiment, close_matches
+from imprint.settings.catalogue import SETTINGS, Ready, ready
 from imprint.simulation.plan import Plan
 from imprint.sources import Sources
 from imprint.store import DTYPES
 from imprint.task import Task
 
 _PER_EXAMPLE = "per-example"
+_KINDS = {"task": "imprint.Task", "sources": "imprint.Sources", "plan": "imprint.Plan"}
 _NOT_TAKEN = (".pt", ".pth", ".bin", ".ckpt")  # files, not names: `simulate` says what it wants instead
 
 
@@ -35,16 +37,19 @@ class Objects:
         self.experiment = experiment
         if experiment.task is None:
             raise ConfigurationError(
-                "no task is named: give an import string such as my_model.py:task (with --task, where a store is read)."
+                "no task is named: give an import string such as my_model.py:task, or a ready-made setting "
+                f"({', '.join(SETTINGS)})."
             )
-        self._module, self._place = _module(experiment.task), experiment.task.rpartition(":")[0]
+        setting = experiment.task in SETTINGS
+        device = experiment.device or "cpu"
+        self._module: Any = ready(experiment.task, device) if setting else _module(experiment.task)
+        self._place = experiment.task.rpartition(":")[0] or experiment.task
 
     @cached_property
     def task(self) -> Task:
-        assert self.experiment.task is not None
-        task = self._object("task")
+        task = self._module.task if isinstance(self._module, Ready) else self._object("task")
         if not isinstance(task, Task):
-            raise ConfigurationError(f"{self.experiment.task} is a {type(task).__name__}, not an imprint.Task.")
+            raise ConfigurationError(f"{self.experiment.task} is no imprint.Task: it has type {type(task).__name__}.")
         if self.experiment.device is not None:
             try:
                 task.model.to(self.experiment.device)
@@ -73,7 +78,7 @@ class Objects:
         sources = self._required("sources", "the sources (or say per-example)")
         if not isinstance(sources, Sources):
             raise ConfigurationError(
-                f"{self.experiment.sources or 'sources'} is a {type(sources).__name__}, not an imprint.Sources: "
+                f"{self.experiment.sources or 'sources'} is no imprint.Sources: it has type {type(sources).__name__}. "
                 "Sources.by_label takes one label for each training example."
             )
         return sources
@@ -84,8 +89,17 @@ class Objects:
 
     @property
     def query_collate_fn(self) -> Any:
-        """The same for the queries; columns of tensors need none."""
-        return None if is_columns(as_tensors(self.queries)) else self.collate_fn
+        """The same for the queries."""
+        return self._collate_for(self.queries)
+
+    @cached_property
+    def examples(self) -> Data:
+        """The training data as batches where the task's model is."""
+        return Data(self.data, device=self.task.device, collate_fn=self._collate_for(self.data))
+
+    def _collate_for(self, dataset: Any) -> Any:
+        """The collate function, which columns of tensors do not need."""
+        return None if is_columns(as_tensors(dataset)) else self.collate_fn
 
     @cached_property
     def checkpoints(self) -> Any:
@@ -102,7 +116,7 @@ class Objects:
         """The plan of the task's module, if there is one, with the fields that were given put over it."""
         base = self._usual("plan")
         if base is not None and not isinstance(base, Plan):
-            raise ConfigurationError(f"plan in {self._place} is a {type(base).__name__}, not an imprint.Plan.")
+            raise ConfigurationError(f"plan in {self._place} is no imprint.Plan: it has type {type(base).__name__}.")
         return Plan.from_json({**(base or Plan()).to_json(), **self.experiment.plan})
 
     @property
@@ -143,7 +157,7 @@ class Objects:
         found = getattr(self._module, name, None)
         if inspect.ismodule(found):
             return None
-        return _made(found, name) if call else found
+        return _made(found, f"{self._place}:{name}", name) if call else found
 
     def _find(self, what: str, string: str, *, call: bool = True) -> Any:
         module, name = (_module(string), string.rpartition(":")[2]) if ":" in string else (self._module, string)
@@ -151,28 +165,39 @@ class Objects:
         for part in name.split("."):
             if not hasattr(found, part):
                 known = [name for name in dir(found) if not name.startswith("_")]
-                raise ConfigurationError(f"{string} ({what}): there is no {part!r}{close_matches(part, known)}.")
+                raise ConfigurationError(f"{string} ({what}): there is no {part!r}{close_matches(part, known)}")
             found = getattr(found, part)
-        return _made(found, string) if call else found
+        return _made(found, string, what) if call else found
 
 
-def _made(found: Any, name: str) -> Any:
-    """The object, or what the function of that name returns."""
+def _made(found: Any, string: str, what: str) -> Any:
+    """The object, or what the function returns."""
     if not inspect.isfunction(found):
         return found
+    parameters = inspect.signature(found).parameters.values()
+    optional = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    needed = [each.name for each in parameters if each.default is each.empty and each.kind not in optional]
+    if needed:
+        raise ConfigurationError(
+            f"{string} is no {_KINDS.get(what, what)}: it is a function that needs "
+            f"{' and '.join(needed)}, and here a function is called without arguments for what it returns."
+        )
     try:
         return found()
     except ImprintError:
         raise
     except (Exception, SystemExit) as error:
-        raise ConfigurationError(f"{name}() failed: {_where(error)}") from error
+        raise ConfigurationError(f"{string}() failed: {_where(error)}") from error
 
 
 def _module(string: str) -> ModuleType:
     """The module an import string names, loaded once."""
     path, colon, name = string.rpartition(":")
     if not colon or not path or not name:
-        raise ConfigurationError(f"{string!r} is no import string: expected FILE.py:NAME or package.module:NAME.")
+        raise ConfigurationError(
+            f"{string!r} is neither an import string (FILE.py:NAME or package.module:NAME) nor a ready-made setting "
+            f"({', '.join(SETTINGS)})."
+        )
     try:
         return _from_file(Path(path)) if path.endswith(".py") else _from_package(path)
     except ImprintError:
@@ -212,13 +237,19 @@ def _from_package(name: str) -> ModuleType:
         raise
 
 
+def own_frames(error: BaseException) -> list[traceback.FrameSummary]:
+    """The part of an error's traceback that is the user's own code, outermost first."""
+    frames = traceback.extract_tb(error.__traceback__)
+    return [frame for frame in frames if not frame.filename.startswith(_NOT_THEIRS)]
+
+
 def _where(error: BaseException) -> str:
     """An error in the user's code: the last place in it, and the error's first line."""
-    frames = traceback.extract_tb(error.__traceback__)
-    theirs = [frame for frame in frames if not frame.filename.startswith(_NOT_THEIRS)]
+    theirs = own_frames(error)
     place = f"{Path(theirs[-1].filename).name}, line {theirs[-1].lineno}: " if theirs else ""
     return f"{place}{first_line(error)}"
 
 
 _LIBRARIES = (sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib"))
-_NOT_THEIRS = ("<", str(Path(__file__).parent), *_LIBRARIES)  # "<frozen importlib…>" and the like
+_FOLDERS = (str(Path(__file__).parent), *_LIBRARIES)
+_NOT_THEIRS = ("<", *(f"{folder}/" for folder in _FOLDERS))  # "<frozen importlib…>" and the like

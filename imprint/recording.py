@@ -1,9 +1,11 @@
 """Keeps the checkpoints that imprints want, from any training loop."""
 
+import operator
 import os
 import warnings
 from collections.abc import Collection
 from pathlib import Path
+from typing import SupportsIndex
 
 from safetensors.torch import save_model
 from torch import nn
@@ -13,7 +15,7 @@ from imprint.files import write
 
 
 class Recorder:
-    """Writes the model to a folder whenever a moment comes that is worth keeping.
+    """Writes the model to a folder when a moment comes that is worth keeping: epoch 3 to checkpoint-000003.safetensors.
 
     at: which moments, such as epochs, early ones above all; None keeps every one it is called with.
 
@@ -30,15 +32,25 @@ class Recorder:
     """
 
     def __init__(self, folder: str | os.PathLike[str], at: Collection[int] | None = None) -> None:
+        if at is not None and (isinstance(at, str) or not isinstance(at, Collection)):
+            raise PlanError(f"at is a list of moments, such as at=(1, 2, 4), got {at!r}.")
         self.folder = Path(folder)
-        self._at = None if at is None else frozenset(at)
+        self._at = None if at is None else frozenset(map(_moment, at))
         self._last: int | None = None  # the moment of the latest call
         self._left: set[int] = set()  # moments in the folder that another training has left
 
-    def __call__(self, model: nn.Module, moment: int) -> None:
+    def __repr__(self) -> str:
+        moments = "every moment" if self._at is None else f"at {', '.join(map(str, sorted(self._at)))}"
+        return f"Recorder({str(self.folder)!r}, {moments}: {len(self.paths)} kept)"
+
+    def __call__(self, model: nn.Module, moment: SupportsIndex) -> None:
         """Keep the model as it is at this moment, if the moment is worth it; call it at every moment, kept or not."""
-        if moment < 0:
-            raise PlanError(f"a moment is a number of at least 0, such as an epoch, got {moment}.")
+        if not isinstance(model, nn.Module):
+            raise PlanError(
+                "a recorder is called with the model and the moment, recorder(model, epoch), got a first argument of "
+                f"type {type(model).__name__}: give the model itself, not its state dict."
+            )
+        moment = _moment(moment)
         if self._last is None or moment < self._last:
             self._begin(moment)
         self._last = moment
@@ -74,3 +86,14 @@ class Recorder:
         """The checkpoints in the folder by moment, whoever wrote them."""
         found = {path.stem.removeprefix("checkpoint-"): path for path in self.folder.glob("checkpoint-*.safetensors")}
         return {int(moment): path for moment, path in found.items() if moment.isdecimal()}
+
+
+def _moment(value: SupportsIndex) -> int:
+    """A whole number of at least 0, as an int."""
+    try:
+        moment = operator.index(value)
+    except TypeError:
+        moment = -1
+    if moment < 0:
+        raise PlanError(f"a moment is a whole number of at least 0, such as an epoch, got {value!r}.")
+    return moment

@@ -13,7 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from imprint.attribution import Top
-from imprint.checking import Check, Possibility
+from imprint.checking import Check, Possibility, size
 from imprint.experiment import noted
 from imprint.progress import Advance, duration
 from imprint.values import is_number
@@ -26,21 +26,6 @@ if TYPE_CHECKING:
 console = Console(emoji=False)  # a source may be called :fire:
 errors = Console(stderr=True, emoji=False)
 _SHOWN = 12  # queries in a table; the rest is counted
-
-
-def size(count: float | None) -> str:
-    """Bytes for a person.
-
-    >>> size(1_500_000), size(999_999), size(None)
-    ('1.5 MB', '1 MB', 'unknown')
-    """
-    if count is None:
-        return "unknown"
-    for unit in ("bytes", "kB", "MB", "GB", "TB"):
-        if count < 999.5:  # what three digits can say
-            return f"{count:.3g} {unit}"
-        count /= 1000
-    return f"{count:,.0f} PB"
 
 
 def lines(title: str, pairs: Iterable[tuple[str, str]]) -> Table:
@@ -183,7 +168,7 @@ def shown_truth(truth: "Truth", path: Path) -> RenderableType:
     runs, subsets, queries = truth.values.shape
     what = "random halves" if truth.subsets.kind == "halves" else "everything, and removals from it"
     often = "once each" if runs == 1 else f"{runs:,} times each"
-    return lines(
+    table = lines(
         f"Truth {path}",
         (
             ("models", f"of {subsets:,} subsets ({what}), {often}"),
@@ -191,24 +176,29 @@ def shown_truth(truth: "Truth", path: Path) -> RenderableType:
             ("sources", f"{len(truth.subsets.sources):,} of {truth.subsets.n:,} training examples"),
         ),
     )
+    more = f"{_RUNS}: the same command with --runs 2 adds one to this folder."
+    return Group(table, *([Text(more)] if runs == 1 else []))
+
+
+_RUNS = "With one run the noise of retraining is unknown, and no ceiling can be told"
 
 
 def shown_metrics(metrics: "Sequence[Metric]", truth: "Truth") -> RenderableType:
-    """Metrics with their intervals and what the truth allows."""
-    table = Table(
-        "", "value", "95% interval", "ceiling", "another run", title="Scores against the truth", title_justify="left"
-    )
+    """Metrics with their intervals and what the truth allows, within 80 columns."""
+    what = "random halves" if truth.subsets.kind == "halves" else "removals"
+    columns = ("", "value", "95% interval", "ceiling", "another\nrun")
+    table = Table(*columns, title=f"Scores against the truth of {what}", title_justify="left", show_edge=False)
     for metric in metrics:
         found = metric.estimate
         table.add_row(
-            metric.name,
+            metric.name.replace(" of removals", "").removesuffix(" effects"),
             f"{found.value:.3f}",
             escape(f"[{found.low:.3f}, {found.high:.3f}]"),
             *("–" if limit != limit else f"{limit:.3f}" for limit in (metric.ceiling, metric.single_run)),
         )
     remarks = [f"{m.name}: undefined for {m.undefined} queries, left out" for m in metrics if m.undefined]
     if truth.runs == 1:
-        remarks.append("With one run the noise of retraining is unknown, and no ceiling can be told.")
+        remarks.append(f"{_RUNS}.")
     else:
         remarks.append("Ceiling: about what a perfect predictor would reach against this truth; rough if runs are few.")
         remarks.append("Another run: what the mean of the other runs reaches against one.")

@@ -16,7 +16,9 @@ from torch import nn
 
 from imprint import Attribution, MissingExtra, Plan, ReadoutError, Sources, StoreError, Task, attribute, simulate
 from imprint.attribution import Labels, Order
-from imprint.fingerprint import of_batches, of_sources
+from imprint.data import Data
+from imprint.fingerprint import of_batches, of_data, of_sources
+from imprint.store import describe
 
 SCORES = torch.tensor([[3.0, -6.0, 0.5], [-1.0, 2.0, 8.0]], dtype=torch.float64)
 
@@ -81,10 +83,16 @@ def test_labels_are_those_of_task_and_store() -> None:
     torch.manual_seed(0)
     task = Task.classifier(nn.Linear(2, 2), measure="margin")
     sources = Sources.groups({"a": [0, 1], "b": [1]}, names={"b": "Bee"})
-    store = simulate(task, (torch.randn(4, 2), torch.arange(4) % 2), sources, Plan(steps=2, lr=0.1), progress=False)
+    data = torch.randn(4, 2), torch.arange(4) % 2
+    store = simulate(task, data, sources, Plan(steps=2, lr=0.1), progress=False)
     queries = torch.randn(3, 2), torch.tensor([0, 1, 0])
     labels = attribute(task, store, queries, batch_size=2, progress=False).labels
-    prints = {"sources": of_sources(sources), "queries": of_batches([(3, queries)])}
+    prints = {
+        "data": of_data(Data(data, device=torch.device("cpu"))),
+        "sources": of_sources(sources),
+        "parameters": describe(task),
+        "queries": of_batches([(3, queries)]),
+    }
     assert labels == Labels(4, ("a", "b"), ("a", "Bee"), (2, 1), "margin", "higher", {"readout": "jvp"}, prints)
 
 
@@ -252,7 +260,8 @@ def test_a_missing_library_names_the_extra_to_install(missing: str, call: str, m
 
 
 def test_what_is_saved_is_loaded(tmp_path: Path) -> None:
-    result = _attribution()
+    prints = {"data": "d", "parameters": {"weight": {"shape": [2, 3], "dtype": "torch.float32"}}}
+    result = Attribution(_labels(fingerprints=prints), SCORES)
     result.save(tmp_path / "scores.safetensors")
     loaded = Attribution.load(tmp_path / "scores.safetensors")
     assert loaded.labels == result.labels

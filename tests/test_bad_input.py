@@ -543,7 +543,7 @@ def test_nan_in_a_later_batch_of_queries_is_named(task: Task, store: Store) -> N
 
 
 def test_nan_in_self_influence_is_named(task: Task) -> None:
-    each = _simulate(task, sources=Sources.per_example(N))
+    each = _simulate(task, sources=Sources.groups({f"example {i}": [i] for i in range(N)}))
     x, y = _columns()
     x[7] = torch.nan
     with pytest.raises(ReadoutError, match="7"):

@@ -538,7 +538,9 @@ def test_a_store_made_by_python_asks_for_the_task(command: Command, here: Path, 
         ("simulate", "--from", tmp_path / "store", "-o", tmp_path / "b"),
     ):
         refused = command(*arguments)
-        assert refused.code == 1 and "no task is named: give an import string" in refused.err
+        flag = "--task " if arguments[0] == "attribute" else ""
+        assert refused.code == 1
+        assert f"store was made by Python code and names no task: give {flag}FILE.py:task." in refused.err
     assert command("attribute", tmp_path / "store", "--task", "model.py:task").code == 0
 
 
@@ -547,12 +549,12 @@ ERRORS = {
     "a manifest that is not there": ("simulate model.py:task --from nowhere -o x", "there is no folder nowhere"),
     "no task": ("check", "no task is named"),
     "no folder": ("simulate model.py:task", "--out runs/NAME"),
-    "no colon": ("check model.py", "'model.py' is no import string"),
+    "no colon": ("check model.py", "'model.py' is neither an import string"),
     "no file": ("check nothing.py:task", "there is no file nothing.py"),
     "no module": ("check nothing.at.all:task", "there is no module nothing.at.all"),
-    "no such name": ("check model.py:tsk", "there is no 'tsk'; did you mean task"),
-    "another type": ("check model.py:plan", "model.py:plan is a Plan, not an imprint.Task"),
-    "no sources": ("check model.py:task --sources queries", "queries is a tuple, not an imprint.Sources"),
+    "no such name": ("check model.py:tsk", "there is no 'tsk'; did you mean task?"),
+    "another type": ("check model.py:plan", "model.py:plan is no imprint.Task: it has type Plan"),
+    "no sources": ("check model.py:task --sources queries", "queries is no imprint.Sources: it has type tuple"),
     "no plan field": ("check model.py:task -p step=3", "a plan has no field 'step'"),
     "no value": ("check model.py:task -p steps", "expected NAME=VALUE"),
     "a bad value": ("check model.py:task -p steps=many", "steps must be a whole number of at least 1, got 'many'"),
@@ -583,6 +585,78 @@ def test_errors_are_one_line_on_standard_error(line: str, words: str, command: C
 def test_an_error_of_several_lines_is_told_in_one(command: Command, empty: Path) -> None:
     (empty / "model.py").write_text(MODEL + "def task():\n    raise imprint.TaskError('first\\n  second [red]')\n")
     assert command("check", "model.py:task") == (1, "", "error: first second [red]\n")
+
+
+BROKEN = """
+def queries():
+    return Lazy()
+
+
+class Lazy:
+    def __len__(self):
+        return 2
+
+    def __getitem__(self, index):
+        raise OSError(f"no picture {index} [red]")
+"""
+
+
+def test_an_error_in_the_users_code_is_told_with_its_own_frames_only(
+    command: Command, here: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "broken.py"
+    file.write_text(MODEL + BROKEN)
+    given = ("attribute", "runs/news", "--task", "model.py:task", "--queries", f"{file}:queries")
+    failed = command(*given)
+    line = file.read_text().splitlines().index('        raise OSError(f"no picture {index} [red]")') + 1
+    assert failed == (
+        1,
+        "",
+        f"""error: OSError: no picture 0 [red]
+  File "{file}", line {line}, in __getitem__
+    raise OSError(f"no picture {{index}} [red]")
+(IMPRINT_TRACEBACK=1 shows all of it)
+""",
+    )
+    monkeypatch.setenv("IMPRINT_TRACEBACK", "1")
+    with pytest.raises(OSError, match="no picture 0"):
+        main()
+
+
+def test_an_error_of_the_library_has_a_traceback_if_one_is_asked_for(
+    command: Command, here: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert command("inspect", "nowhere").code == 1
+    monkeypatch.setenv("IMPRINT_TRACEBACK", "1")
+    with pytest.raises(imprint.StoreError):
+        main()
+
+
+def test_an_error_that_is_not_the_users_hides_nothing(
+    command: Command, here: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("imprint.commands.stores.inspected", lambda store: dict[str, int]()["missing"])
+    monkeypatch.setattr("imprint.cli.own_frames", lambda error: [])  # the line above is in a test, no user's file
+    monkeypatch.setattr(sys, "argv", ["imprint", "inspect", "runs/news"])
+    with pytest.raises(KeyError):
+        main()
+
+
+# --- ready-made settings
+
+
+def test_a_ready_made_setting_is_checked_simulated_and_attributed_by_its_name(command: Command, empty: Path) -> None:
+    small = ("-p", "steps=2", "-p", "lr=0.1")
+    assert command("check", "digits", *small, "--json").values["checkpoints"] == 4
+    made = command("simulate", "digits", *small, "--no-check", "--out", "runs/digits", "--json")
+    assert made.values["sources"] == 12
+    found = command("attribute", "runs/digits", "--json")
+    assert len(found.values["queries"]) == 837
+    assert "the task is digits, by which the store was made" in found.err
+    again = command("simulate", "digits", *small, "--out", "runs/digits")
+    assert again.code == 0 and "complete already" in again.err  # its model is the same every time
+    assert command("simulate", "--from", "runs/digits", "--no-check", "--out", "runs/again").code == 0
+    assert imprints("runs/again") == imprints("runs/digits")
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")

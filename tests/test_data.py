@@ -206,3 +206,7 @@ def test_a_batch_is_as_long_as_its_first_tensor_with_rows() -> None:
 )
 def test_a_batch_is_columnar_if_every_leaf_has_a_row_per_sample(batch: Any, columnar: bool) -> None:
     assert is_columnar(batch, 3) == columnar
+
+
+def test_a_device_can_be_named_by_a_text() -> None:
+    assert Data((X, Y), device="cpu").device == CPU

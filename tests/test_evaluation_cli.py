@@ -3,17 +3,23 @@
 import json
 import shutil
 import sys
+from io import StringIO
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from rich.console import Console
 from typer.testing import CliRunner, Result
 
 from imprint import Attribution, ImprintError, Store, attribute
 from imprint.cli import app
 from imprint.evaluation.metrics import evaluate
 from imprint.evaluation.truth import Truth
+from imprint.experiment import Experiment
+from imprint.loading import Objects
+from imprint.terminal import shown_metrics
 
 MODEL = """
 import torch
@@ -76,13 +82,14 @@ def told(*words: str) -> dict[str, Any]:
     return values
 
 
+def attributed() -> Attribution:
+    objects = Objects(Experiment(task="model.py:task"))
+    return attribute(objects.task, Store("store"), objects.queries, progress=False)
+
+
 @pytest.mark.parametrize("truth", ["removal", "halves"])
 def test_metrics_are_those_of_the_library(truth: str) -> None:
-    from imprint.experiment import Experiment
-    from imprint.loading import Objects
-
-    objects = Objects(Experiment(task="model.py:task"))
-    result = attribute(objects.task, Store("store"), objects.queries, progress=False)
+    result = attributed()
     expected = [metric.to_json() for metric in evaluate(result, Truth.load(truth))]
     assert told("evaluate", "store", truth)["metrics"] == expected
     result.save("scores.safetensors")
@@ -92,15 +99,76 @@ def test_metrics_are_those_of_the_library(truth: str) -> None:
 
 def test_a_person_sees_value_interval_and_ceiling() -> None:
     shown = run("evaluate", "store", "removal")
-    for words in ("correlation of removals", "95% interval", "Ceiling: about what", "slope of actual on predicted"):
+    for words in ("the truth of removals", "95% interval", "Ceiling: about what", "slope of actual on predicted"):
         assert words in shown
     assert "LDS" in run("evaluate", "store", "halves")
 
 
+def test_metrics_fit_into_80_columns_whatever_their_signs() -> None:
+    def backwards(low: float, high: float) -> Any:
+        return SimpleNamespace(value=-0.5, low=low, high=high)
+
+    names = [metric.name for metric in evaluate(attributed(), Truth.load("removal"))]
+    limits = {"undefined": 0, "ceiling": 0.5, "single_run": -0.5}
+    metrics: Any = [SimpleNamespace(name=name, estimate=backwards(-0.75, -0.25), **limits) for name in names]
+    shown = StringIO()
+    Console(file=shown, width=80).print(shown_metrics(metrics, Truth.load("removal")))
+    for label in ("correlation, mean over queries", "rank correlation, per query", "slope of actual on predicted"):
+        row = next(line for line in shown.getvalue().splitlines() if line.startswith(f" {label} "))
+        assert "-0.500" in row and "[-0.750, -0.250]" in row and "0.500" in row
+
+
 def test_a_person_sees_what_was_trained() -> None:
     shown = run("retrain", "model.py:train", "--kind", "sources", "--runs", "2", "--out", "removal")
-    assert "of 4 subsets (everything, and removals from it), 2 times each" in shown
-    assert "of 2 subsets (random halves), once each" in run("retrain", "model.py:train", "--count", "2", "--out", "two")
+    assert "of 4 subsets (everything, and removals from it), 2 times each" in shown and "With one run" not in shown
+    shown = run("retrain", "model.py:train", "--count", "2", "--out", "two")
+    assert "of 2 subsets (random halves), once each" in shown
+    assert "no ceiling can be told: the same command with --runs 2 adds one to this folder" in shown
+
+
+def test_retraining_says_what_is_there_and_more_runs_add_to_it() -> None:
+    def said(*words: str) -> str:
+        given = ["retrain", "model.py:train", "--kind", "sources", *words, "--out", "removal"]
+        return str(CliRunner().invoke(app, given, env={"COLUMNS": "160"}).stderr)
+
+    before = Truth.load("removal").values
+    assert said("--runs", "2").startswith("all 8 models are there already; ")
+    assert "going on: 8 of 12 models are there\n" in said("--runs", "3")
+    assert Truth.load("removal").runs == 3 and torch.equal(Truth.load("removal").values[:2], before)
+    assert "models are there" not in said("--seed", "1", "--runs", "2")  # this is refused
+
+
+def test_nobody_is_told_of_subsets_they_did_not_ask_for(caplog: pytest.LogCaptureFixture) -> None:
+    assert told("retrain", "model.py:train", "--out", "all")["subsets"] == 3  # of three sources there are no more
+    assert not caplog.records
+    assert told("retrain", "model.py:train", "--count", "100", "--out", "hundred")["subsets"] == 3
+    assert "100 subsets were asked for" in caplog.text
+
+
+def test_unions_have_the_share_that_is_asked_for() -> None:
+    def made(*share: str) -> tuple[tuple[tuple[int, ...], ...], str]:
+        given = ["retrain", "model.py:train", "--kind", "unions", *share, "--out", "-".join(("truth", *share))]
+        stderr = CliRunner().invoke(app, given, env={"COLUMNS": "160"}).stderr
+        return Truth.load(given[-1]).subsets.removed, stderr
+
+    alone, said = made()
+    assert sorted(alone) == [(), (0,), (1,), (2,)] and "each union is a single source, 0.2 of 3: " in said
+    pairs, said = made("--share", "0.7")
+    assert sorted(pairs) == [(), (0, 1), (0, 2), (1, 2)] and "single source" not in said
+
+
+def test_the_truth_of_a_function_knows_its_data_where_the_file_has_it() -> None:
+    known = Truth.load("removal").about["fingerprints"]["data"]
+    assert known == Store("store").manifest.fingerprints["data"]
+    Path("other.py").write_text(MODEL.replace("data, queries = (x, y), (", "data, queries = (x + 1, y), ("))
+    with pytest.raises(ImprintError, match="data"):
+        run("retrain", "other.py:train", "--kind", "sources", "--runs", "2", "--out", "removal")
+
+
+def test_scores_of_a_ready_made_setting_are_evaluated_by_its_name() -> None:
+    run("simulate", "digits", "-p", "steps=2", "-p", "lr=0.1", "--no-check", "--out", "digits")
+    assert told("retrain", "digits", "--count", "6", "--out", "truth")["subsets"] == 6
+    assert told("evaluate", "digits", "truth")["metrics"][0]["name"] == "LDS"
 
 
 @pytest.mark.parametrize(("kind", "subsets"), [("examples", 25), ("unions", 4)])
@@ -135,10 +203,16 @@ def test_the_same_command_again_trains_nothing() -> None:
             ("retrain", "model.py:train", "--kind", "sources", "--count", "9", "--out", "x"),
             "--count is for halves and unions: --kind sources leaves out each of them",
         ),
-        (("retrain", "model.py:data", "--out", "x"), r"train must be a function .* got a tuple"),
+        (("retrain", "model.py:data", "--out", "x"), r"model.py:data has type tuple, where a function train\("),
+        (
+            ("retrain", "model.py:train", "--task", "model.py:train", "--out", "x"),
+            "model.py:train is no imprint.Task: it is a function that needs subset and seed",
+        ),
+        (("retrain", "model.py:train", "--share", "0.5", "--out", "x"), "--share is for unions, not for halves"),
+        (("retrain", "model.py:train", "--kind", "unions", "--share", "0", "--out", "x"), "share must lie between"),
         (
             ("retrain", "model.py:train", "--sources", "x", "--out", "x"),
-            "x is a Tensor, not an imprint.Sources",
+            "x is no imprint.Sources: it has type Tensor",
         ),
         (("retrain", "model.py:train", "--data", "queries", "--out", "x"), "the training data has examples 0 to 4"),
         (
@@ -147,7 +221,14 @@ def test_the_same_command_again_trains_nothing() -> None:
         ),
         (("evaluate", "store", "nowhere"), "holds no ground truth"),
         (("evaluate", "nowhere", "removal"), "there is no folder nowhere"),
-        (("evaluate", "store", "store"), "holds no ground truth"),
+        (("evaluate", "store", "store"), "store is a store: the second argument is a truth, which `imprint retrain`"),
+        (
+            ("evaluate", "store", "scores.safetensors"),
+            "holds scores: the second argument is a truth",
+        ),
+        (("evaluate", "removal", "store"), "removal is a truth: it comes second, imprint evaluate store removal"),
+        (("evaluate", "removal", "halves"), "removal is a truth: the first argument is a store, or a file of scores"),
+        (("evaluate", "scores.csv", "removal"), "scores.csv is a table, .* --out scores.safetensors"),
     ],
 )
 def test_what_cannot_be_done_is_told(words: tuple[str, ...], says: str) -> None:

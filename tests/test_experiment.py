@@ -118,7 +118,7 @@ def test_a_file_is_read_with_its_paths_relative_to_it(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ('tasks = "model.py:task"', "has an unknown setting 'tasks'; did you mean task"),
+        ('tasks = "model.py:task"', "has an unknown setting 'tasks'; did you mean task?"),
         ("xyz = 1", "has an unknown setting 'xyz'; there are batch_size, checkpoints"),
         ("task = 3", "task must be a text, got 3"),
         ("batch_size = true", "batch_size must be a whole number, got True"),
@@ -389,10 +389,10 @@ FAILURES = {
     "of a function in a library": ("def task():\n    torch.stack([])", "failed: model.py, line 10: RuntimeError"),
     "of a function that wants more": (
         "def task(x): pass",
-        "model.py:task() failed: TypeError: task() missing 1 required",
+        "model.py:task is no imprint.Task: it is a function that needs x, and here a function is called without",
     ),
-    "of the plan": ("plan = {'steps': 3}", "plan in model.py is a dict, not an imprint.Plan"),
-    "of the task": ("task = nn.Linear(2, 2)", "model.py:task is a Linear, not an imprint.Task"),
+    "of the plan": ("plan = {'steps': 3}", "plan in model.py is no imprint.Plan: it has type dict"),
+    "of the task": ("task = nn.Linear(2, 2)", "model.py:task is no imprint.Task: it has type Linear"),
     "of the data": (
         "del data",
         "model.py:task has no 'data' beside it: name the training data with --data FILE.py:NAME",

@@ -36,10 +36,10 @@ LAYERS = {
     "tensorfile": (),
     "readout": ("errors", "linear", "memory", "task", "data", "vectors", "store"),
     "checking": ("errors", "files", "progress", "task", "sources", "data", "simulation", "store", "readout"),
-    "attribution": ("errors", "files", "fingerprint", "progress", "task", "data", "store", "readout"),
+    "attribution": ("errors", "files", "fingerprint", "progress", "task", "sources", "data", "store", "readout"),
     "inspection": ("vectors", "store"),
     "experiment": ("errors", "store"),
-    "loading": ("errors", "task", "sources", "data", "simulation.plan", "store", "experiment"),
+    "loading": ("errors", "task", "sources", "data", "simulation.plan", "store", "experiment", "settings.catalogue"),
     "terminal": (
         *("progress", "values", "checking", "attribution", "experiment"),
         *("demo.report", "evaluation.metrics", "evaluation.truth"),
@@ -48,7 +48,7 @@ LAYERS = {
         *("imprint", "errors", "data", "files", "manifest", "store", "inspection", "experiment", "loading", "terminal"),
         *("demo.experiment", "demo.report", "evaluation", "settings.catalogue"),
     ),
-    "cli": ("imprint", "errors", "commands", "terminal"),
+    "cli": ("imprint", "errors", "loading", "commands", "terminal"),
 }
 """What each module may import. Only `simulation.run` writes stores."""
 SHELL = ("attribution", "inspection", "experiment", "loading", "terminal", "commands", "cli")

@@ -1,6 +1,7 @@
 """What users are likely to do by mistake is refused, or does what they meant."""
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,7 @@ from imprint import (
     self_influence,
     simulate,
 )
+from imprint.attribution import Labels
 from imprint.cli import app, main
 
 SOURCES = Sources.by_label([i % 4 for i in range(16)])
@@ -191,7 +193,7 @@ def classifier(**options: Any) -> Task:
         (StoreError, {"note": float("nan")}, "note must be made of JSON values: ValueError: Out of range"),
         (SourcesError, {"sources": ["a"] * 16}, "sources must be an imprint.Sources, got a list: Sources.by_label"),
         (TaskError, {"task": nn.Linear(3, 3)}, "task must be an imprint.Task, got a Linear"),
-        (TaskError, {"checkpoints": [nn.Linear(3, 3)]}, r"checkpoint 0 is a Linear, .* give its state_dict\(\)"),
+        (TaskError, {"checkpoints": [nn.Linear(3, 3)]}, r"checkpoint 0 has type Linear, .* give its state_dict\(\)"),
     ],
 )
 def test_what_is_not_what_it_should_be_is_named(error: type[Exception], options: dict[str, Any], says: str) -> None:
@@ -411,3 +413,35 @@ def test_a_folder_with_other_choices_is_not_replayed_into(tmp_path: Path) -> Non
     with pytest.raises(StoreError, match=r"second holds an unfinished simulation that chose other steps than .*first"):
         store_of(tmp_path / "second", plan=plan, replay=first)
     assert len(store_of(tmp_path / "second", plan=plan)) == 4  # what was there is as it was
+
+
+def test_self_influence_takes_the_training_data_in_its_order() -> None:
+    task, (x, y), plan = classifier(), columns(), Plan(steps=2, lr=0.1)
+    each = simulate(task, (x, y), Sources.per_example(16), plan, progress=False)
+    own = self_influence(task, each, (x, y), progress=False)
+    for other in ((x.flip(0), y.flip(0)), (x + 1, y)):
+        with pytest.raises(ReadoutError, match="other data than the store was made from, or the same in another order"):
+            self_influence(task, each, other, progress=False)
+
+    backwards = Sources.groups({str(i): [i] for i in reversed(range(16))})
+    turned = simulate(task, (x, y), backwards, plan, progress=False)  # row i belongs to source i, whatever its example
+    torch.testing.assert_close(self_influence(task, turned, (x.flip(0), y.flip(0)), progress=False), own.flip(0))
+    few = simulate(task, (x, y), Sources.groups({"a": [3], "b": [5]}), plan, progress=False)
+    torch.testing.assert_close(self_influence(task, few, (x[[3, 5]], y[[3, 5]]), progress=False), own[[3, 5]])
+
+
+def test_all_sources_that_were_asked_for_are_printed_as_far_as_they_fit() -> None:
+    def printed(names: list[str]) -> str:
+        labels = Labels(10, tuple(names), tuple(names), (1,) * len(names), "loss", "lower")
+        return repr(Attribution(labels, torch.arange(1.0, len(names) + 1)[None]).top(len(names)))
+
+    six = [f"source {i}" for i in range(6)]
+    assert all(name in printed(six) for name in six) and "…" not in printed(six)
+    many = printed([f"https://example.org/{i}" for i in range(40)])
+    assert max(map(len, many.splitlines())) <= 122 and many.endswith(", …") and "org/39" in many
+    assert "y" * 200 in printed(["x" * 200, "y" * 200])
+
+
+def test_a_printed_check_has_sizes_for_a_person() -> None:
+    found = imprint.check(classifier(), columns(), SOURCES, Plan(steps=2, lr=0.1))
+    assert re.search(r"at most ([\d.]+ (bytes|[kMG]B)|unknown) of memory, a store of [\d.]+ (bytes|kB)\n", str(found))

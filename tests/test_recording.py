@@ -1,7 +1,9 @@
 """Checkpoints kept along a training are those that imprints are simulated from."""
 
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -166,8 +168,55 @@ def test_recording_leaves_the_model_as_it_is(tmp_path: Path) -> None:
 
 
 def test_moments_before_the_first_and_folders_that_cannot_be_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(PlanError, match="at least 0, such as an epoch, got -1"):
+    with pytest.raises(PlanError, match="a whole number of at least 0, such as an epoch, got -1"):
         Recorder(tmp_path)(nn.Linear(2, 1), -1)
     (tmp_path / "file").write_text("mine")
     with pytest.raises(StoreError, match="file"):
         Recorder(tmp_path / "file")(nn.Linear(2, 1), 1)
+
+
+@pytest.mark.parametrize("at", [3, "early", 1.5])
+def test_moments_to_keep_are_a_list(at: Any, tmp_path: Path) -> None:
+    with pytest.raises(PlanError, match=r"at is a list of moments, such as at=\(1, 2, 4\), got "):
+        Recorder(tmp_path, at=at)
+
+
+@pytest.mark.parametrize("moment", [-1, 1.0, "1", None, torch.tensor(1.0)])
+def test_moments_are_whole_numbers(moment: Any, tmp_path: Path) -> None:
+    """1.0 would be a file that is never found again."""
+    with pytest.raises(PlanError, match="a moment is a whole number of at least 0"):
+        Recorder(tmp_path, at=(moment,))
+    with pytest.raises(PlanError, match="a moment is a whole number of at least 0"):
+        Recorder(tmp_path)(nn.Linear(2, 1), moment)
+    assert not list(tmp_path.iterdir())
+
+
+def test_whole_numbers_of_other_libraries_are_moments(tmp_path: Path) -> None:
+    recorder = Recorder(tmp_path, at=np.array([1, 2]))
+    recorder(nn.Linear(2, 1), np.int64(1))
+    recorder(nn.Linear(2, 1), torch.tensor(2))
+    assert names(recorder) == [1, 2]
+
+
+def test_a_recorder_takes_the_model_first(tmp_path: Path) -> None:
+    model: Any = nn.Linear(2, 1)
+    with pytest.raises(PlanError, match=r"recorder\(model, epoch\), got a first argument of type int"):
+        Recorder(tmp_path)(1, model)  # type: ignore[arg-type]
+    with pytest.raises(PlanError, match="give the model itself, not its state dict"):
+        Recorder(tmp_path)(model.state_dict(), 1)
+
+
+def test_a_recorder_says_what_it_keeps(tmp_path: Path) -> None:
+    recorder = Recorder(tmp_path, at=(4, 1))
+    recorder(nn.Linear(2, 1), 1)
+    assert repr(recorder) == f"Recorder({str(tmp_path)!r}, at 1, 4: 1 kept)"
+    assert repr(Recorder(tmp_path / "new")) == f"Recorder({str(tmp_path / 'new')!r}, every moment: 0 kept)"
+
+
+def test_simulating_from_a_recorder_itself_or_from_no_moment_says_what_to_give(tmp_path: Path) -> None:
+    model, recorder = nn.Linear(4, 3), Recorder(tmp_path, at=(100,))
+    train(model, recorder, range(1, 3))
+    with pytest.raises(PlanError, match=r"not of type Recorder: give its \.paths"):
+        scores(model, recorder)  # type: ignore[arg-type]
+    with pytest.raises(PlanError, match=r"checkpoints is empty: .*where none of its moments was reached"):
+        scores(model, recorder.paths)

@@ -1,5 +1,6 @@
 """`imprint retrain` and `imprint evaluate`: the truth, and how close scores come to it."""
 
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -16,15 +17,18 @@ from imprint.commands.stores import over_store
 from imprint.data import length_of
 from imprint.errors import ConfigurationError
 from imprint.evaluation.metrics import evaluate as evaluated
+from imprint.evaluation.retraining import Together
 from imprint.evaluation.retraining import retrain as retrained
 from imprint.evaluation.subsets import Subsets
-from imprint.evaluation.truth import Truth
+from imprint.evaluation.truth import Folder, Truth
 from imprint.experiment import Experiment
 from imprint.loading import Objects
-from imprint.settings.catalogue import SETTINGS, Ready, ready
+from imprint.manifest import MANIFEST
+from imprint.settings.catalogue import SETTINGS
 from imprint.terminal import console, errors, progress, shown_metrics, shown_truth, working
 
 Kind = Literal["halves", "sources", "examples", "unions"]
+_COUNT, _SHARE = 100, 0.2  # of halves and unions, where nothing else is asked for
 
 
 def retrain(
@@ -41,11 +45,15 @@ def retrain(
         Kind,
         typer.Option(
             help="Train on random `halves` of the sources; or on all but each of the `sources`, all but each of the "
-            "`examples`, or all but random `unions` of a fifth of the sources."
+            "`examples`, or all but random `unions` of sources."
         ),
     ] = "halves",
     count: Annotated[
-        int | None, typer.Option(min=1, help="How many halves or unions. Default: 100.", show_default=False)
+        int | None,
+        typer.Option(min=1, help="How many halves or unions. Default: 100, or all there are.", show_default=False),
+    ] = None,
+    share: Annotated[
+        float | None, typer.Option(help="Of the sources that a union has. Default: 0.2.", show_default=False)
     ] = None,
     runs: Annotated[int, typer.Option(min=1, help="How often each subset is trained; two or more tell the noise.")] = 1,
     seed: Annotated[int, typer.Option(min=0, help="Of the subsets and of the trainings.")] = 0,
@@ -67,32 +75,39 @@ def retrain(
     """Retrain on subsets of the data, and keep what that does to every query: the truth that scores are held against.
 
     A ready-made setting has all that is needed. For a function of yours, `task`, `sources` and `queries` are looked for
-    in its file, and `data` for its length; the task says what is measured of the queries, and its own model is not
-    trained. Small models are trained many at once (the ready-made settings, or an
-    `imprint.evaluation.retraining.Together` in your file); a function is called once for each model.
+    in its file, and `data`, by which the folder is recognised; the task says what is measured of the queries, and its
+    own model is not trained. Small models are trained many at once (the ready-made settings, or an
+    `imprint.evaluation.Together` in your file); a function is called once for each model.
 
-    Interrupted, it goes on where it stood when the same command is given again.
+    Interrupted, it goes on where it stood when the same command is given again; with more `--runs` it adds to them.
 
     For example:
 
-    - `imprint retrain mnist-mlp --count 100 --runs 10 --device cuda --out truth/mnist`
+    - `imprint retrain digits --runs 4 --out truth/digits`, against scores of `imprint simulate digits`
 
     - `imprint retrain my_model.py:train --kind sources --runs 4 --out truth/news`
     """
     if count is not None and kind in ("sources", "examples"):
         raise ConfigurationError(f"--count is for halves and unions: --kind {kind} leaves out each of them.")
+    if share is not None and kind != "unions":
+        raise ConfigurationError(f"--share is for unions, not for {kind}.")
     named = Experiment(task=task, data=data, sources=sources, queries=queries, collate_fn=collate, device=device)
     with working(), _interruptible(out), progress(errors, "retraining") as advance:
-        found = _setting(train, named) if train in SETTINGS else _own(train, named)
+        objects, function = _found(train, named)
+        subsets = _subsets(kind, _counted(objects), count, _SHARE if share is None else share, seed)
+        there, models = _there(out, subsets, seed), runs * len(subsets)
+        if there:
+            errors.print(_going_on(there, models), soft_wrap=True)
         truth = retrained(
-            found.train,
-            found.task,
-            found.queries,
-            _subsets(kind, found.sources, count or 100, seed),
+            function,
+            objects.task,
+            objects.queries,
+            subsets,
             runs=runs,
             seed=seed,
             out=out,
-            collate_fn=found.collate_fn,
+            data=objects.examples if objects.has("data") and not isinstance(function, Together) else None,
+            collate_fn=objects.query_collate_fn,
             progress=advance,
         )
     if json:
@@ -101,28 +116,53 @@ def retrain(
         console.print(shown_truth(truth, out))
 
 
-def _setting(name: str, named: Experiment) -> Ready:
-    """A ready-made setting, which has objects of its own."""
-    given = [f"--{option.removesuffix('_fn')}" for option in named.to_json()]
-    if given:
-        raise ConfigurationError(f"the setting {name} has all that is needed: leave {' and '.join(given)} out.")
-    return ready(name, named.device or "cpu")
-
-
-def _own(train: str, named: Experiment) -> Ready:
-    """What a user's file has."""
+def _found(train: str, named: Experiment) -> tuple[Objects, Any]:
+    """The objects of a ready-made setting or of the user's file, and what trains there."""
     module, colon, _ = train.rpartition(":")
+    if train in SETTINGS:
+        given = [f"--{option.removesuffix('_fn')}" for option in named.to_json()]
+        if given:
+            raise ConfigurationError(f"the setting {train} has all that is needed: leave {' and '.join(given)} out.")
+        objects = Objects(replace(named, task=train))
+        return objects, objects.named("train", "train")
     if not colon:
         raise ConfigurationError(
             f"{train!r} is neither a ready-made setting ({', '.join(SETTINGS)}) nor an import string FILE.py:NAME."
         )
     objects = Objects(replace(named, task=named.task or f"{module}:task"))
+    function = objects.named("train", train)
+    if not callable(function):
+        raise ConfigurationError(
+            f"{train} has type {type(function).__name__}, where a function train(subset, seed) is needed, or a "
+            "Together."
+        )
+    return objects, function
+
+
+def _counted(objects: Objects) -> imprint.Sources:
+    """The sources, which know how many examples there are."""
     sources = objects.sources
-    if sources.length is None or objects.has("data"):
-        length = length_of(objects.data)
-        sources.check(length)
-        sources = replace(sources, length=length)
-    return Ready(objects.named("train", train), objects.task, objects.queries, sources, objects.query_collate_fn)
+    if sources.length is not None and not objects.has("data"):
+        return sources
+    length = length_of(objects.data)
+    sources.check(length)
+    return replace(sources, length=length)
+
+
+def _there(out: Path, subsets: Subsets, seed: int) -> int:
+    """How many models a folder holds of a truth like this one."""
+    folder = Folder(out)
+    if not _is_truth(out):
+        return 0
+    about = folder.request()
+    same = about["kind"] == subsets.kind and about["n"] == subsets.n and about["seed"] == seed
+    return len(folder.kept(about)) if same and about["subsets"] == len(subsets) else 0
+
+
+def _going_on(there: int, models: int) -> str:
+    if there < models:
+        return f"going on: {there:,} of {models:,} models are there"
+    return f"all {models:,} models are there already; of a function's one is trained again, to see that it is the same"
 
 
 @contextmanager
@@ -141,15 +181,23 @@ def _interruptible(out: Path) -> Iterator[None]:
         raise KeyboardInterrupt from error  # within its own code torch makes a RuntimeError of it
 
 
-def _subsets(kind: Kind, sources: imprint.Sources, count: int, seed: int) -> Subsets:
-    if kind == "halves":
-        return Subsets.halves(sources, count, seed=seed)
-    if kind == "unions":
-        return Subsets.without_some(sources, count, seed=seed)
+def _subsets(kind: Kind, sources: imprint.Sources, count: int | None, share: float, seed: int) -> Subsets:
     if kind == "sources":
         return Subsets.without_each(sources)
-    assert sources.length is not None
-    return Subsets.without_each(sources.length)
+    if kind == "examples":
+        assert sources.length is not None
+        return Subsets.without_each(sources.length)
+    size = max(1, round((0.5 if kind == "halves" else share) * len(sources)))
+    count = count or min(_COUNT, math.comb(len(sources), size))
+    if kind == "halves":
+        return Subsets.halves(sources, count, seed=seed)
+    unions = Subsets.without_some(sources, count, share, seed=seed)
+    if size == 1:
+        errors.print(
+            f"each union is a single source, {share:g} of {len(sources):,}: a larger --share removes several at once",
+            soft_wrap=True,
+        )
+    return unions
 
 
 def evaluate(
@@ -182,6 +230,7 @@ def evaluate(
 
     - `imprint evaluate scores.safetensors truth/news`
     """
+    _refuse_slips(store, truth)
     known = Truth.load(truth)
     if store.suffix == ".safetensors":
         given = {"--task": task, "--queries": queries, "--readout": readout}
@@ -198,6 +247,33 @@ def evaluate(
         typer.echo(dumps({"truth": str(truth), "metrics": [metric.to_json() for metric in metrics]}))
     else:
         console.print(shown_metrics(metrics, known))
+
+
+def _refuse_slips(store: Path, truth: Path) -> None:
+    """Say so where the two arguments of `evaluate` are something else, or each other."""
+    if store.suffix == ".csv":
+        raise ConfigurationError(
+            f"{store} is a table, which does not say what its scores are of: give the store, or the file that "
+            "`imprint attribute STORE --out scores.safetensors` writes."
+        )
+    is_scores = truth.suffix == ".safetensors"
+    if _is_truth(store) and (is_scores or _is_store(truth)):
+        raise ConfigurationError(f"{store} is a truth: it comes second, imprint evaluate {truth} {store}.")
+    if _is_truth(store):
+        raise ConfigurationError(f"{store} is a truth: the first argument is a store, or a file of scores.")
+    if is_scores or _is_store(truth):
+        raise ConfigurationError(
+            f"{truth} {'holds scores' if is_scores else 'is a store'}: the second argument is a truth, which `imprint "
+            "retrain` makes."
+        )
+
+
+def _is_truth(path: Path) -> bool:
+    return (path / "truth.json").is_file()
+
+
+def _is_store(path: Path) -> bool:
+    return (path / MANIFEST).is_file()
 
 
 def _attributed(store: imprint.Store, given: Experiment, readout: Any) -> imprint.Attribution:

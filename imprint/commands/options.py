@@ -5,9 +5,15 @@ from typing import Annotated
 
 import typer
 
+from imprint.settings.catalogue import SETTINGS
+
 TaskString = Annotated[
     str | None,
-    typer.Argument(metavar="FILE.py:NAME", help="The task: an `imprint.Task`, or a function returning one."),
+    typer.Argument(
+        metavar="FILE.py:NAME|SETTING",
+        help="The task: an `imprint.Task`, or a function returning one; or a ready-made setting, "
+        f"{', '.join(SETTINGS)}.",
+    ),
 ]
 DataString = Annotated[
     str | None, typer.Option("--data", metavar="FILE.py:NAME", help="Training data. Default: `data` beside the task.")

@@ -129,6 +129,8 @@ def simulate(
 
     - `imprint simulate my_model.py:task --sources per-example -p steps=50 -c epoch-1.safetensors --out runs/each`
 
+    - `imprint simulate digits --out runs/digits`, a ready-made setting, whose model is trained first
+
     - `imprint simulate --config news.toml`
 
     - `imprint simulate --from runs/news/manifest.json --out runs/again`, which repeats a run to the bit
@@ -153,7 +155,7 @@ def simulate(
     if recorded is not None:
         if replay is None:
             errors.print("a variation of the store, no replay: its plan or dtype is given anew")
-        experiment = experiment.over_store(recorded)
+        experiment = _named(experiment.over_store(recorded), recorded, "FILE.py:task")
     if experiment.out is None:
         raise ConfigurationError("no folder for the store is given: --out runs/NAME.")
     if (Path(experiment.out) / MANIFEST).is_file():
@@ -259,9 +261,15 @@ def over_store(given: Experiment, store: imprint.Store) -> Experiment:
     """The settings as given; without a task they go over those that the store was made with, and its task is told."""
     if given.task is not None:
         return given
-    found = given.over_store(store)
-    if found.task is not None:
-        errors.print(f"the task is {escape(found.task)}, by which the store was made", soft_wrap=True)
+    found = _named(given.over_store(store), store, "--task FILE.py:task")
+    errors.print(f"the task is {escape(str(found.task))}, by which the store was made", soft_wrap=True)
+    return found
+
+
+def _named(found: Experiment, store: imprint.Store, flag: str) -> Experiment:
+    """The settings over those of a store, once it is known that one of them names a task."""
+    if found.task is None:
+        raise ConfigurationError(f"{store.path} was made by Python code and names no task: give {flag}.")
     return found
 
 

@@ -7,12 +7,16 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from imprint.attribution import Attribution
 from imprint.data import query_batches
-from imprint.errors import DataError
+from imprint.errors import DataError, TaskError
+from imprint.evaluation.metrics import Metric, averaged, check_queries, check_sources, usable_scores
 from imprint.evaluation.retraining import Together, Train, retrain
-from imprint.evaluation.subsets import Subsets
+from imprint.evaluation.statistics import constant
+from imprint.evaluation.subsets import CHANCE, Subsets, derived, whole
+from imprint.fingerprint import of_batches
 from imprint.progress import Advance
 from imprint.sources import Sources
 from imprint.task import Task
@@ -24,18 +28,21 @@ _FEW = 0.1  # of the queries may be wrong from the start without a warning
 class Brittleness:
     """The share of queries that are wrong once so many sources are removed: chosen by effect, or at random.
 
-    shares, at_random: one for each of `removed`, means over queries and runs.
+    shares, at_random: one for each of `removed`; `per_query` has the share of the runs in which that query is wrong.
     before: the share that is wrong with nothing removed; about 0 if the queries were rightly predicted.
     """
 
     removed: tuple[int, ...]
-    shares: tuple[float, ...]
-    at_random: tuple[float, ...]
+    shares: tuple[Metric, ...]
+    at_random: tuple[Metric, ...]
     before: float
 
     def __str__(self) -> str:
         parts = zip(self.removed, self.shares, self.at_random, strict=True)
-        flips = (f"{count} removed: {share:.0%} flip (at random {chance:.0%})" for count, share, chance in parts)
+        flips = (
+            f"{count} removed: {share.estimate.value:.0%} flip (at random {chance.estimate.value:.0%})"
+            for count, share, chance in parts
+        )
         return "; ".join([*flips, f"none removed: {self.before:.0%} wrong"])
 
 
@@ -56,14 +63,15 @@ def brittleness(
     task: must measure a margin, which is negative exactly where the prediction is wrong.
     queries: a few, rightly predicted; `result` attributes them to `sources`.
     """
+    _check_task(task, result, sources)
+    counts, runs = _counts(removed, len(sources)), whole("runs", runs, 1)
     batches = query_batches(queries, device=task.device, batch_size=512, collate_fn=None)
-    _check(task, sum(size for size, _ in batches), result, sources, removed)
-    helpful = result.removal_effect * (1 if result.labels.better == "lower" else -1)
-    order = helpful.argsort(dim=1, descending=True)
-    draw = np.random.default_rng(seed)
+    scores = _scores(result, sources, sum(size for size, _ in batches), of_batches(batches))
+    order = (scores * (1 if result.labels.better == "higher" else -1)).argsort(dim=1, descending=True)
+    draw = np.random.default_rng(derived(seed, CHANCE))
     chance = torch.from_numpy(np.stack([draw.permutation(len(sources)) for _ in range(len(result))]))
     lists = [
-        rows[query, :count].tolist() for rows in (order, chance) for count in removed for query in range(len(result))
+        rows[query, :count].tolist() for rows in (order, chance) for count in counts for query in range(len(result))
     ]
     subsets = Subsets.without(sources, [[], *lists], n=result.labels.n)
     given = (batch for _, batch in batches)
@@ -75,13 +83,24 @@ def brittleness(
             "that are rightly predicted.",
             stacklevel=2,
         )
-    each = wrong[:, 1:].reshape(runs, 2, len(removed), len(result), len(result))
-    flipped = each.diagonal(dim1=3, dim2=4).double().mean((0, 3))
-    return Brittleness(tuple(removed), tuple(flipped[0].tolist()), tuple(flipped[1].tolist()), before)
+    each = wrong[:, 1:].reshape(runs, 2, len(counts), len(result), len(result))
+    flipped = each.diagonal(dim1=3, dim2=4).double().mean(0).numpy()  # (2, counts, queries)
+    shares, at_random = (
+        tuple(averaged(f"flipped without {count}{how}", row) for count, row in zip(counts, rows, strict=True))
+        for rows, how in zip(flipped, ("", " at random"), strict=True)
+    )
+    return Brittleness(counts, shares, at_random, before)
 
 
-def _check(task: Task, count: int, result: Attribution, sources: Sources, removed: Sequence[int]) -> None:
+def _check_task(task: Task, result: Attribution, sources: Sources) -> None:
     """Refuse, before anything is trained, what cannot be answered."""
+    if not isinstance(task, Task):
+        raise TaskError(f"task must be an imprint.Task, got a {type(task).__name__}: imprint.Task(model, loss=...).")
+    if not isinstance(result, Attribution) or not isinstance(sources, Sources):
+        raise DataError(
+            f"brittleness needs an Attribution and the Sources it is of, got {type(result).__name__} and "
+            f"{type(sources).__name__}."
+        )
     if task.measure_name != "margin":
         raise DataError(
             f'brittleness needs measure="margin", whose sign is the prediction; this task has {task.measure_name!r}.'
@@ -91,12 +110,25 @@ def _check(task: Task, count: int, result: Attribution, sources: Sources, remove
             f"the result is of {result.labels.measure!r}, of which nobody knows whether lower or higher is better: "
             'attribute with measure="margin".'
         )
+
+
+def _counts(removed: Sequence[int], sources: int) -> tuple[int, ...]:
+    """How many sources are removed, as whole numbers."""
+    known = isinstance(removed, Sequence) and all(isinstance(n, int | np.integer) and 1 <= n < sources for n in removed)
+    if not known or not removed:
+        raise DataError(
+            f"removed must be whole numbers from 1 to {sources - 1}, fewer than there are sources; got {removed!r}."
+        )
+    return tuple(map(int, removed))
+
+
+def _scores(result: Attribution, sources: Sources, count: int, known: str) -> Tensor:
+    """Scores of these queries and sources, none of which are the same for all sources."""
     if len(result) != count:
         raise DataError(f"the result is of {len(result)} queries, {count} are given: attribute these.")
-    if result.labels.source_ids != sources.ids:
-        raise DataError("the result is of other sources than are given: give those it was simulated with, in order.")
-    if not removed or not all(isinstance(number, int) and 1 <= number < len(sources) for number in removed):
-        raise DataError(
-            f"removed must be whole numbers from 1 to {len(sources) - 1}, fewer than there are sources; "
-            f"got {tuple(removed)}."
-        )
+    check_sources(result.labels, sources)
+    scores = usable_scores(result.scores, count, len(sources))
+    check_queries(result, count, known)
+    if (flat := np.flatnonzero(constant(scores.numpy()))).size:
+        raise DataError(f"the scores of query {flat[0]} are the same for every source: there is none to remove first.")
+    return scores

@@ -9,17 +9,20 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from imprint.attribution import Attribution, Labels, called
 from imprint.errors import DataError
 from imprint.evaluation.removal import RemovalCheck
 from imprint.evaluation.statistics import (
+    ROUNDING,
     Array,
     Estimate,
     area,
     bootstrap,
     ceiling,
+    constant,
     correlations,
     mean_estimate,
     ranks,
@@ -29,6 +32,8 @@ from imprint.fingerprint import of_sources
 from imprint.sources import Sources
 from imprint.task import Better
 
+Parameters = dict[str, dict[str, Any]]
+"""Shapes and dtypes by name."""
 _NAN = float("nan")
 
 
@@ -39,8 +44,9 @@ class Metric:
     estimate: its value with a bootstrap 95% interval over queries.
     per_query: its value for each query; NaN where it is undefined, because scores or truth are constant.
     undefined: how many queries that is; they are left out of the mean, and counted here.
-    ceiling: what a perfect predictor would reach against this truth, from the agreement of its runs; NaN with one run.
-    single_run: what the mean of the other runs reaches against one run, a lower bound of the ceiling for one run.
+    ceiling: about what a perfect predictor would reach against this truth, from the agreement of its runs; NaN with one
+        run. An upper estimate, the more so the more queries differ in noise.
+    single_run: what the mean of the other runs reaches against one run, a lower estimate of the ceiling for one run.
     """
 
     name: str
@@ -51,10 +57,16 @@ class Metric:
     single_run: float = _NAN
 
     def __str__(self) -> str:
-        limits = "" if np.isnan(self.ceiling) else f", ceiling {self.ceiling:.2f}"
-        lacking = f", undefined for {self.undefined} queries" if self.undefined else ""
+        limits = "" if np.isnan(self.ceiling) else f", ceiling {self.ceiling:.3f}"
+        if np.isnan(self.estimate.value):
+            return f"{self.name} undefined: scores or truth are constant{limits}"
+        few = "query" if self.undefined == 1 else "queries"
+        lacking = f", undefined for {self.undefined} {few}" if self.undefined else ""
         low, high = self.estimate.low, self.estimate.high
         return f"{self.name} {self.estimate.value:.3f} [{low:.3f}, {high:.3f}]{limits}{lacking}"
+
+    def __repr__(self) -> str:
+        return f"Metric({self})"
 
     def to_json(self) -> dict[str, Any]:
         """As plain JSON values, None for what is undefined."""
@@ -84,10 +96,11 @@ def evaluate(result: Attribution | Tensor, truth: Truth) -> list[Metric]:
         Metric(
             "correlation of removals, mean over queries",
             check.correlation,
+            undefined=len(check.predicted) if np.isnan(check.correlation.value) else 0,
             ceiling=check.ceiling,
             single_run=_single_run(over_queries),
         ),
-        _averaged(
+        averaged(
             "rank correlation of removals, per query",
             check.rank_correlations,
             check.rank_ceiling,
@@ -105,7 +118,7 @@ def lds(result: Attribution | Tensor, truth: Truth) -> Metric:
     predicted = _scores(result, truth) @ truth.subsets.kept().double().T
     runs = truth.values.transpose(1, 2).numpy()
     values = correlations(ranks(predicted.numpy()), ranks(runs.mean(0)))
-    return _averaged("LDS", values, ceiling(ranks(runs)), _single_run(runs, ranks))
+    return averaged("LDS", values, ceiling(ranks(runs)), _single_run(runs, ranks))
 
 
 def loo(result: Attribution | Tensor, truth: Truth) -> Metric:
@@ -115,57 +128,92 @@ def loo(result: Attribution | Tensor, truth: Truth) -> Metric:
         raise DataError("leave-one-out needs a truth in which single sources were removed.")
     _refuse_few(len(truth.lacking))
     values = correlations(check.predicted, check.truth)
-    return _averaged("LOO", values, ceiling(check.actual), _single_run(check.actual))
+    return averaged("LOO", values, ceiling(check.actual), _single_run(check.actual))
 
 
 def removal(result: Attribution | Tensor, truth: Truth) -> RemovalCheck:
     """Predicted effects of what the truth removed, each found by its own sources, beside the actual ones."""
-    scores, effects = _scores(result, truth), truth.effects
+    scores = _scores(result, truth)
     lacking = ~truth.subsets.kept()
     lacking = lacking[lacking.any(1)].double()
-    return RemovalCheck.of(-(scores @ lacking.T) / truth.subsets.n, effects)
+    return RemovalCheck.of(-(scores @ lacking.T) / truth.subsets.n, _effects(truth))
 
 
 def slope(result: Attribution | Tensor, truth: Truth) -> Metric:
-    """Of actual on predicted changes of F, over queries and subsets, each query about its own mean."""
-    name = "slope of actual on predicted effects"
-    if truth.subsets.kind == "removal":
-        return Metric(name, removal(result, truth).slope)
-    seen = np.mean([len(truth.subsets.examples(index)) for index in range(len(truth.subsets))])
-    predicted = _scores(result, truth) @ truth.subsets.kept().double().T / float(seen)  # each weighs 1/|half|
-    return Metric(name, RemovalCheck.of(predicted, truth.values.transpose(1, 2)).slope)
+    """Of actual on predicted changes of F, over queries and subsets, each query about its own mean.
+
+    Trained on S, an example weighs 1/|S|, so F is predicted to be a constant + Σ s/|S| over the sources in S: to first
+    order, exact scores have the slope 1, however much is removed and however unequal sources are.
+    """
+    scores, subsets = _scores(result, truth), truth.subsets
+    compared = [index for index, removed in enumerate(subsets.removed) if removed]
+    seen = torch.tensor([len(subsets.examples(index)) for index in compared], dtype=torch.float64)
+    predicted = scores @ subsets.kept()[compared].double().T / seen
+    actual = truth.values.transpose(1, 2) if subsets.kind == "halves" else _effects(truth)
+    check = RemovalCheck.of(predicted, actual)
+    undefined = int(constant(check.predicted).sum())
+    return Metric("slope of actual on predicted effects", check.slope, undefined=undefined)
 
 
-def mislabel_auc(self_influence: Tensor, mislabelled: Tensor, better: Better = "lower") -> Metric:
+def mislabel_auc(self_influence: Tensor | Array, mislabelled: Tensor | Array, better: Better = "lower") -> Metric:
     """How well self-influence finds wrong labels: the area under the ROC curve, interval over examples.
 
     mislabelled: a boolean for each example. better: of the measurement: with a loss a wrong label lowers its own loss
     most, with a margin ("higher") it raises its own margin most.
     """
-    guilty = np.asarray(mislabelled.cpu().numpy(), dtype=bool)
-    suspicion = self_influence.double().cpu().numpy() * (1 if better == "higher" else -1)
-    if guilty.shape != suspicion.shape:
-        raise DataError(f"expected one value and one label per example, got {suspicion.shape} and {guilty.shape}.")
+    if better not in ("lower", "higher"):
+        raise DataError(f'better must be "lower" or "higher", as the measurement is; got {better!r}.')
+    influence, labels = torch.as_tensor(self_influence).detach().cpu(), torch.as_tensor(mislabelled).cpu()
+    if influence.dim() != 1 or labels.shape != influence.shape:
+        shapes = f"{tuple(influence.shape)} and {tuple(labels.shape)}"
+        raise DataError(f"expected one value and one label per example, got {shapes}.")
+    guilty, suspicion = labels.bool().numpy(), influence.double().numpy() * (1 if better == "higher" else -1)
     if not np.isfinite(suspicion).all():
         raise DataError("self-influence must be finite.")
     if guilty.all() or not guilty.any():
         raise DataError("the area under the curve needs some mislabelled examples and some that are not.")
+    if bool(constant(suspicion, _rounding(influence))):
+        return Metric("mislabel detection AUC", Estimate(_NAN, _NAN, _NAN), undefined=len(guilty))
     estimate = bootstrap(len(guilty), lambda chosen: area(suspicion[chosen], guilty[chosen]))
     return Metric("mislabel detection AUC", estimate)
 
 
 def overlap(first: Attribution, second: Attribution, k: int = 10) -> Metric:
-    """The share of the k largest effects that two attributions have in common, per query."""
+    """The share of the k largest effects that two attributions have in common, per query.
+
+    Where all effects of one are equally large there is no first, and nothing is defined.
+    """
+    for given in (first, second):
+        if not isinstance(given, Attribution):
+            raise DataError(
+                f"overlap is of two Attributions, got a {type(given).__name__}: imprint.attribute makes one."
+            )
     prints = [result.labels.fingerprints.get("queries") for result in (first, second)]
     same = first.queries == second.queries and (None in prints or prints[0] == prints[1])
     if not same or first.labels.source_ids != second.labels.source_ids:
         raise DataError("only attributions of the same queries to the same sources can overlap.")
     pairs = zip(first.top(k).indices.tolist(), second.top(k).indices.tolist(), strict=True)
     k = min(k, first.scores.shape[1])
-    return _averaged(f"overlap of the first {k}", np.array([len({*a} & {*b}) / k for a, b in pairs]))
+    shares = np.array([len({*a} & {*b}) / k for a, b in pairs])
+    for each in (first, second):
+        sizes = each.scores.detach().abs().double().cpu().numpy()
+        shares[constant(sizes, _rounding(each.scores))[:, 0]] = _NAN
+    return averaged(f"overlap of the first {k}", shares)
 
 
-def _averaged(name: str, per_query: Array, limit: float = _NAN, single_run: float = _NAN) -> Metric:
+def _effects(truth: Truth) -> Tensor:
+    """Effects of removals, shape (runs, queries, removals); zero where they are only the rounding of F."""
+    effects, largest = truth.effects, truth.values.abs().amax(1)[:, :, None]
+    return effects * (effects.amax(2, keepdim=True) - effects.amin(2, keepdim=True) > ROUNDING * largest)
+
+
+def _rounding(scores: Tensor) -> float:
+    """By how much, relative to the largest, scores that are meant to be equal may differ."""
+    return max(ROUNDING, 4 * torch.finfo(scores.dtype).eps) if scores.is_floating_point() else ROUNDING
+
+
+def averaged(name: str, per_query: Array, limit: float = _NAN, single_run: float = _NAN) -> Metric:
+    """The mean of values per query, those that are NaN left out and counted."""
     undefined = int(np.isnan(per_query).sum())
     return Metric(name, mean_estimate(per_query), per_query, undefined, limit, single_run)
 
@@ -197,50 +245,81 @@ def _check_kinds(result: object, truth: object) -> None:
 
 def _scores(result: Attribution | Tensor, truth: Truth) -> Tensor:
     """Scores (queries, sources) that belong to the truth's sources and queries."""
-    scores = (result.scores if isinstance(result, Attribution) else result).detach().double().cpu()
-    sources, queries = truth.subsets.sources, truth.values.shape[2]
-    if isinstance(result, Attribution):
-        _check_labels(result, truth)
-    if tuple(scores.shape) != (queries, len(sources)):
-        raise DataError(
-            f"expected scores of {queries} queries and {len(sources)} sources as in the truth, got shape "
-            f"{tuple(scores.shape)}."
-        )
-    if isinstance(result, Attribution):
-        _check_queries(result, truth)
-    if not bool(scores.isfinite().all()):
-        raise DataError("scores must be finite.")
+    _check_kinds(result, truth)
+    count = truth.values.shape[2]
+    if not isinstance(result, Attribution):
+        return usable_scores(result, count, len(truth.subsets.sources))
+    known = truth.about.get("fingerprints", {})
+    if result.labels.n != truth.subsets.n:
+        raise DataError(f"scores are of {result.labels.n} training examples, the truth of {truth.subsets.n}.")
+    check_sources(result.labels, truth.subsets.sources)
+    if result.labels.measure != truth.measure:
+        raise DataError(f"scores are of {result.labels.measure!r}, the truth measured {truth.measure!r}.")
+    _check_origin(result.labels, known)
+    scores = usable_scores(result.scores, count, len(truth.subsets.sources))
+    check_queries(result, count, known.get("queries"))
     return scores
 
 
-def _check_labels(result: Attribution, truth: Truth) -> None:
-    """Refuse scores of other sources, or of another measurement, than the truth's."""
-    labels, sources = result.labels, truth.subsets.sources
-    if labels.n != truth.subsets.n:
-        raise DataError(f"scores are of {labels.n} training examples, the truth of {truth.subsets.n}.")
+def usable_scores(given: Tensor, queries: int, sources: int) -> Tensor:
+    """Finite scores of this shape in double precision; rows that are constant but for rounding are constant."""
+    if tuple(given.shape) != (queries, sources):
+        raise DataError(
+            f"expected scores of {queries} queries and {sources} sources as in the truth, got shape "
+            f"{tuple(given.shape)}."
+        )
+    scores = given.detach().double().cpu()
+    if not bool(scores.isfinite().all()):
+        raise DataError("scores must be finite.")
+    flat = torch.from_numpy(constant(scores.numpy(), _rounding(given)))
+    return torch.where(flat, scores[:, :1], scores)
+
+
+def check_sources(labels: Labels, sources: Sources) -> None:
+    """Refuse scores of other sources than those that are removed."""
     if labels.source_ids != sources.ids:
         raise DataError(
             f"scores are of other sources than the truth, {_first_difference(labels.source_ids, sources.ids)}."
         )
     if difference := _members_differ(labels, sources):
         raise DataError(f"scores are of sources with other members than the truth's: {difference}.")
-    if labels.measure != truth.measure:
-        raise DataError(f"scores are of {labels.measure!r}, the truth measured {truth.measure!r}.")
 
 
-def _check_queries(result: Attribution, truth: Truth) -> None:
-    """Refuse scores of other queries than the truth's, or of the same in another order."""
-    everyone = tuple(range(truth.values.shape[2]))
+def _check_origin(labels: Labels, known: dict[str, Any]) -> None:
+    """Refuse scores of other training data or of another model than the truth's, as far as both are known."""
+    mine = labels.fingerprints
+    if mine.get("data") and known.get("data") and mine["data"] != known["data"]:
+        raise DataError(
+            "scores are of other training data than the truth, or of the same in another order: simulate on what was "
+            "retrained on."
+        )
+    if difference := _models_differ(mine.get("parameters", {}), known.get("parameters", {})):
+        raise DataError(f"scores are of another model than the truth: {difference}.")
+
+
+def _models_differ(mine: Parameters, theirs: Parameters) -> str | None:
+    """How the parameters of two models differ, in words; either may have a selection of those of the other."""
+    for name in sorted(mine.keys() & theirs.keys()):
+        here, there = (tuple(each[name]["shape"]) for each in (mine, theirs))
+        if here != there:
+            return f"parameter {name!r} has shape {here} against {there}"
+    beside, lacking = sorted(mine.keys() - theirs.keys()), sorted(theirs.keys() - mine.keys())
+    if beside and lacking:
+        return f"its parameters have {beside[0]!r}, the truth's {lacking[0]!r}"
+    return None
+
+
+def check_queries(result: Attribution, count: int, known: str | None) -> None:
+    """Refuse scores of other queries than these, or of the same in another order; `known` is their fingerprint."""
+    everyone = tuple(range(count))
     if result.queries != everyone:
         index = next(i for i in everyone if result.queries[i] != i)
         raise DataError(
             f"scores are not of all queries in their order, row {index} is {called(result.queries[index])}: give the "
             "whole attribution."
         )
-    mine, theirs = (
-        prints.get("queries") for prints in (result.labels.fingerprints, truth.about.get("fingerprints", {}))
-    )
-    if mine and theirs and mine != theirs:
+    mine = result.labels.fingerprints.get("queries")
+    if mine and known and mine != known:
         raise DataError(
             "scores are of other queries than the truth, or of the same in another order: attribute those that were "
             "given to retrain."

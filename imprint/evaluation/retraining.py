@@ -5,19 +5,33 @@ import inspect
 import json
 import logging
 import os
-import re
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import asdict, dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from imprint.data import Collate, Data, query_batches
-from imprint.errors import DataError, StoreError, TaskError
-from imprint.evaluation.subsets import ORDER, Subsets, derived
+from imprint.data import Collate, Data, as_tensors, is_columns, leaves, query_batches
+from imprint.errors import DataError, ImprintError, StoreError, TaskError, first_line
+from imprint.evaluation.subsets import ORDER, Subsets, derived, whole
 from imprint.evaluation.training import Training, initialised, measured, models_at_once, train_together
+from imprint.evaluation.trials import (
+    FEW,
+    SAME,
+    SMALL,
+    Trial,
+    called,
+    distance,
+    heard,
+    misfit,
+    placeless,
+    shapes,
+    size,
+    spread,
+)
 from imprint.evaluation.truth import SCHEMA, Folder, Truth, circumstances, of_subsets, together
 from imprint.fingerprint import of_batches, of_data, of_tensors, probe_losses, probe_measures
 from imprint.progress import Advance, Progress
@@ -27,8 +41,6 @@ from imprint.task import Batch, Parameters, Task
 logger = logging.getLogger(__name__)
 Train = Callable[[Tensor, int], nn.Module]
 """train(subset, seed) -> model: subset holds the indices of the training examples."""
-_SAME = 1e-3  # of the length of the parameters, or of the spread over subsets: what counts as the same model
-_SMALL = 0.1  # of the spread over subsets: a deviation that changes no truth
 
 
 @dataclass(frozen=True)
@@ -37,18 +49,48 @@ class Together:
 
     build: makes a freshly initialised model from torch's global random state.
     task_of: the task of a model, whose loss is trained on; weight decay is that of `training`, not of a regulariser.
+    data: columns of tensors, which are trained on where they are, or a `Data`.
     at_once: how many models; by default what suits the device.
     """
 
     build: Callable[[], nn.Module]
     task_of: Callable[[nn.Module], Task]
-    data: Data
+    data: Data | Batch
     training: Training
     at_once: int | None = None
 
+    def __post_init__(self) -> None:
+        if isinstance(self.build, nn.Module) or not callable(self.build):
+            raise TaskError(
+                f"build must be a function that makes a model, got a {type(self.build).__name__}: give its class, or "
+                "lambda: Net(...)."
+            )
+        if not callable(self.task_of):
+            raise TaskError(
+                f"task_of must be a function that gives the task of a model, got a {type(self.task_of).__name__}: "
+                "imprint.Task.classifier is one, or lambda model: imprint.Task(model, loss=...)."
+            )
+        if not isinstance(self.training, Training):
+            raise TaskError(f"training must be a Training, got a {type(self.training).__name__}.")
+        if not isinstance(self.data, Data) and not is_columns(as_tensors(self.data)):
+            raise DataError(
+                f"data must be columns of tensors such as (x, y), or a Data, got a {type(self.data).__name__}: "
+                "imprint.data.Data(dataset, device=torch.device(...)) makes one."
+            )
+        if self.at_once is not None:
+            whole("at_once", self.at_once, 1)
+
+    @cached_property
+    def examples(self) -> Data:
+        """The training data, on the device that models are trained on."""
+        if isinstance(self.data, Data):
+            return self.data
+        columns = as_tensors(self.data)
+        return Data(columns, device=leaves(columns)[0].device)
+
     def __call__(self, subset: Tensor, seed: int) -> nn.Module:
         stack = self.stack([subset], [seed])
-        model = initialised(self.build, seed).to(self.data.device)
+        model = initialised(self.build, seed).to(self.examples.device)
         with torch.no_grad():
             for name, parameter in model.named_parameters():
                 parameter.copy_(stack[name][0])
@@ -60,7 +102,7 @@ class Together:
         """The stacked parameters of one model for each subset and seed."""
         orders = [derived(seed, ORDER) for seed in seeds]
         kept = train_together(
-            self.build, self.task_of, self.data, subsets, seeds, self.training, orders=orders, on_epoch=on_epoch
+            self.build, self.task_of, self.examples, subsets, seeds, self.training, orders=orders, on_epoch=on_epoch
         )
         return kept[self.training.epochs]
 
@@ -74,6 +116,7 @@ def retrain(
     runs: int = 1,
     seed: int = 0,
     out: str | os.PathLike[str] | None = None,
+    data: Any = None,
     batch_size: int = 512,
     collate_fn: Collate | None = None,
     progress: bool | Advance = True,
@@ -82,39 +125,42 @@ def retrain(
 
     train: a function of (subset, seed) that returns a trained model, or `Together`, which trains many at once.
     task: measures F; its own model is not trained.
-    out: folder to keep the values in; a call that was killed goes on when it is made again, and a finished one returns.
+    out: folder to keep the values in; a call that was killed goes on when it is made again, and more runs add to it.
+        One model that is kept is trained again first, even if none is missing, to see that `train` is the same.
+    data: what `train` is trained on, where you want the truth to know it: scores of other data are then refused.
     """
-    _check(train, task, subsets, runs)
+    runs = _checked(train, task, subsets, runs)
+    known = _known_data(train, task, data, batch_size, collate_fn)
+    if known is not None and len(known) != subsets.n:
+        raise DataError(f"the subsets are of {subsets.n} training examples, the data has {len(known)}.")
     batches = query_batches(queries, device=task.device, batch_size=batch_size, collate_fn=collate_fn)
-    request = _request(train, task, subsets, batches, runs, seed)
+    request = _request(train, task, subsets, batches, known, runs, seed)
     seeds = [each for run in range(runs) for each in subsets.seeds(run, seed)]
     work = _Work(train, task, batches, subsets, seeds)
     folder = None if out is None else Folder(Path(out))
     bar = Progress("retraining", len(seeds) * work.units, work.unit, progress)
     with folder.opened(request, subsets) if folder else contextlib.nullcontext() as found, contextlib.closing(bar):
+        rows = folder.kept(found) if folder and found else {}
         about = found or {**request, **circumstances(work.at_once(), task.device)}
-        spans = together(subsets.kind, runs, len(subsets), about["at_once"])
-        rows = folder.kept(spans, work.count) if folder and found else {}
-
-        def keep(models: range, values: Tensor) -> None:
-            rows[models.start] = values
+        about = {**about, "runs": max(about["runs"], runs)}
+        tried: dict[int, Tensor] = {}
+        if folder and rows:
+            bar.skip(sum(model < len(seeds) for model in rows) * work.units)
+            work.refuse_another(folder.path, rows, about["noise"], bar)
+        if not rows:
+            tried, about["noise"] = work.tried(bar)
+        elif runs > 1 and max(rows) < len(subsets):  # so far there was one run, of which the seed does not matter
+            tried, _ = work.tried(bar, rows)
+        parts = {range(model, model + 1): values for model, values in tried.items() if model not in rows}
+        missing = (model for model in range(len(seeds)) if model not in rows and model not in tried)
+        for models in [*parts, *together(subsets.kind, missing, len(subsets), about["at_once"])]:
+            values = parts[models] if models in parts else work.values(models, bar.advance)
+            rows |= dict(zip(models, values, strict=True))
             if folder:
                 folder.begin(about, subsets)
-                folder.keep(models, values)
-
-        if folder and rows:
-            bar.skip(sum(map(len, rows.values())) * work.units)
-            if len(rows) < len(spans):
-                work.refuse_another(folder.path, rows, about["noise"], bar)
-        else:
-            tried, about["noise"] = work.tried(bar)
-            for model, values in tried.items():
-                keep(range(model, model + 1), values)
-        for models in spans:
-            if models.start not in rows:
-                keep(models, work.values(models, bar.advance))
-    values = torch.cat([rows[models.start] for models in spans]).reshape(runs, len(subsets), work.count)
-    return Truth(subsets, values, task.measure_name, about)
+                folder.keep(models, values, about)
+    values = torch.stack([rows[model] for model in range(len(seeds))]).reshape(runs, len(subsets), work.count)
+    return Truth(subsets, values, task.measure_name, {**about, "runs": runs})
 
 
 @dataclass(frozen=True)
@@ -144,60 +190,64 @@ class _Work:
         if not isinstance(self.train, Together):
             return 1
         how = self.train
-        return min(len(self.seeds), how.at_once or models_at_once(how.build, how.task_of, how.data, how.training))
+        return how.at_once or models_at_once(how.build, how.task_of, how.examples, how.training)
 
     def values(self, models: range, advance: Callable[[int], None]) -> Tensor:
         """Train some models and measure F of the queries under them, shape (models, queries)."""
-        chosen, seeds = [self._examples(model) for model in models], [self.seeds[model] for model in models]
         if isinstance(self.train, Together):
-            stack = self.train.stack(chosen, seeds, advance)
+            chosen, seeds = [self._examples(model) for model in models], [self.seeds[model] for model in models]
+            with self._noted(models):
+                stack = self.train.stack(chosen, seeds, advance)
             parts = [measured(self.task, stack, batch, size) for size, batch in self.batches]
-            return _finite(torch.cat(parts, dim=1).double().cpu(), seeds)
+            return self._finite(torch.cat(parts, dim=1).double().cpu(), models)
         values = []
-        for subset, seed in zip(chosen, seeds, strict=True):
-            values.append(self._under(self.train(subset, seed), seed))
+        for model in models:
+            values.append(self._made(self.train, model, self.seeds[model]).values)
             advance(1)
         return torch.cat(values)
 
-    def tried(self, bar: Progress) -> tuple[dict[int, Tensor], float]:
+    def tried(self, bar: Progress, kept: Collection[int] = ()) -> tuple[dict[int, Tensor], float]:
         """Refuse a `train` that ignores its subset, or its seed where there are several runs.
 
+        kept: models that are there already, and trained once more for it.
         Gives F under those of the models trained for it that are needed anyway, shape (1, queries) each, and by how
         much F differs between two models of one subset and seed.
         """
         if isinstance(self.train, Together):
             return {}, 0.0
-        count, seed, train = len(self.subsets), self.seeds[0], self.train
-        first = self._examples(0)
-        other = next((i for i in range(1, count) if not torch.equal(self._examples(i), first)), None)
-        bar.total += 1 + (other is not None and self.seeds[other] != seed)
-        rows: dict[int, Tensor] = {}
+        train, count, seed = self.train, len(self.subsets), self.seeds[0]
+        others = self._others()
+        bar.total += 1 + (0 in kept) + bool(others and (self.seeds[others[0]] != seed or others[0] in kept))
 
-        def made(subset: Tensor, seed: int) -> tuple[Parameters, Tensor]:
-            model = train(subset, seed)
-            values = self._under(model, seed)
+        def made(model: int, seed: int) -> Trial:
+            trial = self._made(train, model, seed)
             bar.advance()
-            return {name: t.detach().clone() for name, t in model.state_dict().items() if isinstance(t, Tensor)}, values
+            return trial
 
-        state, rows[0] = made(first, seed)
-        if other is not None:
-            another, values = made(self._examples(other), seed)
-            if _equal(state, another):
+        first, again = made(0, seed), made(0, seed)
+        rows = {0: first.values}
+        for attempt, other in enumerate(others):
+            bar.total += attempt > 0 and (self.seeds[other] != seed or other in kept)
+            trial = made(other, seed)
+            if self.seeds[other] == seed:
+                rows[other] = trial.values
+            if heard(first, again, trial):
+                break
+        else:
+            if others:
                 raise DataError(
                     "train(subset, seed) gives the same model for two different subsets: it ignores its subset."
                 )
-            if self.seeds[other] == seed:
-                rows[other] = values
         if len(self.seeds) > count:
-            another, rows[count] = made(first, self.seeds[count])
-            if _equal(state, another):
+            trial = made(count, self.seeds[count])
+            rows[count] = trial.values
+            if not heard(first, again, trial):
                 raise DataError(
                     "train(subset, seed) gives the same model for two seeds: it ignores its seed, and several runs "
                     "would be copies of one. Seed the initialisation and the order of the data with it, or ask for one "
                     "run."
                 )
-        again, values = made(first, seed)
-        if (apart := _distance(state, again)) > _SAME:
+        if (apart := distance(first.state, again.state)) > SAME:
             more = ", or models will differ by more than what they lack" if self.subsets.kind == "removal" else ""
             logger.warning(
                 "train(subset, seed) gives two models for one subset and seed, which are %.2g of their length apart: "
@@ -205,76 +255,93 @@ class _Work:
                 apart,
                 more,
             )
-        return rows, _size(values - rows[0])
+        return rows, size(again.values - first.values)
+
+    def _others(self) -> list[int]:
+        """Subsets to hold against the first: one that differs from it, and the one that differs most."""
+        first = torch.zeros(self.subsets.n, dtype=torch.bool).index_fill(0, self._examples(0), True)
+        apart = []
+        for index in range(len(self.subsets)):
+            shared = first[self._examples(index)]
+            apart.append(int(first.sum()) + len(shared) - 2 * int(shared.sum()))
+        near, far = next((i for i, more in enumerate(apart) if more), 0), apart.index(max(apart))
+        return [index for index in dict.fromkeys((near, far)) if apart[index]]
 
     def refuse_another(self, path: Path, kept: dict[int, Tensor], noise: float, bar: Progress) -> None:
         """Refuse a `train` that no longer gives the models that are kept: the first of them is trained once more."""
         if isinstance(self.train, Together):
             return
+        model = next((model for model in kept if model < len(self.seeds)), None)
+        if model is None:
+            return
         bar.total += 1
-        model, values = next(iter(kept.items()))
-        moved = _size(self.values(range(model, model + 1), bar.advance) - values)
-        spread = _size(torch.cat(list(kept.values())).std(0)) if len(kept) > 1 else _size(values)
-        if moved > max(_SMALL * spread, 3 * noise):
+        moved = size(self.values(range(model, model + 1), bar.advance) - kept[model])
+        among = spread(kept, len(self.subsets))
+        most = SMALL * among if among is not None else SAME * size(kept[model])
+        against = f"subsets differ by {among:.2g}" if among is not None else f"it is {size(kept[model]):.2g}"
+        if moved > max(most, FEW * noise):
             raise StoreError(
                 f"{path} holds models of another train(subset, seed): trained again, model {model} has an F that is "
-                f"{moved:.2g} away, where subsets differ by {spread:.2g}. Give the function that began it, or a new "
-                "folder."
+                f"{moved:.2g} away, where {against}. Give the function that began it, or a new folder."
             )
-        if moved > _SAME * spread:
+        if among is not None and moved > SAME * among:
             logger.warning(
                 "train(subset, seed) does not quite give the models in %s again: F of model %d is %.2g away, where "
                 "subsets differ by %.2g",
                 path,
                 model,
                 moved,
-                spread,
+                among,
             )
 
     def _examples(self, model: int) -> Tensor:
+        """Its own copy, for a `train` that shuffles in place."""
         return self.subsets.examples(model % len(self.subsets))
 
-    def _under(self, model: object, seed: int) -> Tensor:
-        """F of the queries under one model, shape (1, queries)."""
-        if not isinstance(model, nn.Module):
-            raise DataError(f"train(subset, seed) must return the trained model, got a {type(model).__name__}.")
-        model.eval()
+    def _made(self, train: Train, model: int, seed: int) -> Trial:
+        """The model on the subset of this number, with F of the queries under it."""
+        with self._noted(range(model, model + 1), seed):
+            trained = train(self._examples(model), seed)
+        if not isinstance(trained, nn.Module):
+            raise DataError(f"train(subset, seed) must return the trained model, got a {type(trained).__name__}.")
+        if difference := misfit(trained, self.task.model):
+            raise DataError(f"train(subset, seed) returns another model than the task measures: {difference}.")
+        trained.eval()
         with torch.no_grad():
-            values = [self.task.measure(model, batch).double().cpu() for _, batch in self.batches]
-        for (size, _), value in zip(self.batches, values, strict=True):
-            if tuple(value.shape) != (size,):
-                raise TaskError(f"measure must return one value per query, shape ({size},); got {tuple(value.shape)}.")
-        return _finite(torch.cat(values)[None], [seed])
+            values = [self.task.measure(trained, batch).double().cpu() for _, batch in self.batches]
+        for (count, _), value in zip(self.batches, values, strict=True):
+            if tuple(value.shape) != (count,):
+                raise TaskError(f"measure must return one value per query, shape ({count},); got {tuple(value.shape)}.")
+        return Trial.of(trained, self._finite(torch.cat(values)[None], range(model, model + 1), seed))
+
+    def _finite(self, values: Tensor, models: range, seed: int | None = None) -> Tensor:
+        if not bool(values.isfinite().all()):
+            row, query = (~values.isfinite()).nonzero()[0].tolist()
+            raise DataError(
+                f"query {query} is {float(values[row, query])} under the model retrained on "
+                f"{self._shown(models[row], seed)}: the training diverged."
+            )
+        return values
+
+    @contextlib.contextmanager
+    def _noted(self, models: range, seed: int | None = None) -> Iterator[None]:
+        """Whatever a training raises says which it was."""
+        try:
+            yield
+        except Exception as error:
+            more = f" and {len(models) - 1} more" if len(models) > 1 else ""
+            error.add_note(f"while retraining on {self._shown(models[0], seed)}{more}")
+            raise
+
+    def _shown(self, model: int, seed: int | None = None) -> str:
+        """What a model is trained on, and how."""
+        run, index = divmod(model, len(self.subsets))
+        used = self.seeds[model] if seed is None else seed
+        return f"subset {index} ({self.subsets.shown(index)}) in run {run} with seed {used}"
 
 
-def _finite(values: Tensor, seeds: list[int]) -> Tensor:
-    if not bool(values.isfinite().all()):
-        model, query = (~values.isfinite()).nonzero()[0].tolist()
-        raise DataError(
-            f"query {query} is {float(values[model, query])} under the model retrained with seed {seeds[model]}: "
-            "the training diverged."
-        )
-    return values
-
-
-def _equal(first: Parameters, second: Parameters) -> bool:
-    return first.keys() == second.keys() and all(torch.equal(t, second[name]) for name, t in first.items())
-
-
-def _distance(first: Parameters, second: Parameters) -> float:
-    """Between two models, relative to the length of the first."""
-    pairs = [(t.double(), second[name].double()) for name, t in first.items()]
-    length = sum(float(a.square().sum()) for a, _ in pairs)
-    return float((sum(float((a - b).square().sum()) for a, b in pairs) / length) ** 0.5) if length else 0.0
-
-
-def _size(values: Tensor) -> float:
-    """The root of the mean square."""
-    return float(values.square().mean().sqrt())
-
-
-def _check(train: Train | Together, task: Task, subsets: Subsets, runs: int) -> None:
-    """Refuse what can be known to be wrong before anything is trained."""
+def _checked(train: Train | Together, task: Task, subsets: Subsets, runs: int) -> int:
+    """The number of runs, once what can be known to be wrong before anything is trained is refused."""
     if not isinstance(task, Task):
         raise TaskError(f"task must be an imprint.Task, got a {type(task).__name__}: imprint.Task(model, loss=...).")
     if not isinstance(subsets, Subsets):
@@ -282,20 +349,20 @@ def _check(train: Train | Together, task: Task, subsets: Subsets, runs: int) -> 
             f"subsets must be made by Subsets, got a {type(subsets).__name__}: Subsets.halves(sources), or "
             "Subsets.without_each(sources)."
         )
-    if runs < 1:
-        raise DataError(f"runs must be at least 1, got {runs}.")
     if not isinstance(train, Together):
         _check_signature(train)
-        return
-    if len(train.data) != subsets.n:
-        raise DataError(f"the subsets are of {subsets.n} training examples, the data has {len(train.data)}.")
-    if train.data.device.type != task.device.type:
+    elif train.examples.device.type != task.device.type:
         raise DataError(
-            f"models are trained on {train.data.device} and measured on {task.device}: move the task's model."
+            f"models are trained on {train.examples.device} and measured on {task.device}: move the task's model."
         )
+    return whole("runs", runs, 1)
 
 
 def _check_signature(train: object) -> None:
+    if isinstance(train, nn.Module):
+        raise DataError(
+            f"train is a model, a {type(train).__name__}: give the function that trains one, of (subset, seed)."
+        )
     if not callable(train):
         raise DataError(f"train must be a function of (subset, seed) or a Together, got a {type(train).__name__}.")
     try:
@@ -308,33 +375,60 @@ def _check_signature(train: object) -> None:
         raise DataError(f"train is called as train(subset, seed), this one takes {signature}: {error}.") from error
 
 
+def _known_data(
+    train: Train | Together, task: Task, data: Any, batch_size: int, collate_fn: Collate | None
+) -> Data | None:
+    """The training data, where it is known."""
+    given: Data | None = data
+    if data is not None and not isinstance(data, Data):
+        given = Data(data, device=task.device, batch_size=batch_size, collate_fn=collate_fn)
+    if not isinstance(train, Together):
+        return given
+    if given is not None and of_data(given) != of_data(train.examples):
+        raise DataError("data is not what the Together trains on: leave it out, a Together has its own.")
+    return train.examples
+
+
 def _request(
-    train: Train | Together, task: Task, subsets: Subsets, batches: list[tuple[int, Batch]], runs: int, seed: int
+    train: Train | Together,
+    task: Task,
+    subsets: Subsets,
+    batches: list[tuple[int, Batch]],
+    data: Data | None,
+    runs: int,
+    seed: int,
 ) -> dict[str, Any]:
     """What a truth is of, as far as it can be known, in plain JSON values."""
     fingerprints = {**of_subsets(subsets), "queries": of_batches(batches), "parameters": describe(task)}
+    fingerprints |= {"data": of_data(data)} if data is not None else {}
     model, losses = None, []
     if isinstance(train, Together):
-        initial = train.task_of(initialised(train.build, 0).to(train.data.device))
-        if _shapes(initial) != _shapes(task):
+        initial = train.task_of(initialised(train.build, 0).to(train.examples.device))
+        if shapes(initial.model) != shapes(task.model):
             raise DataError("the task measures another model than those that are trained: give it one made by `build`.")
         functional, theta = initial.at(initial.state())
         with initial.evaluating():
-            losses = probe_losses(functional, theta, train.data)
-        model = re.sub(r" at 0x[0-9a-f]+", "", repr(initial.model)).splitlines()
-        fingerprints |= {"data": of_data(train.data), "initial model": of_tensors(initial.state())}
+            losses = probe_losses(functional, theta, train.examples)
+        model = placeless(repr(initial.model)).splitlines()
+        fingerprints |= {"initial model": of_tensors(initial.state())}
     request = {
         "schema": SCHEMA,
-        **{"kind": subsets.kind, "n": subsets.n, "runs": runs, "seed": seed, "subsets": len(subsets)},
+        **{"kind": subsets.kind, "n": subsets.n, "runs": runs, "seed": whole("seed", seed, 0), "subsets": len(subsets)},
         **{"queries": sum(size for size, _ in batches), "measure": task.measure_name, "better": task.better},
-        "training": asdict(train.training) if isinstance(train, Together) else getattr(train, "__qualname__", "train"),
+        "training": asdict(train.training) if isinstance(train, Together) else called(train),
         "model": model,
         "fingerprints": fingerprints,
-        "probes": {"losses": losses, "measures": probe_measures(task, batches)},
+        "probes": {"losses": losses, "measures": _probed(task, batches)},
     }
     plain: dict[str, Any] = json.loads(json.dumps(request))
     return plain
 
 
-def _shapes(task: Task) -> dict[str, torch.Size]:
-    return {name: parameter.shape for name, parameter in task.model.named_parameters()}
+def _probed(task: Task, batches: list[tuple[int, Batch]]) -> list[float]:
+    """F of some queries at random parameters."""
+    try:
+        return probe_measures(task, batches)
+    except ImprintError:
+        raise
+    except Exception as error:
+        raise TaskError(f"the measurement failed on the queries: {first_line(error)}.") from error

@@ -1,7 +1,9 @@
 """Correlations, bootstrap intervals, and the ceiling that the noise of retraining sets.
 
 Against truth averaged over R runs whose single values correlate r with each other, a perfect predictor reaches about
-√(R·r / (1 + (R − 1)·r)).
+√(R·r / (1 + (R − 1)·r)). That is an upper estimate where queries differ in noise: the formula is concave in r, so at
+the mean r it lies above the mean of what each query's own r allows (Jensen). What the mean of the other runs reaches
+against one is the lower estimate.
 """
 
 from collections.abc import Callable
@@ -11,6 +13,7 @@ from typing import Any
 import numpy as np
 
 Array = np.ndarray[Any, np.dtype[np.float64]]
+ROUNDING = 1e-12  # relative: what equal values may differ by
 Chosen = np.ndarray[Any, np.dtype[np.int64]]
 
 
@@ -53,11 +56,6 @@ def pearson(x: Array, y: Array) -> float:
     return float(correlations(x[None], y[None])[0])
 
 
-def spearman(x: Array, y: Array) -> float:
-    """Spearman's rank correlation, ties sharing their mean rank; NaN where one side is constant."""
-    return float(correlations(ranks(x[None]), ranks(y[None]))[0])
-
-
 def correlations(x: Array, y: Array) -> Array:
     """Pearson's correlation of each row, shape (rows,); NaN where one side is constant."""
     return np.asarray((units(x) * units(y)).sum(-1))
@@ -72,18 +70,18 @@ def units(values: Array) -> Array:
 
 def centred(values: Array) -> Array:
     """Each row about its mean; zero where it is constant."""
-    return np.where(_constant(values), 0.0, values - values.mean(-1, keepdims=True))
+    return np.where(constant(values), 0.0, values - values.mean(-1, keepdims=True))
 
 
-def _constant(values: Array) -> np.ndarray[Any, np.dtype[np.bool_]]:
+def constant(values: Array, rounding: float = ROUNDING) -> np.ndarray[Any, np.dtype[np.bool_]]:
     """Which rows are constant but for rounding, as sums of equally many equal scores are, shape (…, 1)."""
     spread = values.max(-1, keepdims=True) - values.min(-1, keepdims=True)
-    return np.asarray(spread <= 1e-12 * np.abs(values).max(-1, keepdims=True))
+    return np.asarray(spread <= rounding * np.abs(values).max(-1, keepdims=True))
 
 
 def ranks(values: Array) -> Array:
     """Ranks along the last axis, ties sharing their mean rank."""
-    return np.apply_along_axis(_ranks, -1, np.where(_constant(values), 0.0, values))
+    return np.apply_along_axis(_ranks, -1, np.where(constant(values), 0.0, values))
 
 
 def _ranks(values: Array) -> Array:
@@ -93,7 +91,10 @@ def _ranks(values: Array) -> Array:
 
 
 def ceiling(runs: Array) -> float:
-    """√(R·r/(1 + (R−1)·r)) for R runs of the truth, shape (runs, …, things), with mean pairwise correlation r."""
+    """√(R·r/(1 + (R−1)·r)) for R runs of the truth, shape (runs, …, things), with mean pairwise correlation r.
+
+    An upper estimate of what a perfect predictor reaches on average, the more so the more rows differ in their noise.
+    """
     count = len(runs)
     if count < 2:
         return float("nan")

@@ -1,7 +1,7 @@
 """Training many small models as one batched computation.
 
 Each model has its own initialisation, its own subset of the data, its own order of mini-batches and its own dropout, as
-if it had been trained alone; only the arithmetic is shared. `imprint.evaluation.truth` retrains with it.
+if it had been trained alone; only the arithmetic is shared. `imprint.evaluation.retraining` retrains with it.
 """
 
 import math

@@ -2,7 +2,8 @@
 
 `truth.json` says what was asked for: kind, N, runs, seed, measurement, fingerprints, probes; and how it was made:
 device, versions. `subsets.safetensors` has the sources, and which of them each subset lacks;
-`values-000000.safetensors` and so on have F of every query under some of the models.
+`values-000000.safetensors` and so on have F of every query under some of the models, and say which, of which truth.
+Model number run · subsets + i is that of subset i, whatever the number of runs: more of them add files.
 """
 
 import contextlib
@@ -10,7 +11,8 @@ import hashlib
 import json
 import logging
 import os
-from collections.abc import Iterator, Sequence
+import re
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from functools import cached_property
@@ -36,7 +38,8 @@ if TYPE_CHECKING:
     from imprint.attribution import Attribution
 
 logger = logging.getLogger(__name__)
-SCHEMA = 2  # the first had other seeds
+SCHEMA = 3  # the first had other seeds; files of values of the second do not say what they belong to
+SEEDED = 2  # the first schema that can be continued
 PROBES = {"losses": "loss on probe example", "measures": "F at random parameters of query"}
 """Values that tell one loss, or measurement, from another; in words."""
 
@@ -49,6 +52,19 @@ class Truth:
     values: Tensor
     measure: str
     about: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.values, Tensor):
+            raise DataError(f"values of a truth must be a tensor, got a {type(self.values).__name__}.")
+        shape = tuple(self.values.shape)
+        if len(shape) != 3 or shape[1] != len(self.subsets) or 0 in shape:
+            raise DataError(
+                f"values of a truth must have shape (runs, {len(self.subsets)} subsets, queries), each at least 1; got "
+                f"{shape}."
+            )
+        if not bool(self.values.isfinite().all()):
+            raise DataError("values of a truth must be finite: train the models that are missing or have diverged.")
+        object.__setattr__(self, "values", self.values.detach().double().cpu())
 
     @property
     def runs(self) -> int:
@@ -86,12 +102,16 @@ class Truth:
         """Read a folder; runs that are not complete are left out, and said."""
         folder = Folder(Path(path))
         request = folder.request()
-        values = folder.values(request)
+        runs, subsets, count = (request[key] for key in ("runs", "subsets", "queries"))
+        values = torch.full((runs * subsets, count), float("nan"), dtype=torch.float64)
+        for model, value in folder.kept(request).items():
+            values[model] = value
+        values = values.reshape(runs, subsets, count)
         complete = ~values.isnan().flatten(1).any(1)
         if not bool(complete.any()):
             done = int((~values.isnan()).any(2).sum())
             raise StoreError(
-                f"{path} is unfinished: {done} of {values.shape[0] * values.shape[1]} models are there and no run is "
+                f"{path} is unfinished: {done} of {runs * subsets} models are there and no run is "
                 "complete. Make the same call again to go on."
             )
         if not bool(complete.all()):
@@ -117,27 +137,33 @@ class Folder:
             kept = self.request() if file.is_file() else None
             if kept is not None:
                 self._compare(kept, request)
-                self.begin(kept, subsets)
+                self._write_subsets(subsets)
             yield kept
         finally:
             lock.release()
 
     def _compare(self, kept: dict[str, Any], wanted: dict[str, Any]) -> None:
-        """Refuse another request than the one that was kept."""
-        if kept["schema"] < SCHEMA:
+        """Refuse another request than the one that was kept, but for the number of runs."""
+        if kept["schema"] < SEEDED:
             raise StoreError(
                 f"{self.path} was made by an earlier version, which drew other seeds: it can be read but not "
                 "continued. Give a new folder."
             )
         for name, value in wanted.items():
+            if name in ("schema", "runs"):
+                continue
             if difference := _difference(name, kept.get(name), value):
                 raise StoreError(f"{self.path} holds another ground truth: {difference}.")
 
     def begin(self, about: dict[str, Any], subsets: Subsets) -> None:
-        """Write what the folder is a truth of, as far as it is not there."""
-        if not (self.path / "truth.json").is_file():
+        """Write what the folder is a truth of, unless that is what it says."""
+        file = self.path / "truth.json"
+        if not file.is_file() or self.request() != about:
             text = json.dumps(sealed(about), indent=1)
-            write(self.path / "truth.json", lambda path: path.write_text(text))
+            write(file, lambda path: path.write_text(text))
+        self._write_subsets(subsets)
+
+    def _write_subsets(self, subsets: Subsets) -> None:
         if not (self.path / "subsets.safetensors").is_file():
             write(self.path / "subsets.safetensors", lambda path: _write_subsets(subsets, path))
 
@@ -175,52 +201,64 @@ class Folder:
             raise StoreError(f"{file} is damaged: it differs from its fingerprint.")
         return found
 
-    def keep(self, models: range, values: Tensor) -> None:
-        """Write the values of some models."""
-        metadata = {"sha256": _hash(values)}
-        write(self._part(models), lambda path: save_file({"values": values}, path, metadata))
+    def keep(self, models: range, values: Tensor, about: dict[str, Any]) -> None:
+        """Write the values of some models of a truth, shape (models, queries)."""
+        metadata = {"sha256": _hash(values), "truth": _identity(about), "models": f"{models.start}-{models.stop - 1}"}
+        file = self.path / f"values-{models.start:06}.safetensors"
+        write(file, lambda path: save_file({"values": values}, path, metadata))
 
-    def part(self, models: range, count: int) -> Tensor | None:
-        """The values of some models, if they are there."""
-        file = self._part(models)
-        if not file.is_file():
-            return None
+    def kept(self, about: dict[str, Any]) -> dict[int, Tensor]:
+        """The values of the models that are there, by their number, in order."""
+        found: dict[int, Tensor] = {}
+        seal = _identity(about)
+        for file in self.path.glob("values-*.safetensors"):
+            if number := re.fullmatch(r"values-(\d+)", file.stem):
+                start = int(number[1])
+                found.update(enumerate(self._part(file, start, about, seal), start))
+        return dict(sorted(found.items()))
+
+    def _part(self, file: Path, start: int, about: dict[str, Any], seal: str) -> Tensor:
+        """The values in a file, shape (models, queries), once it is known to be whole and of this truth."""
         try:
             with safe_open(file, framework="pt") as opened:
                 values: Tensor = opened.get_tensor("values")
-                expected = opened.metadata()["sha256"]
+                told = opened.metadata()
+            whole = _hash(values) == told["sha256"] and values.dim() == 2
         except (OSError, SafetensorError, KeyError, TypeError) as error:
             raise StoreError(f"{file} is damaged: {error}. Delete it to have it made again.") from error
-        if _hash(values) != expected or tuple(values.shape) != (len(models), count):
+        if not whole:
             raise StoreError(f"{file} is damaged: it differs from its checksum. Delete it to have it made again.")
+        place = {"truth": seal, "models": f"{start}-{start + len(values) - 1}"}
+        known = about["schema"] < SCHEMA or all(told.get(name) == value for name, value in place.items())
+        fits = start + len(values) <= about["runs"] * about["subsets"] and values.shape[1] == about["queries"]
+        if not (known and fits):
+            raise StoreError(
+                f"{file} holds other models than this ground truth has in their place: delete it to have them made "
+                "again."
+            )
         return values
 
-    def kept(self, spans: Sequence[range], count: int) -> dict[int, Tensor]:
-        """The values that are there, by the first of the models."""
-        parts = {models.start: self.part(models, count) for models in spans}
-        return {start: part for start, part in parts.items() if part is not None}
 
-    def values(self, request: dict[str, Any]) -> Tensor:
-        """All values, shape (runs, subsets, queries); NaN where a model is missing."""
-        runs, subsets, count = (request[key] for key in ("runs", "subsets", "queries"))
-        values = torch.full((runs * subsets, count), float("nan"), dtype=torch.float64)
-        for start, part in self.kept(together(request["kind"], runs, subsets, request["at_once"]), count).items():
-            values[start : start + len(part)] = part
-        return values.reshape(runs, subsets, count)
-
-    def _part(self, models: range) -> Path:
-        return self.path / f"values-{models.start:06}.safetensors"
-
-
-def together(kind: Kind, runs: int, subsets: int, at_once: int) -> list[range]:
-    """Which models are trained together: model number run · subsets + i is that of subset i.
+def together(kind: Kind, missing: Iterable[int], subsets: int, at_once: int) -> list[range]:
+    """Which of the missing models are trained together: neighbours, up to so many.
 
     The models of a removal share their seed and with it their dropout, so those of different runs are kept apart.
     """
-    apart = 1 if kind == "halves" else runs
-    size = runs * subsets // apart
-    wholes = [range(part * size, (part + 1) * size) for part in range(apart)]
-    return [whole[start : start + at_once] for whole in wholes for start in range(0, size, at_once)]
+    spans: list[range] = []
+    for model in missing:
+        last = spans[-1] if spans else range(0)
+        apart = kind == "removal" and model % subsets == 0
+        if model == last.stop and 0 < len(last) < at_once and not apart:
+            spans[-1] = range(last.start, model + 1)
+        else:
+            spans.append(range(model, model + 1))
+    return spans
+
+
+def _identity(about: dict[str, Any]) -> str:
+    """The seal of a truth whatever its number of runs, which may grow."""
+    seal: str = sealed({name: value for name, value in about.items() if name != "runs"})["sha256"]
+    return seal
 
 
 def of_subsets(subsets: Subsets) -> dict[str, str]:
@@ -239,6 +277,8 @@ def _difference(name: str, was: Any, value: Any) -> str | None:
     """How one part of a request differs from what was kept, in words; None if it does not."""
     if name == "probes":
         return next(filter(None, (changed(words, was[part], value[part]) for part, words in PROBES.items())), None)
+    if name == "fingerprints" and not (was.get("data") and value.get("data")):  # told by one of the two at most
+        was, value = ({**each, "data": None} for each in (was, value))
     if was == value:
         return None
     if name == "model" and was and value:

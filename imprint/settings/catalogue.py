@@ -1,27 +1,57 @@
-"""The ready-made settings by name: what is trained, what is measured, on which sources."""
+"""The ready-made settings by name: what is trained, what is measured, on which sources, and simulated by which plan."""
 
+import contextlib
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
 
 import torch
 
-from imprint.data import Collate, Data, map_tensors
+from imprint.data import Data, map_tensors
 from imprint.errors import ConfigurationError, first_line
 from imprint.evaluation.retraining import Together
+from imprint.evaluation.training import train_together
+from imprint.progress import Progress
 from imprint.settings import digits, mnist
+from imprint.simulation.plan import Plan
 from imprint.sources import Sources
-from imprint.task import Batch, Task
+from imprint.task import Batch, Parameters, Task
 
 
 @dataclass(frozen=True)
 class Ready:
-    """A setting put together: models trained at once, the task that measures F, its queries, and the sources."""
+    """A setting put together, with what a file for the command line has, under the same names.
+
+    train: trains many models at once, for `retrain`.
+    task: has the loss and the measurement F; its model is not trained.
+    epochs: after which the model is worth keeping.
+    """
 
     train: Together
     task: Task
+    data: Batch
     queries: Batch
     sources: Sources
-    collate_fn: Collate | None = None
+    plan: Plan
+    epochs: tuple[int, ...]
+
+    @cached_property
+    def checkpoints(self) -> list[Parameters]:
+        """One model trained from seed 0 on everything, as it is after each of `epochs`: what `simulate` takes."""
+        how, everyone = self.train, torch.arange(len(self.train.examples))
+        training = replace(how.training, epochs=max(self.epochs))
+        with contextlib.closing(Progress("training", training.epochs, "epochs")) as bar:
+            kept = train_together(
+                how.build,
+                how.task_of,
+                how.examples,
+                [everyone],
+                [0],
+                training,
+                record=self.epochs,
+                on_epoch=bar.advance,
+            )
+        return [{name: tensor[0] for name, tensor in kept[epoch].items()} for epoch in self.epochs]
 
 
 def ready(name: str, device: str | torch.device = "cpu") -> Ready:
@@ -35,13 +65,14 @@ def ready(name: str, device: str | torch.device = "cpu") -> Ready:
         raise ConfigurationError(f"device {str(device)!r} cannot be used here: {first_line(error)}.") from error
     found = SETTINGS[name](place)
     found.task.model.to(place)
-    return Ready(found.train, found.task, map_tensors(lambda t: t.to(place), found.queries), found.sources)
+    return replace(found, queries=map_tensors(lambda t: t.to(place), found.queries))
 
 
 def _digits(device: torch.device) -> Ready:
     setting = digits.load(0)
     train = Together(digits.model, digits.task, Data(setting.train, device=device), digits.TRAINING)
-    return Ready(train, digits.task(digits.model()), setting.queries, setting.sources)
+    task = digits.task(digits.model())
+    return Ready(train, task, setting.train, setting.queries, setting.sources, digits.PLAN, digits.CHECKPOINTS)
 
 
 def _mnist(name: str) -> Callable[[torch.device], Ready]:
@@ -51,8 +82,11 @@ def _mnist(name: str) -> Callable[[torch.device], Ready]:
         return Ready(
             setting.together(train, device),
             Task.classifier(setting.build()),
+            train,
             queries,
             Sources.per_example(len(train[1])),
+            mnist.PLAN,
+            setting.checkpoints,
         )
 
     return made

@@ -21,6 +21,7 @@ from imprint.errors import DataError
 from imprint.evaluation.retraining import Together
 from imprint.evaluation.training import Training
 from imprint.settings.download import fetch
+from imprint.simulation.plan import Plan
 from imprint.task import Task
 
 _URL = "https://ossci-datasets.s3.amazonaws.com/mnist/"
@@ -42,6 +43,7 @@ _FILES = {  # sha256 of the file to download, and of what is in it: a folder may
         "ff7bcfd416de33731a308c3f266cc351222c34898ecbeaf847f06e48f7ec33f2",
     ),
 }
+PLAN = Plan(engine="tangent", steps=200, lr=0.1)
 Pairs = tuple[Tensor, Tensor]
 
 

@@ -1,7 +1,7 @@
 """The checkpoints of a training run as complete states of the model."""
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 from safetensors import SafetensorError
@@ -20,9 +20,18 @@ class States:
     def __init__(self, task: Task, checkpoints: Sequence[State] | None) -> None:
         if isinstance(checkpoints, Mapping | str | os.PathLike | nn.Module):
             raise PlanError("checkpoints must be a list: for one checkpoint, give a list of one.")
+        if checkpoints is not None and not isinstance(checkpoints, Iterable):
+            hint = ": give its .paths" if hasattr(checkpoints, "paths") else ""
+            raise PlanError(
+                f"checkpoints must be a list of state dicts or .safetensors files, not of type "
+                f"{type(checkpoints).__name__}{hint}."
+            )
         checkpoints = None if checkpoints is None else list(checkpoints)
         if checkpoints is not None and len(checkpoints) == 0:
-            raise PlanError("checkpoints is empty: leave it out to take the model as it is.")
+            raise PlanError(
+                "checkpoints is empty: leave it out to take the model as it is. (The paths of a Recorder are empty "
+                "where none of its moments was reached, or it was never called.)"
+            )
         self._task = task
         self._checkpoints: Sequence[State] = checkpoints if checkpoints is not None else [task.state()]
 
@@ -44,7 +53,7 @@ class States:
         if not isinstance(given, Mapping):
             hint = ": give its state_dict()" if isinstance(given, nn.Module) else ""
             raise TaskError(
-                f"checkpoint {index} is a {type(given).__name__}, not a state dict or the path of a .safetensors "
-                f"file{hint}."
+                f"checkpoint {index} has type {type(given).__name__}, where a state dict or the path of a "
+                f".safetensors file is needed{hint}."
             )
         return self._task.complete(given)

@@ -50,6 +50,7 @@ def asked(
     sources: Sources = SOURCES,
     queries: Any = QUERIES,
     counted: bool = False,
+    attributed: str | None = "margin",
     **options: Any,
 ) -> Brittleness:
     """Brittleness of an attribution, `of` which may make another; if `counted`, nothing may be trained."""
@@ -57,7 +58,7 @@ def asked(
     together = Together(build, Task.classifier, Data((x, y), device=torch.device("cpu")), TRAINING)
     task = Task.classifier(together(torch.arange(24), 0), measure=measure)
     store = imprint.simulate(task, (x, y), SOURCES, Plan(steps=20, lr=0.5), progress=False)
-    result = of(imprint.attribute(task, store, QUERIES, progress=False))
+    result = of(imprint.attribute(Task.classifier(task.model, measure=attributed), store, QUERIES, progress=False))
     train = Counting(together)
     given: dict[str, Any] = {"removed": (1, 6), "runs": 2, "progress": False, **options}
     try:
@@ -70,29 +71,75 @@ def test_a_prediction_flips_or_weakens_without_what_holds_it_up_and_not_without_
     found = asked()
     assert found.removed == (1, 6)
     assert found.before == 0
-    assert found.shares[0] == 0  # one of six is not missed
-    assert found.shares[1] > found.at_random[1]
+    assert found.shares[0].estimate.value == 0  # one of six is not missed
+    assert found.shares[1].estimate.value > found.at_random[1].estimate.value
     assert "6 removed" in str(found) and "none removed: 0% wrong" in str(found)
 
 
+@pytest.mark.parametrize("measure", ["margin", None], ids=["margin", "loss"])
+def test_what_helps_is_removed_whether_the_attribution_is_of_a_margin_or_of_a_loss(measure: str | None) -> None:
+    """Without its own six examples a query is as good as undecided; the others stand as they stood."""
+    found = asked(attributed=measure, removed=(6,), runs=8)
+    assert found.shares[0].estimate.value > 0.3
+    assert found.shares[0].estimate.value > found.at_random[0].estimate.value + 0.2
+
+
+def test_each_query_is_asked_about_the_removal_that_is_its_own() -> None:
+    """Only the first query is told by the attribution what holds it up; the others lose what is not theirs."""
+
+    def of(result: Attribution) -> Attribution:
+        helpful = torch.zeros(4, 24)
+        helpful[0, :6] = 1  # of the first query's own direction
+        helpful[1:, :6] = 1
+        return replace(result, scores=helpful)
+
+    found = asked(of=of, removed=(6,), runs=8)
+    assert found.shares[0].per_query.shape == (4,)
+    assert found.shares[0].per_query[0] > 0.2
+    assert found.shares[0].per_query[1:].max() == 0
+    assert found.shares[0].estimate.value == pytest.approx(found.shares[0].per_query.mean())
+    assert found.shares[0].estimate.low <= found.shares[0].estimate.value <= found.shares[0].estimate.high
+    assert "flipped without 6" in str(found.shares[0])
+
+
 def test_sources_need_not_know_how_many_examples_there_are() -> None:
-    assert asked(sources=replace(SOURCES, length=None)) == asked()
+    assert str(asked(sources=replace(SOURCES, length=None))) == str(asked())
 
 
 def test_queries_may_come_in_batches_that_can_be_read_once() -> None:
     x, y = QUERIES
-    assert asked(queries=iter([(x[:3], y[:3]), (x[3:], y[3:])])) == asked()
+    assert str(asked(queries=iter([(x[:3], y[:3]), (x[3:], y[3:])]))) == str(asked())
+
+
+def test_another_seed_draws_another_chance() -> None:
+    first, again, other = (asked(seed=seed, removed=(18, 21)).at_random for seed in (0, 0, 1))
+    assert [metric.per_query.tolist() for metric in first] == [metric.per_query.tolist() for metric in again]
+    assert [metric.per_query.tolist() for metric in first] != [metric.per_query.tolist() for metric in other]
 
 
 def test_queries_that_are_wrong_from_the_start_are_told() -> None:
     x, y = QUERIES
     with pytest.warns(UserWarning, match="25% of the queries are wrong with nothing removed"):
-        found = asked(queries=(x, torch.cat([1 - y[:1], y[1:]])))
+        found = asked(queries=(x, torch.cat([1 - y[:1], y[1:]])), of=unknown)
     assert found.before == 0.25
+
+
+def unknown(result: Attribution) -> Attribution:
+    """The same, with nothing known of its queries."""
+    return replace(result, labels=replace(result.labels, fingerprints={}))
 
 
 def elsewhere(result: Attribution) -> Attribution:
     return replace(result, labels=replace(result.labels, source_ids=("other", *result.labels.source_ids[1:])))
+
+
+SWAPPED = replace(SOURCES, members=SOURCES.members[::-1])
+
+
+def flat(result: Attribution) -> Attribution:
+    scores = result.scores.clone()
+    scores[2] = 0.1
+    return replace(result, scores=scores)
 
 
 def undirected(result: Attribution) -> Attribution:
@@ -105,13 +152,22 @@ def undirected(result: Attribution) -> Attribution:
         ({"measure": None}, 'needs measure="margin"'),
         ({"of": undirected}, "of 'kindness', of which nobody knows whether lower or higher is better"),
         ({"of": lambda result: result[:3]}, "the result is of 3 queries, 4 are given"),
-        ({"of": elsewhere}, "the result is of other sources than are given"),
-        ({"sources": Sources.per_example(20)}, "the result is of other sources than are given"),
+        ({"of": lambda result: result[[3, 2, 1, 0]]}, "not of all queries in their order, row 0 is query 3"),
+        ({"queries": (QUERIES[0].flip(0), QUERIES[1].flip(0))}, "other queries than the truth"),
+        ({"of": elsewhere}, "other sources than the truth, number 0 is 'other' against '0'"),
+        ({"sources": Sources.per_example(20)}, "other sources than the truth, 24 against 20"),
+        ({"sources": SWAPPED}, "sources with other members than the truth's"),
+        ({"of": lambda result: replace(result, scores=result.scores * torch.nan)}, "scores must be finite"),
+        ({"of": flat}, "the scores of query 2 are the same for every source"),
+        ({"of": lambda result: result.scores}, "needs an Attribution and the Sources it is of, got Tensor and Sources"),
+        ({"sources": 24}, "got Attribution and int"),
+        ({"seed": -1}, "seed must be a whole number of at least 0, got -1"),
+        ({"removed": 5}, "removed must be whole numbers from 1 to 23"),
         ({"removed": ()}, "removed must be whole numbers from 1 to 23"),
         ({"removed": (0, 2)}, "removed must be whole numbers from 1 to 23"),
         ({"removed": (2, 24)}, r"fewer than there are sources; got \(2, 24\)"),
         ({"removed": (2.5,)}, "removed must be whole numbers"),
-        ({"runs": 0}, "runs must be at least 1"),
+        ({"runs": 0}, "runs must be a whole number of at least 1"),
     ],
 )
 def test_what_cannot_be_answered_is_refused_before_anything_is_trained(given: dict[str, Any], says: str) -> None:

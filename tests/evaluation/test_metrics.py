@@ -47,11 +47,8 @@ def attribution(scores: Tensor, subsets: Subsets, **changes: Any) -> Attribution
 def planted(
     scores: Tensor, subsets: Subsets, runs: int = 1, noise: float = 0.0, size: float = 1.0, seed: int = 1
 ) -> Truth:
-    """A truth in which the scores are right but for their size: F = F₀ + size·Σ s/|S| over what a subset S has.
-
-    An example weighs 1/N in a model that lacks little, and 1/|S| in one that is trained on a half.
-    """
-    weight = 1 / len(subsets.examples(0)) if subsets.kind == "halves" else 1 / subsets.n
+    """A truth in which the scores are right but for their size: F = F₀ + size·Σ s/|S| over what a subset S has."""
+    weight = torch.tensor([[1 / len(subsets.examples(index))] for index in range(len(subsets))], dtype=torch.float64)
     exact = 3 + size * weight * (subsets.kept().double() @ scores.T)
     values = exact + noise * weight * draw(runs, *exact.shape, seed=seed)
     return Truth(subsets, values, "loss")
@@ -174,6 +171,64 @@ def test_calibrated_effects_have_the_size_of_the_truth(subsets: Subsets, size: f
     assert truth.slope(once) == pytest.approx(1.0)
 
 
+# Exact scores of ridge regression: s = dF/dw of the weight w of each example of a source, at w = 1/N.
+
+
+def ridge(sizes: list[int], decay: float) -> tuple[Tensor, Sources, Callable[[Subsets], Truth]]:
+    """Exact scores, the sources, and a function that retrains exactly."""
+    n, owner = sum(sizes), torch.repeat_interleave(torch.arange(len(sizes)), torch.tensor(sizes))
+    x, xq, taste = draw(n, 4), draw(30, 4, seed=1), draw(len(sizes), seed=2)
+    y = x @ draw(4, seed=3) + draw(n, seed=4) + 0.6 * taste[owner] * x[:, 0]
+    yq = xq @ draw(4, seed=3) + draw(30, seed=5)
+    pull = decay * torch.eye(4, dtype=torch.float64)
+
+    def solved(chosen: Tensor) -> Tensor:
+        a, b = x[chosen], y[chosen]
+        solution: Tensor = torch.linalg.solve(a.T @ a / len(a) + pull, a.T @ b / len(a))
+        return solution
+
+    theta = solved(torch.arange(n))
+    gradients = x * (x @ theta - y)[:, None]
+    sums = torch.stack([gradients[owner == source].sum(0) for source in range(len(sizes))])
+    of_queries = xq * (xq @ theta - yq)[:, None]
+    scores = -of_queries @ torch.linalg.solve(x.T @ x / n + pull, sums.T)
+
+    def truth(subsets: Subsets) -> Truth:
+        thetas = torch.stack([solved(subsets.examples(index)) for index in range(len(subsets))])
+        return Truth(subsets, (thetas @ xq.T - yq).square()[None] / 2, "loss")
+
+    return scores, Sources.by_label(owner), truth
+
+
+@pytest.mark.parametrize("decay", [1e-6, 0.1, 1.0])
+@pytest.mark.parametrize("sizes", [[60] * 30, [15 * i for i in range(1, 17)]], ids=["equal", "unequal"])
+@pytest.mark.parametrize("kind", ["each", "a fifth", "half of them", "halves"])
+def test_exact_scores_have_the_slope_one_however_much_is_removed(kind: str, sizes: list[int], decay: float) -> None:
+    scores, sources, truth = ridge(sizes, decay)
+    subsets = {
+        "each": lambda: Subsets.without_each(sources),
+        "a fifth": lambda: Subsets.without_some(sources, 100),
+        "half of them": lambda: Subsets.without_some(sources, 100, share=0.5),
+        "halves": lambda: Subsets.halves(sources, 100),
+    }[kind]()
+    assert slope_of(scores, truth(subsets)).estimate.value == pytest.approx(1.0, abs=0.08)
+
+
+@pytest.mark.parametrize("make", [Subsets.halves, Subsets.without_some])
+def test_every_model_counts_by_its_own_size(make: Callable[..., Subsets]) -> None:
+    subsets = make(Sources.by_label(torch.repeat_interleave(torch.arange(6), torch.tensor([1, 2, 4, 8, 16, 32]))), 6)
+    scores = 1 + scores_for(subsets)
+    assert slope_of(scores, planted(scores, subsets)).estimate.value == pytest.approx(1.0, abs=1e-9)
+
+
+def test_the_same_models_give_the_same_slope_whether_they_are_halves_or_removals() -> None:
+    scores, sources, truth = ridge([15 * i for i in range(1, 17)], 0.1)
+    halves = Subsets.halves(sources, 40)
+    removals = Subsets.without(sources, [[], *halves.removed])
+    first, second = (slope_of(scores, truth(subsets)).estimate.value for subsets in (halves, removals))
+    assert first == pytest.approx(second, rel=1e-9)
+
+
 def test_calibration_is_right_on_average_where_the_truth_is_noisy() -> None:
     scores = scores_for(HALVES, 200)
     truth = planted(scores, HALVES, runs=3, noise=3.0, size=2.0)
@@ -195,10 +250,38 @@ def test_constant_scores_are_counted_and_not_averaged_away(subsets: Subsets, con
     others = np.delete(without.per_query, 2)
     np.testing.assert_allclose(np.delete(found.per_query, 2), others)
     assert found.estimate.value == pytest.approx(others.mean())
-    assert "undefined for 1 queries" in str(found)
+    assert "undefined for 1 query" in str(found)
     nothing = metric_of(evaluate(torch.full_like(scores, constant), truth))
     assert nothing.undefined == QUERIES
     assert np.isnan(nothing.estimate.value)
+    assert "undefined: scores or truth are constant" in str(nothing)
+
+
+def test_scores_that_are_constant_in_their_own_precision_are_constant() -> None:
+    nearly = (0.1 * (1 + 1e-7 * draw(QUERIES, len(GROUPS)))).float()
+    truth = random_truth(REMOVALS)
+    assert len(nearly.unique()) > 2
+    mean, rank, slope = evaluate(nearly, truth)
+    assert mean.undefined == rank.undefined == slope.undefined == QUERIES
+    assert np.isnan([mean.estimate.value, rank.estimate.value, slope.estimate.value]).all()
+    exact = evaluate(nearly.double(), truth)  # in double precision these are differences
+    assert [metric.undefined for metric in exact] == [0, 0, 0]
+
+
+def test_a_query_with_constant_scores_does_not_count_for_the_slope() -> None:
+    scores, truth = scores_for(REMOVALS), random_truth(REMOVALS)
+    scores[2] = 0.1
+    assert slope_of(scores, truth).undefined == 1
+    assert np.isfinite(slope_of(scores, truth).estimate.value)
+
+
+def test_effects_that_are_the_rounding_of_f_are_constant() -> None:
+    values = torch.full((2, len(LOO), QUERIES), 0.7, dtype=torch.float64)
+    values += 1.2e-16 * draw(*values.shape).round()
+    assert len(values.unique()) > 2
+    found = loo(scores_for(LOO), Truth(LOO, values, "loss"))
+    assert found.undefined == QUERIES
+    assert str(found) == "LOO undefined: scores or truth are constant"
 
 
 def test_constant_truths_are_counted_too() -> None:
@@ -321,7 +404,7 @@ def test_scores_of_something_else_are_refused(changes: dict[str, Any], message: 
         attribution(scores, subsets, **changes).calibrate(random_truth(subsets))
 
 
-def known(result: Attribution, **prints: str) -> Attribution:
+def known(result: Attribution, **prints: Any) -> Attribution:
     """The same, with fingerprints."""
     return replace(result, labels=replace(result.labels, fingerprints=prints))
 
@@ -375,6 +458,43 @@ def test_arguments_of_another_kind_are_refused_in_words() -> None:
         evaluate(result.top(3), truth)  # type: ignore[arg-type]
 
 
+PARAMETERS = {"a": {"shape": [5, 4], "dtype": "torch.float32"}, "b": {"shape": [5], "dtype": "torch.float32"}}
+
+
+def about(**prints: Any) -> dict[str, Any]:
+    return {"fingerprints": prints}
+
+
+def test_scores_of_other_data_are_refused() -> None:
+    result, truth = known(attribution(scores_for(HALVES), HALVES), data="mine"), random_truth(HALVES)
+    for same in (about(data="mine"), about(), {}):
+        evaluate(result, replace(truth, about=same))
+    other = replace(truth, about=about(data="other"))
+    for use in (lambda: evaluate(result, other), lambda: result.calibrate(other)):
+        with pytest.raises(DataError, match="other training data than the truth, or of the same in another order"):
+            use()
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({**PARAMETERS, "a": {"shape": [3, 4], "dtype": "torch.float32"}}, r"'a' has shape \(5, 4\) against \(3, 4\)"),
+        ({"a": PARAMETERS["a"], "c": PARAMETERS["b"]}, "its parameters have 'b', the truth's 'c'"),
+    ],
+)
+def test_scores_of_another_model_are_refused(change: dict[str, Any], message: str) -> None:
+    result, truth = known(attribution(scores_for(HALVES), HALVES), parameters=PARAMETERS), random_truth(HALVES)
+    with pytest.raises(DataError, match=f"another model than the truth: .*{message}"):
+        evaluate(result, replace(truth, about=about(parameters=change)))
+
+
+def test_scores_may_be_of_some_of_the_parameters_and_of_another_precision() -> None:
+    result, truth = known(attribution(scores_for(HALVES), HALVES), parameters=PARAMETERS), random_truth(HALVES)
+    double = {name: {**values, "dtype": "torch.float64"} for name, values in PARAMETERS.items()}
+    for other in (double, {"a": PARAMETERS["a"]}, {**PARAMETERS, "c": PARAMETERS["b"]}, {}):
+        evaluate(result, replace(truth, about=about(parameters=other)))
+
+
 @pytest.mark.parametrize("subsets", [Subsets.halves(N, 2), Subsets.without_each(N, only=[3, 4]), PAIRS])
 def test_two_subsets_say_nothing(subsets: Subsets) -> None:
     with pytest.raises(DataError, match="has 2 subsets to compare: a correlation means nothing below 3"):
@@ -423,6 +543,76 @@ def test_the_area_is_refused_without_both_kinds_of_examples_or_with_values_that_
         mislabel_auc(draw(5), torch.arange(4) < 2)
     with pytest.raises(DataError, match="finite"):
         mislabel_auc(torch.tensor([1.0, torch.nan, 2.0]), torch.tensor([True, False, False]))
+
+
+def test_the_area_takes_arrays_and_lists_of_one_dimension_with_a_known_direction() -> None:
+    influence, wrong = draw(20), torch.arange(20) < 5
+    found = mislabel_auc(influence, wrong).estimate
+    assert mislabel_auc(influence.numpy(), wrong.numpy()).estimate == found
+    assert mislabel_auc(influence.tolist(), wrong.tolist()).estimate == found  # type: ignore[arg-type]
+    with pytest.raises(DataError, match=r"one value and one label per example, got \(4, 5\) and \(4, 5\)"):
+        mislabel_auc(influence.reshape(4, 5), wrong.reshape(4, 5))
+    for better in ("Higher", None):
+        with pytest.raises(DataError, match=f'better must be "lower" or "higher", .* got {better!r}'):
+            mislabel_auc(influence, wrong, better=better)  # type: ignore[arg-type]
+
+
+def test_constant_self_influence_has_no_area() -> None:
+    found = mislabel_auc(torch.full((10,), 0.1), torch.arange(10) < 3)
+    assert np.isnan(found.estimate.value)
+    assert found.undefined == 10
+    assert "undefined" in str(found)
+
+
+def test_where_all_effects_are_equally_large_there_is_no_overlap() -> None:
+    scores = scores_for(REMOVALS)
+    flat = scores.clone()
+    flat[1], flat[4] = 0.3, torch.tensor([0.3, -0.3, 0.3, 0.3, -0.3])
+    for pair in ((scores, flat), (flat, scores)):
+        first, second = (attribution(each, REMOVALS) for each in pair)
+        found = overlap(first, second, 2)
+        assert found.undefined == 2
+        assert np.flatnonzero(np.isnan(found.per_query)).tolist() == [1, 4]
+    with pytest.raises(DataError, match="overlap is of two Attributions, got a Top"):
+        overlap(attribution(scores, REMOVALS).top(2), attribution(scores, REMOVALS))  # type: ignore[arg-type]
+
+
+def test_a_metric_is_short_to_look_at_and_has_equal_digits() -> None:
+    found = lds(scores_for(HALVES), planted(scores_for(HALVES), HALVES, 3, noise=2.0))
+    assert repr(found) == f"Metric({found})"
+    assert str(found) == (
+        f"LDS {found.estimate.value:.3f} [{found.estimate.low:.3f}, {found.estimate.high:.3f}], "
+        f"ceiling {found.ceiling:.3f}"
+    )
+
+
+def test_a_ceiling_is_an_upper_estimate_where_queries_differ_in_noise() -> None:
+    scores = scores_for(HALVES, 60)
+    loud = torch.linspace(-2, 2, 60, dtype=torch.float64).exp()
+    values = planted(scores, HALVES).values + 0.2 * loud * draw(4, len(HALVES), 60, seed=5)
+    found = lds(scores, Truth(HALVES, values, "loss"))
+    assert found.estimate.high < found.ceiling
+
+
+BAD_VALUES: dict[str, tuple[Any, str]] = {
+    "list": ([[1.0]], "must be a tensor, got a list"),
+    "two dimensions": (draw(40, QUERIES), r"shape \(runs, 40 subsets, queries\).*got \(40, 8\)"),
+    "other subsets": (draw(2, 39, QUERIES), r"got \(2, 39, 8\)"),
+    "no run": (draw(2, 40, QUERIES)[:0], r"each at least 1; got \(0, 40, 8\)"),
+    "no query": (draw(2, 40, QUERIES)[:, :, :0], r"got \(2, 40, 0\)"),
+    "a gap": (draw(2, 40, QUERIES).index_fill(1, torch.tensor([3]), torch.nan), "must be finite"),
+}
+
+
+@pytest.mark.parametrize(("values", "message"), BAD_VALUES.values(), ids=BAD_VALUES.keys())
+def test_values_that_make_no_truth_are_refused(values: Any, message: str) -> None:
+    with pytest.raises(DataError, match=f"values of a truth .*{message}"):
+        Truth(HALVES, values, "loss")
+
+
+def test_values_of_a_truth_are_kept_in_double_precision() -> None:
+    assert Truth(HALVES, draw(2, 40, QUERIES).float().requires_grad_(), "loss").values.dtype == torch.float64
+    assert Truth(HALVES, (10 * draw(2, 40, QUERIES)).long(), "loss").values.dtype == torch.float64
 
 
 def test_overlap_is_the_share_of_the_largest_effects_in_common() -> None:

@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -121,7 +121,7 @@ def test_a_derived_seed_suits_every_library_and_depends_on_each_word() -> None:
     seeds = [derived(seed, *words) for seed in (0, 1, 2**40) for words in ((), (0,), (0, 0), (1,), (0, 1), (1, 0))]
     assert len(set(seeds)) == len(seeds)
     assert all(0 <= seed < 2**31 for seed in seeds)
-    with pytest.raises(DataError, match="seed must be at least 0, got -1"):
+    with pytest.raises(DataError, match="seed must be a whole number of at least 0, got -1"):
         derived(-1, 0)
 
 
@@ -131,12 +131,28 @@ REFUSED: dict[str, tuple[Callable[[], Subsets], str]] = {
     "no length": (lambda: Subsets.without_each(OVERLAPPING), "do not say how many .* give n="),
     "one source": (lambda: Subsets.halves(Sources.groups({"a": [0]}), n=4), "at least two sources"),
     "no source": (lambda: Subsets.halves(0), "there are no sources"),
-    "no half": (lambda: Subsets.halves(10, 0), "no subset that lacks a source"),
     "nothing removed": (lambda: Subsets.without_each(4, only=[]), "no subset that lacks a source"),
     "unknown source": (lambda: Subsets.without_each(4, only=[4]), r"subset 1 lacks sources \(4,\): .* from 0 to 3"),
     "from the end": (lambda: Subsets.without(4, [[], [-1]]), r"subset 1 lacks sources \(-1,\)"),
     "twice": (lambda: Subsets.without(4, [[], [1, 1]]), "give each once"),
     "everything": (lambda: Subsets.without(4, [[], [0, 1, 2, 3]]), "subset 1 has no training example left"),
+    "one twice": (lambda: Subsets.without_each(4, only=[1, 2, 1]), "names a source more than once: 1, 2, 1"),
+    "no baseline": (lambda: Subsets.without(4, [[0], [1, 2]]), "a model that lacks nothing: add an empty list"),
+    "no lists": (
+        lambda: Subsets.without(4, cast(Any, [0, 1])),
+        "the positions .* each subset lacks: 'int' object is not iterable",
+    ),
+    "no position": (
+        lambda: Subsets.without_each(4, only=[cast(Any, 1.5)]),
+        "'float' object cannot be interpreted as an integer",
+    ),
+    "labels": (lambda: Subsets.halves(cast(Any, [0, 1, 0])), r"got a list: Sources\.by_label\(labels\) makes sources"),
+    "a float": (lambda: Subsets.without_each(cast(Any, 4.0)), "expected Sources, or how many .* got a float"),
+    "true": (lambda: Subsets.without_each(True), "got a bool"),
+    "no share": (
+        lambda: Subsets.without_some(4, 2, share=cast(Any, "some")),
+        "share must lie between 0 and 1, got some",
+    ),
     "too large a share": (lambda: Subsets.without_some(4, 2, share=1.5), "share must lie between 0 and 1, got 1.5"),
 }
 
@@ -145,3 +161,28 @@ REFUSED: dict[str, tuple[Callable[[], Subsets], str]] = {
 def test_subsets_that_cannot_be_meant_are_refused(make: Callable[[], Subsets], message: str) -> None:
     with pytest.raises(SourcesError, match=message):
         make()
+
+
+@pytest.mark.parametrize("wrong", [0, -1, 2.5, "3", None, True])
+def test_a_count_is_a_whole_number(wrong: Any) -> None:
+    for make in (Subsets.halves, Subsets.without_some):
+        with pytest.raises(DataError, match=f"count must be a whole number of at least 1, got {wrong!r}"):
+            make(10, wrong)
+
+
+@pytest.mark.parametrize("wrong", [-1, 1.5, "a", None, False])
+def test_a_seed_is_a_whole_number(wrong: Any) -> None:
+    with pytest.raises(DataError, match=f"seed must be a whole number of at least 0, got {wrong!r}"):
+        Subsets.halves(10, 3, seed=wrong)
+
+
+def test_whole_numbers_may_be_of_any_library() -> None:
+    plain = Subsets.halves(10, 3, n=10, seed=5)
+    assert Subsets.halves(np.int64(10), np.int32(3), n=np.int64(10), seed=torch.tensor(5)) == plain  # type: ignore[arg-type]
+
+
+def test_subsets_say_what_they_are() -> None:
+    assert repr(HALVES) == "Subsets(halves: 40 subsets of 10 sources, 10 examples)"
+    some = Subsets.without(OVERLAPPING, [[], [0], [2, 1]], n=6)
+    assert [some.shown(index) for index in range(3)] == ["everything", "all but 'a'", "all but 'c', 'b'"]
+    assert Subsets.halves(10, 1).shown(0).endswith(" and 2 more")

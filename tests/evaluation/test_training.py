@@ -243,6 +243,16 @@ def test_models_of_different_seeds_draw_different_dropout() -> None:
     assert float((dropped[0] - dropped[1]).abs().max()) > 1e-3
 
 
+def test_models_of_different_seeds_draw_different_dropout_also_in_different_groups() -> None:
+    """As runs of a removal do, each of which is a group that shares its dropout."""
+
+    def alone(seed: int) -> Tensor:
+        return dropping().together([torch.arange(30)], [seed], TRAINING, orders=[0])["3.weight"]
+
+    assert torch.equal(alone(1), alone(1))
+    assert float((alone(1) - alone(2)).abs().max()) > 1e-3
+
+
 def test_models_of_one_seed_share_their_dropout() -> None:
     dropped, whole = trained_weight(0.5, [1, 1]), trained_weight(0.0, [1, 1])
     torch.testing.assert_close(dropped[0], dropped[1])

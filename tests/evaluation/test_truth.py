@@ -3,16 +3,20 @@
 import json
 import logging
 import os
+import re
 import signal
 import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -22,6 +26,7 @@ from imprint.evaluation.metrics import evaluate
 from imprint.evaluation.retraining import Together, Train, retrain
 from imprint.evaluation.subsets import ORDER, Subsets, derived
 from imprint.evaluation.training import Training
+from imprint.evaluation.trials import called, spread
 from imprint.evaluation.truth import Truth
 from imprint.files import LOCK
 from imprint.progress import Advance
@@ -154,10 +159,11 @@ def test_one_model_of_those_trained_together_can_be_had_alone() -> None:
 
 
 def test_models_are_measured_in_evaluation_mode() -> None:
-    def careless(subset: Tensor, seed: int) -> nn.Module:
-        return nn.Sequential(train(subset, seed), nn.Dropout(0.5), nn.BatchNorm1d(3).double()).train()
+    def wrapped(model: nn.Module) -> nn.Module:
+        return nn.Sequential(model, nn.Dropout(0.5), nn.BatchNorm1d(3).double()).train()
 
-    first, again = (ask(how=careless).values for _ in range(2))
+    own = Task.classifier(wrapped(build()))
+    first, again = (ask(how=lambda *given: wrapped(train(*given)), task=own).values for _ in range(2))
     assert torch.equal(first, again)
 
 
@@ -187,7 +193,7 @@ def test_a_loop_that_dies_goes_on_without_training_again_what_is_there(models: i
     assert torch.equal(Truth.load(tmp_path / "truth").values, expected)
     finished = Counting()
     assert torch.equal(ask(tmp_path / "truth", finished).values, expected)
-    assert finished.made == 0
+    assert finished.made == 1  # to see that it is the same function
 
 
 def test_training_together_that_dies_again_and_again_ends_in_the_same_truth(tmp_path: Path) -> None:
@@ -198,11 +204,8 @@ def test_training_together_that_dies_again_and_again_ends_in_the_same_truth(tmp_
         except Killed:
             continue
     assert torch.equal(Truth.load(tmp_path / "broken").values, expected)
-    whole, broken = (
-        {path.relative_to(tmp_path / name): content for path, content in contents(tmp_path / name).items()}
-        for name in ("whole", "broken")
-    )
-    assert {**whole, Path("truth.json"): b""} == {**broken, Path("truth.json"): b""}
+    whole, broken = ([path.name for path in contents(tmp_path / name)] for name in ("whole", "broken"))
+    assert whole == broken
 
 
 def test_how_many_were_trained_at_once_is_kept_by_what_goes_on(tmp_path: Path) -> None:
@@ -298,7 +301,6 @@ CHANGES: dict[str, tuple[dict[str, Any], str]] = {
     "number of queries": ({"queries": points(4, 1)}, "queries was 5, is 4"),
     "data": ({"how": together(data=points(N, 2))}, "the data changed"),
     "seed": ({"seed": 1}, "seed was 0, is 1"),
-    "runs": ({"runs": 3}, "runs was 2, is 3"),
     "training": ({"how": together(training=replace(TRAINING, lr=0.1))}, "the training's lr was 0.2, is 0.1"),
     "other halves": ({"subsets": Subsets.halves(N, 5, seed=1)}, "the subsets changed"),
     "number of halves": ({"subsets": Subsets.halves(N, 6)}, "subsets was 5, is 6"),
@@ -383,7 +385,7 @@ DAMAGES: dict[str, tuple[Callable[[str], str], str]] = {
     "cut off": (lambda text: text[: len(text) // 2], "cannot be read"),
     "no object": (lambda text: "[]", "must be an object"),
     "lacking": (without("runs"), "was changed after it was written"),
-    "later": (lambda text: text.replace('"schema": 2', '"schema": 3'), "has schema 3, this version reads up to 2"),
+    "later": (lambda text: text.replace('"schema": 3', '"schema": 4'), "has schema 4, this version reads up to 3"),
 }
 
 
@@ -509,7 +511,7 @@ def named(how: Train, name: str = "mine") -> Train:
     return how
 
 
-def begun(folder: Path, how: Train, models: int) -> None:
+def begun(folder: Path, how: Train, models: int, **given: Any) -> None:
     """A truth with so many models of a function."""
     calls = iter(range(models + EXTRA))
 
@@ -519,7 +521,7 @@ def begun(folder: Path, how: Train, models: int) -> None:
         return how(subset, seed)
 
     with pytest.raises(Killed):
-        ask(folder, named(dying))
+        ask(folder, named(dying), **given)
 
 
 def nudged(size: float) -> Train:
@@ -541,7 +543,10 @@ def test_a_folder_is_not_continued_by_another_function_of_the_same_name(models: 
         ask(tmp_path, nudged(0.5))
     assert contents(tmp_path) == kept
     ask(tmp_path, nudged(0.0))
-    ask(tmp_path, nudged(0.5))  # nothing is left to train
+    kept = contents(tmp_path)
+    with pytest.raises(StoreError, match=r"of another train\(subset, seed\): trained again, model 0 has an F that"):
+        ask(tmp_path, nudged(0.5))  # though nothing is left to train
+    assert contents(tmp_path) == kept
 
 
 def test_a_small_deviation_is_said_and_a_tiny_one_is_not(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -580,12 +585,384 @@ def test_arguments_of_another_kind_are_refused_in_words() -> None:
         ask(task=build())
 
 
+def test_a_model_is_not_taken_for_the_function_that_trains_it() -> None:
+    with pytest.raises(DataError, match="train is a model, a Sequential: give the function that trains one"):
+        ask(how=build())
+
+
+def test_queries_that_do_not_fit_are_told_before_anything_is_trained() -> None:
+    counting, (x, y) = Counting(), points(QUERIES, 1)
+    with pytest.raises(TaskError, match="the measurement failed on the queries: RuntimeError: mat1 and mat2"):
+        ask(how=counting, queries=(x[:, :2], y))
+    assert counting.made == 0
+
+
+TOGETHER: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
+    "model": ({"build": build()}, TaskError, "build must be a function that makes a model, got a Sequential"),
+    "task": ({"task_of": task()}, TaskError, "task_of must be a function .* got a Task"),
+    "training": ({"training": {"lr": 0.1}}, TaskError, "training must be a Training, got a dict"),
+    "dataset": ({"data": TensorDataset(*points(N, 0))}, DataError, "columns of tensors .*, got a TensorDataset"),
+    "at once": ({"at_once": 0}, DataError, "at_once must be a whole number of at least 1, got 0"),
+}
+
+
+@pytest.mark.parametrize(("change", "kind", "message"), TOGETHER.values(), ids=TOGETHER.keys())
+def test_what_cannot_be_trained_together_is_refused(
+    change: dict[str, Any], kind: type[Exception], message: str
+) -> None:
+    with pytest.raises(kind, match=message):
+        replace(together(), **change)
+
+
+def test_columns_are_data_enough_to_train_together() -> None:
+    plain = Together(build, Task.classifier, points(N, 0), TRAINING, 2)
+    assert torch.equal(ask(how=plain).values, ask().values)
+    arrays = tuple(column.numpy() for column in points(N, 0))
+    assert torch.equal(ask(how=replace(plain, data=arrays)).values, ask().values)
+    assert ask(how=plain).about["fingerprints"] == ask().about["fingerprints"]
+
+
+def test_what_a_training_raises_says_which_it_was() -> None:
+    def failing(subset: Tensor, seed: int) -> nn.Module:
+        if len(subset) < N:
+            raise ZeroDivisionError("of mine")
+        return train(subset, seed)
+
+    with pytest.raises(ZeroDivisionError, match="of mine") as error:
+        ask(how=failing, subsets=REMOVALS)
+    seed = REMOVALS.seeds(0, 0)[0]
+    assert error.value.__notes__ == [f"while retraining on subset 1 (all but '0') in run 0 with seed {seed}"]
+    with pytest.raises(DataError, match="does not fill one batch") as raised:
+        ask(how=together(training=replace(TRAINING, batch_size=20, drop_last=True)))
+    assert "while retraining on subset 0" in raised.value.__notes__[0] and "and 1 more" in raised.value.__notes__[0]
+
+
+def test_a_model_that_the_task_does_not_measure_is_refused() -> None:
+    def other(subset: Tensor, seed: int) -> nn.Module:
+        return nn.Linear(4, 3).double()
+
+    def wider(subset: Tensor, seed: int) -> nn.Module:
+        return nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3)).double()
+
+    def longer(subset: Tensor, seed: int) -> nn.Module:
+        return nn.Sequential(*build().children(), nn.Linear(3, 3).double())
+
+    for how, message in (
+        (other, "it lacks '0.weight'"),
+        (wider, r"'0.weight' has shape \(6, 4\), there \(5, 4\)"),
+        (longer, "it has '3.weight' beside them"),
+    ):
+        with pytest.raises(DataError, match=f"returns another model than the task measures: {message}"):
+            ask(how=how)
+
+
+def test_a_truth_knows_the_data_it_is_told_of(tmp_path: Path) -> None:
+    own = task()
+    store = simulate(own, points(N, 0), HALVES.sources, Plan(steps=2, lr=0.1), progress=False)
+    result = attribute(own, store, points(QUERIES, 1), progress=False)
+    same, other = (ask(how=train, task=own, data=points(N, seed)) for seed in (0, 2))
+    assert same.about["fingerprints"] == {**result.labels.fingerprints, **same.about["fingerprints"]}
+    assert len(evaluate(result, same)) == len(evaluate(result, ask(how=train, task=own))) == 1
+    for truth in (other, ask(how=together(data=points(N, 2)), task=own)):
+        with pytest.raises(DataError, match="scores are of other training data than the truth"):
+            evaluate(result, truth)
+    data = Data(TensorDataset(*points(N, 0)), device=torch.device("cpu"))
+    assert ask(how=train, data=data).about["fingerprints"] == same.about["fingerprints"]
+    with pytest.raises(DataError, match="subsets are of 24 training examples, the data has 23"):
+        ask(how=train, data=points(23, 0))
+    with pytest.raises(DataError, match="data is not what the Together trains on"):
+        ask(data=points(N, 2))
+    assert ask(data=points(N, 0)).about["fingerprints"] == ask().about["fingerprints"]
+
+
+def test_data_that_one_call_names_and_the_other_does_not_is_no_change(tmp_path: Path) -> None:
+    first = ask(tmp_path, train, data=points(N, 0))
+    assert torch.equal(ask(tmp_path, train).values, first.values)
+    with pytest.raises(StoreError, match="the data changed"):
+        ask(tmp_path, train, data=points(N, 2))
+
+
+def test_scores_of_another_model_are_not_held_against_a_truth() -> None:
+    small = Task.classifier(nn.Linear(4, 3).double())
+    store = simulate(small, points(N, 0), HALVES.sources, Plan(steps=2, lr=0.1), progress=False)
+    with pytest.raises(DataError, match="scores are of another model than the truth"):
+        evaluate(attribute(small, store, points(QUERIES, 1), progress=False), ask())
+
+
+# A function that is not heard out, or not listening.
+
+
+def trembling(how: Train, size: float = 1e-12) -> Train:
+    """The same function on a device that does not repeat itself."""
+    shaking = torch.Generator().manual_seed(0)
+
+    def trained(subset: Tensor, seed: int) -> nn.Module:
+        model = how(subset, seed)
+        for parameter in model.parameters():
+            parameter.data += size * torch.randn(parameter.shape, generator=shaking, dtype=torch.float64)
+        return model
+
+    return trained
+
+
+@every_kind
+@pytest.mark.parametrize(("how", "message"), [(heedless, "ignores its subset"), (stubborn, "ignores its seed")])
+@pytest.mark.parametrize("size", [1e-12, 1e-6])
+def test_rounding_does_not_pass_for_listening(how: Train, message: str, size: float, subsets: Subsets) -> None:
+    with pytest.raises(DataError, match=message):
+        ask(how=trembling(how, size), subsets=subsets)
+    ask(how=trembling(train, size), subsets=subsets)
+
+
+def test_a_subset_that_changes_nothing_is_not_the_last_word() -> None:
+    def picky(subset: Tensor, seed: int) -> nn.Module:
+        return train(subset[subset != 3], seed)
+
+    for removed in ([[], [3], [0, 1]], [[], [0, 1], [3]]):
+        assert ask(how=picky, subsets=Subsets.without(N, removed)).values.isfinite().all()
+    told: list[tuple[int, int]] = []
+    ask(how=picky, subsets=Subsets.without(N, [[], [3], [0, 1]]), progress=lambda *now: told.append(now))
+    assert told[-1] == (2 * 3 + 1, 2 * 3 + 1)
+    with pytest.raises(DataError, match="ignores its subset"):
+        ask(how=picky, subsets=Subsets.without(N, [[], [3]]))
+
+
+def test_a_function_may_shuffle_its_subset_in_place() -> None:
+    def shuffling(subset: Tensor, seed: int) -> nn.Module:
+        subset[:] = subset[torch.randperm(len(subset), generator=torch.Generator().manual_seed(seed))]
+        return train(subset, seed)
+
+    truth = ask(how=shuffling, subsets=REMOVALS)
+    assert truth.about["noise"] == 0
+    for run in range(RUNS):
+        alone = shuffling(REMOVALS.examples(0), REMOVALS.seeds(run, 0)[0])
+        torch.testing.assert_close(task().measure(alone, points(QUERIES, 1)).detach(), truth.values[run, 0])
+
+
+class Neighbours(nn.Module):
+    """Learns nothing that its parameters would tell."""
+
+    def __init__(self, subset: Tensor) -> None:
+        super().__init__()
+        x, y = points(N, 0)
+        self.x, self.y = x[subset], y[subset]
+        self.unused = nn.Parameter(torch.zeros(1, dtype=torch.float64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return -torch.stack([torch.cdist(x, self.x[self.y == label]).mean(1) for label in range(3)], 1)
+
+
+def test_what_is_learned_outside_the_parameters_counts_too() -> None:
+    own = Task.classifier(Neighbours(torch.arange(N)))
+    truth = ask(how=lambda subset, seed: Neighbours(subset), task=own, runs=1)
+    assert float(truth.values.std(1).min()) > 0
+    with pytest.raises(DataError, match="ignores its seed"):
+        ask(how=lambda subset, seed: Neighbours(subset), task=own)
+    with pytest.raises(DataError, match="ignores its subset"):
+        ask(how=lambda subset, seed: Neighbours(torch.arange(N)), task=own, runs=1)
+
+
+# More runs.
+
+
+@every_kind
+@pytest.mark.parametrize("how", [together(), together(3), together(None), train], ids=["two", "three", "all", "loop"])
+def test_more_runs_add_to_a_folder_and_fewer_are_read(how: Train | Together, subsets: Subsets, tmp_path: Path) -> None:
+    expected = ask(how=how, subsets=subsets, runs=4).values
+    for runs in (1, 3, 2, 4, 4):
+        truth = ask(tmp_path, how, subsets=subsets, runs=runs)
+        torch.testing.assert_close(truth.values, expected[:runs], rtol=1e-10, atol=1e-13)
+        assert truth.runs == truth.about["runs"] == runs
+    assert torch.equal(Truth.load(tmp_path).values, truth.values)
+
+
+def test_only_what_is_missing_is_trained_for_more_runs(tmp_path: Path) -> None:
+    ask(tmp_path, Counting(), runs=2)
+    kept = contents(tmp_path)
+    more = Counting()
+    ask(tmp_path, more, runs=3)
+    assert more.made == len(HALVES) + 1
+    assert {path: contents(tmp_path)[path] for path in kept if path.name != "truth.json"} == {
+        path: content for path, content in kept.items() if path.name != "truth.json"
+    }
+    fewer = Counting()
+    ask(tmp_path, fewer, runs=1)
+    assert fewer.made == 1
+
+
+def test_models_of_several_missing_runs_train_together(tmp_path: Path) -> None:
+    ask(tmp_path, together(7), runs=1)
+    ask(tmp_path, together(7), runs=4)
+    sizes = [len(load_file(file)["values"]) for file in sorted(tmp_path.glob("values-*"))]
+    assert sizes == [5, 7, 7, 1]
+    ask(tmp_path / "removals", together(7), runs=2, subsets=REMOVALS)
+    assert [len(load_file(file)["values"]) for file in sorted((tmp_path / "removals").glob("values-*"))] == [5, 5]
+
+
+def test_more_runs_that_are_killed_leave_the_others_and_go_on(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    few = ask(tmp_path, runs=1)
+    with pytest.raises(Killed):
+        ask(tmp_path, runs=3, progress=dies_after(6))
+    assert torch.equal(Truth.load(tmp_path).values, few.values)
+    assert "1 of 3 runs are complete" in caplog.text
+    assert torch.equal(ask(tmp_path, runs=1).values, few.values)
+    torch.testing.assert_close(ask(tmp_path, runs=3).values, ask(runs=3).values, rtol=1e-10, atol=1e-13)
+
+
+def test_more_runs_by_another_function_change_nothing(tmp_path: Path) -> None:
+    ask(tmp_path, nudged(0.0), runs=1)
+    kept = contents(tmp_path)
+    with pytest.raises(StoreError, match="of another train"):
+        ask(tmp_path, nudged(0.5), runs=2)
+    assert contents(tmp_path) == kept
+
+
+@every_kind
+def test_a_second_run_needs_a_function_that_hears_its_seed(subsets: Subsets, tmp_path: Path) -> None:
+    ask(tmp_path / "deaf", named(lambda *given: stubborn(*given)), subsets=subsets, runs=1)
+    kept = contents(tmp_path)
+    with pytest.raises(DataError, match="ignores its seed"):
+        ask(tmp_path / "deaf", named(lambda *given: stubborn(*given)), subsets=subsets, runs=2)
+    assert contents(tmp_path) == kept
+    ask(tmp_path / "fine", train, subsets=subsets, runs=1)
+    told: list[tuple[int, int]] = []
+    both = ask(tmp_path / "fine", train, subsets=subsets, progress=lambda *now: told.append(now))
+    assert torch.equal(both.values, ask(how=train, subsets=subsets).values)
+    assert told[-1][0] == told[-1][1] and all(done <= total for done, total in told)
+
+
+def test_a_description_that_stays_the_same_is_not_written_again(tmp_path: Path) -> None:
+    with pytest.raises(Killed):
+        ask(tmp_path, progress=dies_after(5))
+    before = (tmp_path / "truth.json").stat()
+    ask(tmp_path)
+    ask(tmp_path, runs=1)
+    after = (tmp_path / "truth.json").stat()
+    assert (after.st_ino, after.st_mtime_ns) == (before.st_ino, before.st_mtime_ns)
+
+
+def test_values_of_another_truth_or_of_other_models_are_refused(tmp_path: Path) -> None:
+    mine, other = tmp_path / "mine", tmp_path / "other"
+    expected = ask(mine).values
+    ask(other, seed=1, subsets=HALVES)
+    place = mine / "values-000002.safetensors"
+    own = place.read_bytes()
+    for wrong in (other / "values-000002.safetensors", mine / "values-000004.safetensors"):
+        place.write_bytes(wrong.read_bytes())
+        for read in (ask, Truth.load):
+            with pytest.raises(
+                StoreError, match=r"values-000002\.safetensors holds other models than this ground truth"
+            ):
+                read(mine)
+    place.write_bytes(own)
+    (mine / "values-000010.safetensors").write_bytes((mine / "values-000008.safetensors").read_bytes())
+    with pytest.raises(StoreError, match=r"values-000010\.safetensors holds other models"):
+        Truth.load(mine)
+    (mine / "values-000010.safetensors").unlink()
+    assert torch.equal(Truth.load(mine).values, expected)
+
+
+def as_schema_2(folder: Path) -> None:
+    """A folder as the version before wrote it: files of values that say no more than their checksum."""
+    file = folder / "truth.json"
+    about = {name: value for name, value in json.loads(file.read_text()).items() if name != "sha256"}
+    file.write_text(json.dumps(sealed({**about, "schema": 2}), indent=1))
+    for part in folder.glob("values-*.safetensors"):
+        with safe_open(part, framework="pt") as opened:
+            values, told = opened.get_tensor("values"), opened.metadata()
+        save_file({"values": values}, part, {"sha256": told["sha256"]})
+
+
+def test_a_truth_of_the_version_before_is_read_and_continued(tmp_path: Path) -> None:
+    first = ask(tmp_path)
+    as_schema_2(tmp_path)
+    assert torch.equal(Truth.load(tmp_path).values, first.values)
+    assert torch.equal(ask(tmp_path).values, first.values)
+    (tmp_path / "values-000004.safetensors").unlink()
+    assert torch.equal(ask(tmp_path).values, first.values)
+    more = ask(tmp_path, runs=3)
+    torch.testing.assert_close(more.values, ask(runs=3).values, rtol=1e-10, atol=1e-13)
+    assert torch.equal(Truth.load(tmp_path).values, more.values)
+
+
+# Whether a function is still the same.
+
+
+def test_effects_are_compared_within_a_run() -> None:
+    """Runs of a removal differ by much more than what is removed does."""
+    rows = torch.tensor([[1.0], [1.1], [1.2], [9.0], [9.1], [9.2]])
+    assert spread(dict(enumerate(rows)), 3) == pytest.approx(0.1)
+    assert spread(dict(enumerate(rows)), 1) is None
+    assert spread({0: rows[0], 3: rows[3]}, 3) is None
+    assert spread({0: rows[0], 1: rows[1], 3: rows[3]}, 3) == pytest.approx(0.1 / 2**0.5)
+
+
+def output(model: nn.Module, batch: Any) -> Tensor:
+    """An F that is moved by exactly what `nudged` is given."""
+    values: Tensor = model(batch[0])[:, 0]
+    return values
+
+
+def asked_again(folder: Path, how: Train, refused: bool, **given: Any) -> None:
+    if refused:
+        with pytest.raises(StoreError, match="of another train"):
+            ask(folder, how, **given)
+    else:
+        ask(folder, how, **given)
+
+
+@pytest.mark.parametrize(("size", "refused"), [(0.8, False), (1.2, True)])
+@every_kind
+def test_the_limit_is_a_tenth_of_what_the_subsets_of_a_run_differ_by(
+    subsets: Subsets, size: float, refused: bool, tmp_path: Path
+) -> None:
+    given: dict[str, Any] = {"subsets": subsets, "task": task(measure=output)}
+    truth = ask(tmp_path, nudged(0.0), **given)
+    among = float(truth.values.var(1).mean().sqrt())
+    asked_again(tmp_path, nudged(size * 0.1 * among), refused, **given)
+
+
+@pytest.mark.parametrize(("size", "refused"), [(2.5, False), (3.5, True)])
+def test_a_function_may_be_off_by_three_times_its_own_noise(size: float, refused: bool, tmp_path: Path) -> None:
+    calls, own = iter(range(10**6)), task(measure=output)
+
+    def restless(subset: Tensor, seed: int) -> nn.Module:
+        return nudged(float(next(calls) == 1))(subset, seed)  # the second training is the first again
+
+    assert ask(tmp_path, named(restless), task=own).about["noise"] == pytest.approx(1.0)
+    asked_again(tmp_path, nudged(size), refused, task=own)
+
+
+@pytest.mark.parametrize(("size", "refused"), [(1e-5, False), (0.05, True)])
+def test_one_kept_model_must_be_the_same_to_a_thousandth(size: float, refused: bool, tmp_path: Path) -> None:
+    begun(tmp_path, train, 1, runs=1)
+    if refused:
+        with pytest.raises(StoreError, match=r"has an F that is .* away, where it is"):
+            ask(tmp_path, nudged(size), runs=1)
+    else:
+        ask(tmp_path, nudged(size), runs=1)
+
+
+def test_a_function_with_arguments_bound_is_known_by_them(tmp_path: Path) -> None:
+    def scaled(factor: float, subset: Tensor, seed: int, *, shift: float = 0.0) -> nn.Module:
+        model = train(subset, seed)
+        model.get_parameter("2.bias").data.mul_(factor).add_(shift)
+        return model
+
+    ask(tmp_path, partial(scaled, 1.0, shift=0.0))
+    name = re.escape(scaled.__qualname__)
+    with pytest.raises(StoreError, match=rf"training was {name}\(1\.0, shift=0\.0\), is {name}\(1\.0, shift=0\.5\)"):
+        ask(tmp_path, partial(scaled, 1.0, shift=0.5))
+    assert called(partial(called, build)) == "called(<function build>)"
+
+
 def test_a_seed_may_be_ignored_where_there_is_one_run() -> None:
     assert ask(how=stubborn, runs=1).values.isfinite().all()
 
 
 def test_a_training_that_diverges_is_named_and_not_kept(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"query 0 is nan under the model retrained with seed \d+: the training"):
+    which = r"subset 3 \(all but .* and \d+ more\) in run 1 with seed \d+"
+    with pytest.raises(DataError, match=rf"query 0 is nan under the model retrained on {which}: the training diverged"):
         ask(tmp_path, diverging)
     assert Truth.load(tmp_path).runs == 1  # the second has it
     explosive = together(training=replace(TRAINING, lr=1e308))
@@ -604,8 +981,12 @@ def test_a_measurement_with_other_than_one_value_per_query_is_refused() -> None:
 
 
 def test_requests_that_cannot_be_meant_are_refused() -> None:
-    with pytest.raises(DataError, match="runs must be at least 1, got 0"):
-        ask(runs=0)
+    for wrong in (0, 2.5, "2", True):
+        with pytest.raises(DataError, match=f"runs must be a whole number of at least 1, got {wrong!r}"):
+            ask(runs=wrong)
+    for wrong in (-1, 1.5, "a"):
+        with pytest.raises(DataError, match=f"seed must be a whole number of at least 0, got {wrong!r}"):
+            ask(seed=wrong)
     with pytest.raises(DataError, match="subsets are of 20 training examples, the data has 24"):
         ask(subsets=Subsets.halves(20))
     elsewhere = replace(together(), data=Data(points(N, 0), device=torch.device("meta")))
@@ -622,7 +1003,7 @@ def test_effects_are_changes_against_the_models_that_lack_nothing() -> None:
     with pytest.raises(DataError, match="these are halves"):
         _ = ask().effects
     with pytest.raises(DataError, match="ask for a baseline"):
-        _ = ask(subsets=Subsets.without(N, [[0], [1, 2]])).effects
+        _ = ask(subsets=Subsets("removal", N, Sources.per_example(N), ((0,), (1, 2)))).effects
 
 
 def test_a_truth_says_what_it_is() -> None:
