@@ -9,6 +9,7 @@ from itertools import accumulate, product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, TypedDict, Unpack, overload, runtime_checkable
 
+import numpy as np
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
@@ -17,7 +18,7 @@ from torch import Tensor
 from imprint.data import Collate, Data, query_batches
 from imprint.errors import MissingExtra, ReadoutError, StoreError
 from imprint.files import write
-from imprint.fingerprint import of_batches, of_data, of_sources
+from imprint.fingerprint import of_batches, of_data, of_sources, probe_measures
 from imprint.progress import Advance, Progress
 from imprint.readout import Kind, Reader
 from imprint.sources import Sources
@@ -171,7 +172,9 @@ class Attribution:
         """The same of other queries, which are not those of the fingerprint unless they are all of them in order."""
         if queries == self.queries:
             return self
-        prints = {name: value for name, value in self.labels.fingerprints.items() if name != "queries"}
+        prints = {
+            name: value for name, value in self.labels.fingerprints.items() if name not in ("queries", "measures")
+        }
         return Attribution(replace(self.labels, fingerprints=prints), scores, queries)
 
     def top(self, k: int = 5, by: Order = "magnitude") -> Top:
@@ -331,6 +334,7 @@ def attribute(
         {
             **{name: store.manifest.fingerprints[name] for name in ("data", "sources")},
             **{"parameters": store.manifest.parameters, "queries": of_batches(batches)},
+            "measures": probe_measures(task, batches),
         },
     )
     if k is None:
@@ -361,13 +365,7 @@ def self_influence(
         raise ReadoutError(
             f"self-influence pairs sources and examples: {len(store)} sources, {len(examples)} examples."
         )
-    prints = store.manifest.fingerprints
-    each = len(store) == store.n and prints["sources"] == of_sources(Sources.per_example(store.n))
-    if each and prints["data"] != of_data(examples):
-        raise ReadoutError(
-            "self-influence is that of the training data: this is other data than the store was made from, or the "
-            "same in another order."
-        )
+    _refuse_mispaired(store, examples)
     reader = Reader(task, store, memory=memory)
     bar = Progress("self-influence", len(store), "examples", progress)
     parts = []
@@ -378,6 +376,19 @@ def self_influence(
     finally:
         bar.close()
     return torch.cat(parts)
+
+
+def _refuse_mispaired(store: Store, examples: Data) -> None:
+    """Refuse rows that are not the examples of their sources, where each example is a source."""
+    if len(store) != store.n or max(store.source_sizes) > 1:
+        return
+    prints, each = store.manifest.fingerprints, tuple(np.array([index]) for index in range(store.n))
+    in_order = prints["sources"] == of_sources(Sources(store.source_ids, store.source_names, each))
+    if in_order != (prints["data"] == of_data(examples)):
+        raise ReadoutError(
+            "self-influence pairs each source with its own example: these are not the training examples in the order "
+            "of the sources."
+        )
 
 
 def _rank(scores: Tensor, by: Order) -> Tensor:

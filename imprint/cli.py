@@ -74,6 +74,7 @@ def main() -> None:
         if os.environ.get(_TRACEBACK) or not theirs:
             raise
         _one_line("[red]error:[/red]", first_line(error))
-        frames = "".join(traceback.format_list(theirs)).rstrip()
-        errors.print(f"{frames}\n({_TRACEBACK}=1 shows all of it)", markup=False, highlight=False, soft_wrap=True)
+        notes, frames = getattr(error, "__notes__", []), "".join(traceback.format_list(theirs)).rstrip()
+        told = "\n".join([*notes, frames, f"({_TRACEBACK}=1 shows all of it)"])
+        errors.print(told, markup=False, highlight=False, soft_wrap=True)
         raise SystemExit(1) from None

@@ -102,6 +102,7 @@ def regulariser_values(task: Functional, theta: Parameters) -> list[float]:
     return values
 
 
+@torch.inference_mode(False)
 def probe_measures(task: Task, batches: Iterable[tuple[int, Batch]]) -> list[float]:
     """F of the first few queries, where it is finite, at parameters drawn by shape, whatever the model's own are."""
     generator = torch.Generator().manual_seed(0)

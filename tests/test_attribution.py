@@ -17,7 +17,7 @@ from torch import nn
 from imprint import Attribution, MissingExtra, Plan, ReadoutError, Sources, StoreError, Task, attribute, simulate
 from imprint.attribution import Labels, Order
 from imprint.data import Data
-from imprint.fingerprint import of_batches, of_data, of_sources
+from imprint.fingerprint import of_batches, of_data, of_sources, probe_measures
 from imprint.store import describe
 
 SCORES = torch.tensor([[3.0, -6.0, 0.5], [-1.0, 2.0, 8.0]], dtype=torch.float64)
@@ -92,6 +92,7 @@ def test_labels_are_those_of_task_and_store() -> None:
         "sources": of_sources(sources),
         "parameters": describe(task),
         "queries": of_batches([(3, queries)]),
+        "measures": probe_measures(task, [(3, queries)]),
     }
     assert labels == Labels(4, ("a", "b"), ("a", "Bee"), (2, 1), "margin", "higher", {"readout": "jvp"}, prints)
 

@@ -543,11 +543,11 @@ def test_nan_in_a_later_batch_of_queries_is_named(task: Task, store: Store) -> N
 
 
 def test_nan_in_self_influence_is_named(task: Task) -> None:
-    each = _simulate(task, sources=Sources.groups({f"example {i}": [i] for i in range(N)}))
+    most = _simulate(task, sources=Sources.groups({f"example {i}": [i] for i in range(N - 1)}))
     x, y = _columns()
     x[7] = torch.nan
     with pytest.raises(ReadoutError, match="7"):
-        self_influence(task, each, (x, y), batch_size=5, progress=False)
+        self_influence(task, most, (x[:-1], y[:-1]), batch_size=5, progress=False)
 
 
 def test_self_influence_needs_an_example_for_each_source(task: Task, store: Store) -> None:

@@ -623,6 +623,15 @@ def test_an_error_in_the_users_code_is_told_with_its_own_frames_only(
         main()
 
 
+def test_a_training_that_fails_says_which(command: Command, here: Path, tmp_path: Path) -> None:
+    file = tmp_path / "failing.py"
+    file.write_text(MODEL + "\n\ndef train(subset, seed):\n    raise OSError('no disk')\n")
+    failed = command("retrain", f"{file}:train", "--kind", "sources", "--out", str(tmp_path / "truth"))
+    assert failed.code == 1
+    assert "error: OSError: no disk" in failed.err
+    assert re.search(r"run 0.*seed \d+", failed.err.replace("\n", " ")), failed.err
+
+
 def test_an_error_of_the_library_has_a_traceback_if_one_is_asked_for(
     command: Command, here: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

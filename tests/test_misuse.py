@@ -420,12 +420,16 @@ def test_self_influence_takes_the_training_data_in_its_order() -> None:
     each = simulate(task, (x, y), Sources.per_example(16), plan, progress=False)
     own = self_influence(task, each, (x, y), progress=False)
     for other in ((x.flip(0), y.flip(0)), (x + 1, y)):
-        with pytest.raises(ReadoutError, match="other data than the store was made from, or the same in another order"):
+        with pytest.raises(ReadoutError, match="not the training examples in the order"):
             self_influence(task, each, other, progress=False)
 
     backwards = Sources.groups({str(i): [i] for i in reversed(range(16))})
     turned = simulate(task, (x, y), backwards, plan, progress=False)  # row i belongs to source i, whatever its example
     torch.testing.assert_close(self_influence(task, turned, (x.flip(0), y.flip(0)), progress=False), own.flip(0))
+    named = simulate(task, (x, y), Sources.by_label([f"example {i:02}" for i in range(16)]), plan, progress=False)
+    for store, other in ((turned, (x, y)), (named, (x.flip(0), y.flip(0)))):
+        with pytest.raises(ReadoutError, match="not the training examples in the order"):
+            self_influence(task, store, other, progress=False)
     few = simulate(task, (x, y), Sources.groups({"a": [3], "b": [5]}), plan, progress=False)
     torch.testing.assert_close(self_influence(task, few, (x[[3, 5]], y[[3, 5]]), progress=False), own[[3, 5]])
 

@@ -12,13 +12,22 @@ from torch import Tensor
 from imprint.attribution import Attribution
 from imprint.data import query_batches
 from imprint.errors import DataError, TaskError
-from imprint.evaluation.metrics import Metric, averaged, check_queries, check_sources, usable_scores
+from imprint.evaluation.metrics import (
+    Metric,
+    averaged,
+    check_measures,
+    check_origin,
+    check_queries,
+    check_sources,
+    usable_scores,
+)
 from imprint.evaluation.retraining import Together, Train, retrain
 from imprint.evaluation.statistics import constant
 from imprint.evaluation.subsets import CHANCE, Subsets, derived, whole
-from imprint.fingerprint import of_batches
+from imprint.fingerprint import of_batches, of_data, probe_measures
 from imprint.progress import Advance
 from imprint.sources import Sources
+from imprint.store import describe
 from imprint.task import Task
 
 _FEW = 0.1  # of the queries may be wrong from the start without a warning
@@ -67,6 +76,9 @@ def brittleness(
     counts, runs = _counts(removed, len(sources)), whole("runs", runs, 1)
     batches = query_batches(queries, device=task.device, batch_size=512, collate_fn=None)
     scores = _scores(result, sources, sum(size for size, _ in batches), of_batches(batches))
+    known = {"parameters": describe(task), "data": of_data(train.examples) if isinstance(train, Together) else None}
+    check_origin(result.labels, known)
+    check_measures(result.labels, probe_measures(task, batches) if result.labels.measure == "margin" else [])
     order = (scores * (1 if result.labels.better == "higher" else -1)).argsort(dim=1, descending=True)
     draw = np.random.default_rng(derived(seed, CHANCE))
     chance = torch.from_numpy(np.stack([draw.permutation(len(sources)) for _ in range(len(result))]))

@@ -4,6 +4,7 @@ Signs are never flipped: F of a model trained on a subset is predicted by F + Σ
 scores and F rise together, whatever F is; and a removal is predicted to change F by −s/N.
 """
 
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -27,8 +28,9 @@ from imprint.evaluation.statistics import (
     mean_estimate,
     ranks,
 )
+from imprint.evaluation.subsets import Subsets
 from imprint.evaluation.truth import Truth
-from imprint.fingerprint import of_sources
+from imprint.fingerprint import changed, of_sources
 from imprint.sources import Sources
 from imprint.task import Better
 
@@ -146,6 +148,7 @@ def slope(result: Attribution | Tensor, truth: Truth) -> Metric:
     order, exact scores have the slope 1, however much is removed and however unequal sources are.
     """
     scores, subsets = _scores(result, truth), truth.subsets
+    _warn_shares(subsets)
     compared = [index for index, removed in enumerate(subsets.removed) if removed]
     seen = torch.tensor([len(subsets.examples(index)) for index in compared], dtype=torch.float64)
     predicted = scores @ subsets.kept()[compared].double().T / seen
@@ -153,6 +156,17 @@ def slope(result: Attribution | Tensor, truth: Truth) -> Metric:
     check = RemovalCheck.of(predicted, actual)
     undefined = int(constant(check.predicted).sum())
     return Metric("slope of actual on predicted effects", check.slope, undefined=undefined)
+
+
+def _warn_shares(subsets: Subsets) -> None:
+    owners = sum(np.bincount(members, minlength=subsets.n) for members in subsets.sources.members)
+    if not np.all(owners == 1):
+        how = "overlap" if np.any(owners > 1) else "leave examples out"
+        warnings.warn(
+            f"the sources {how}, and the slope takes each example to be in one of them: it may be far from 1 for exact "
+            "scores.",
+            stacklevel=3,
+        )
 
 
 def mislabel_auc(self_influence: Tensor | Array, mislabelled: Tensor | Array, better: Better = "lower") -> Metric:
@@ -255,9 +269,10 @@ def _scores(result: Attribution | Tensor, truth: Truth) -> Tensor:
     check_sources(result.labels, truth.subsets.sources)
     if result.labels.measure != truth.measure:
         raise DataError(f"scores are of {result.labels.measure!r}, the truth measured {truth.measure!r}.")
-    _check_origin(result.labels, known)
+    check_origin(result.labels, known)
     scores = usable_scores(result.scores, count, len(truth.subsets.sources))
     check_queries(result, count, known.get("queries"))
+    check_measures(result.labels, truth.about.get("probes", {}).get("measures", []))
     return scores
 
 
@@ -285,7 +300,7 @@ def check_sources(labels: Labels, sources: Sources) -> None:
         raise DataError(f"scores are of sources with other members than the truth's: {difference}.")
 
 
-def _check_origin(labels: Labels, known: dict[str, Any]) -> None:
+def check_origin(labels: Labels, known: dict[str, Any]) -> None:
     """Refuse scores of other training data or of another model than the truth's, as far as both are known."""
     mine = labels.fingerprints
     if mine.get("data") and known.get("data") and mine["data"] != known["data"]:
@@ -297,15 +312,19 @@ def _check_origin(labels: Labels, known: dict[str, Any]) -> None:
         raise DataError(f"scores are of another model than the truth: {difference}.")
 
 
+def check_measures(labels: Labels, known: list[float]) -> None:
+    """Refuse scores of a model that has the truth's shapes but not its F: `known` are F at random parameters."""
+    mine = labels.fingerprints.get("measures")
+    if mine and known and (difference := changed("F at random parameters, of query", known, mine)):
+        raise DataError(f"scores are of another model or measurement than the truth: {difference}.")
+
+
 def _models_differ(mine: Parameters, theirs: Parameters) -> str | None:
-    """How the parameters of two models differ, in words; either may have a selection of those of the other."""
+    """How parameters that two models have in common differ, in words."""
     for name in sorted(mine.keys() & theirs.keys()):
         here, there = (tuple(each[name]["shape"]) for each in (mine, theirs))
         if here != there:
             return f"parameter {name!r} has shape {here} against {there}"
-    beside, lacking = sorted(mine.keys() - theirs.keys()), sorted(theirs.keys() - mine.keys())
-    if beside and lacking:
-        return f"its parameters have {beside[0]!r}, the truth's {lacking[0]!r}"
     return None
 
 

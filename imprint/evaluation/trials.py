@@ -32,15 +32,14 @@ class Trial(NamedTuple):
 def heard(first: Trial, again: Trial, other: Trial) -> bool:
     """Whether a change makes another model: one further away than a few times what repeating the same does.
 
-    F decides where no parameter moves, as in models that keep what they learn elsewhere. Where repeating gives another
+    F decides where parameters do not, as in models that keep what they learn elsewhere. Where repeating gives another
     model altogether nothing can be told, and the change counts as heard.
     """
     repeated, moved = distance(first.state, again.state), distance(first.state, other.state)
-    if repeated > SAME:
+    if repeated > SAME or moved > FEW * repeated:
         return True
-    if repeated == moved == 0:
-        return size(other.values - first.values) > FEW * size(again.values - first.values)
-    return moved > FEW * repeated
+    noise = max(FEW * size(again.values - first.values), SAME * size(first.values) if repeated else 0.0)
+    return size(other.values - first.values) > noise
 
 
 def distance(first: Parameters, second: Parameters) -> float:

@@ -479,13 +479,21 @@ def test_scores_of_other_data_are_refused() -> None:
     ("change", "message"),
     [
         ({**PARAMETERS, "a": {"shape": [3, 4], "dtype": "torch.float32"}}, r"'a' has shape \(5, 4\) against \(3, 4\)"),
-        ({"a": PARAMETERS["a"], "c": PARAMETERS["b"]}, "its parameters have 'b', the truth's 'c'"),
     ],
 )
 def test_scores_of_another_model_are_refused(change: dict[str, Any], message: str) -> None:
     result, truth = known(attribution(scores_for(HALVES), HALVES), parameters=PARAMETERS), random_truth(HALVES)
     with pytest.raises(DataError, match=f"another model than the truth: .*{message}"):
         evaluate(result, replace(truth, about=about(parameters=change)))
+
+
+def test_a_slope_of_sources_that_overlap_or_leave_examples_out_is_warned_of() -> None:
+    for groups, how in (([range(4), range(3, N)], "overlap"), ([range(4), range(4, N - 1)], "leave examples out")):
+        parts = Sources.groups({str(index): list(group) for index, group in enumerate(groups)})
+        subsets = Subsets.without_each(parts, n=N)
+        values = torch.rand(2, len(subsets), 5, dtype=torch.float64)
+        with pytest.warns(UserWarning, match=f"the sources {how}"):
+            slope_of(torch.rand(5, 2), Truth(subsets, values, "loss"))
 
 
 def test_scores_may_be_of_some_of_the_parameters_and_of_another_precision() -> None:

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable
+from copy import deepcopy
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -661,7 +662,8 @@ def test_a_truth_knows_the_data_it_is_told_of(tmp_path: Path) -> None:
     store = simulate(own, points(N, 0), HALVES.sources, Plan(steps=2, lr=0.1), progress=False)
     result = attribute(own, store, points(QUERIES, 1), progress=False)
     same, other = (ask(how=train, task=own, data=points(N, seed)) for seed in (0, 2))
-    assert same.about["fingerprints"] == {**result.labels.fingerprints, **same.about["fingerprints"]}
+    mine = {name: value for name, value in result.labels.fingerprints.items() if name != "measures"}
+    assert same.about["fingerprints"] == {**mine, **same.about["fingerprints"]}
     assert len(evaluate(result, same)) == len(evaluate(result, ask(how=train, task=own))) == 1
     for truth in (other, ask(how=together(data=points(N, 2)), task=own)):
         with pytest.raises(DataError, match="scores are of other training data than the truth"):
@@ -685,8 +687,26 @@ def test_data_that_one_call_names_and_the_other_does_not_is_no_change(tmp_path: 
 def test_scores_of_another_model_are_not_held_against_a_truth() -> None:
     small = Task.classifier(nn.Linear(4, 3).double())
     store = simulate(small, points(N, 0), HALVES.sources, Plan(steps=2, lr=0.1), progress=False)
-    with pytest.raises(DataError, match="scores are of another model than the truth"):
+    with pytest.raises(DataError, match="scores are of another model or measurement than the truth"):
         evaluate(attribute(small, store, points(QUERIES, 1), progress=False), ask())
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        nn.Sequential(nn.Linear(4, 5), nn.ReLU(), nn.Linear(5, 3)),
+        nn.Sequential(nn.Linear(4, 5, bias=False), nn.Tanh(), nn.Linear(5, 3)),
+        nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3), nn.Tanh(), nn.Linear(3, 3)),
+    ],
+)
+def test_a_model_with_parameters_of_the_same_shapes_is_told_from_another(other: nn.Module) -> None:
+    task = Task.classifier(nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3)).double())
+    store = simulate(task, points(N, 0), HALVES.sources, Plan(steps=2, lr=0.1), progress=False)
+    result = attribute(task, store, points(QUERIES, 1), progress=False)
+    how = Together(lambda: deepcopy(other).double(), Task.classifier, points(N, 0), Training(epochs=1, lr=0.1))
+    truth = retrain(how, Task.classifier(other.double()), points(QUERIES, 1), HALVES, progress=False)
+    with pytest.raises(DataError, match="another model or measurement than the truth: F at random parameters"):
+        evaluate(result, truth)
 
 
 # A function that is not heard out, or not listening.
