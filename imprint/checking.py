@@ -21,7 +21,7 @@ from imprint.readout import Kind, Reader
 from imprint.simulation.estimate import Estimate, estimate
 from imprint.simulation.inputs import Inputs
 from imprint.simulation.plan import Engine, Plan
-from imprint.simulation.run import BATCH_SIZE, simulate
+from imprint.simulation.run import simulate
 from imprint.simulation.states import State
 from imprint.sources import Sources
 from imprint.store import Store
@@ -29,6 +29,7 @@ from imprint.task import Batch, Parameters, Task
 
 _EXAMPLES = 32  # on which engines and readouts are tried
 _QUERIES = 4
+_DIRECTIONS = 4
 
 
 def size(count: float | None) -> str:
@@ -108,7 +109,7 @@ def check(
     queries: Any = None,
     checkpoints: Sequence[State] | None = None,
     out: str | os.PathLike[str] | None = None,
-    batch_size: int = BATCH_SIZE,
+    batch_size: int | None = None,
     collate_fn: Collate | None = None,
     device: torch.device | str | None = None,
     dtype: torch.dtype | None = None,
@@ -130,8 +131,9 @@ def check(
         stores = {engine: _tried(inputs, state, data, engine, collate_fn) for engine in get_args(Engine)}
         engines = tuple(_engine(name, found) for name, found in stores.items())
         works = any(isinstance(found, Store) for found in stores.values())
-        readouts = tuple(_readout(task, stores, kind, batch, count) for kind in get_args(Kind)) if works else ()
         chosen = stores[inputs.plan.engine]
+        stores = {inputs.plan.engine: chosen, **stores}  # readouts are tried on its own store, if there is one
+        readouts = tuple(_readout(task, stores, kind, batch, count) for kind in get_args(Kind)) if works else ()
         try:
             if isinstance(chosen, Exception):
                 raise chosen
@@ -163,7 +165,14 @@ def _tried(
     """A store of one step of an engine on a few examples, or why there is none."""
     count = min(_EXAMPLES, len(inputs.data))
     few = map_tensors(lambda t: t[:count], data) if is_columns(data) else Subset(data, range(count))
-    plan = Plan(engine=engine, steps=1, lr=1e-3, keep_pair=engine == "trajectories")
+    options: dict[str, Any] = {"steps": 1, "lr": 1e-3}
+    if engine == "trajectories":
+        options["keep_pair"] = True
+    if engine == "spectral":
+        options |= {"lr": "auto", "damping": 1.0, "directions": _DIRECTIONS, "form": inputs.plan.form}
+    if engine == inputs.plan.engine:
+        options |= {"curvature": inputs.plan.curvature, "dropout": inputs.plan.dropout}
+    plan = Plan(engine=engine, **options)
     two = Sources.groups({index: [index] for index in range(min(2, count))})
     try:
         return simulate(

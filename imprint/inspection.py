@@ -21,6 +21,8 @@ def inspected(store: Store) -> dict[str, Any]:
             "epsilon": checkpoint.epsilon,
             "figures": checkpoint.figures,
         }
+        if checkpoint.layers:
+            entry["layers"] = list(checkpoint.layers)
         if checkpoint.weight > 0:
             entry["imprint_norms"] = checkpoint.figures.get("norms") or _norms(store, index)
         checkpoints.append(entry)
@@ -32,6 +34,7 @@ def inspected(store: Store) -> dict[str, Any]:
         "parameters": sum(torch.Size(p["shape"]).numel() for p in manifest.parameters.values()),
         "dtype": manifest.dtype,
         "bytes": store.bytes,
+        "bytes_per_source": _row_bytes(store),
         "plan": manifest.plan.to_json(),
         "checkpoints": checkpoints,
         "readouts": readouts(store),
@@ -51,6 +54,11 @@ def readouts(store: Store) -> list[str]:
     plan = store.manifest.plan
     has_pair = plan.engine == "trajectories" and (plan.keep_pair or plan.variant != "two_sided")
     return ["jvp", "central", *(["literal"] if has_pair else []), "gradient"]
+
+
+def _row_bytes(store: Store) -> int:
+    """What a source takes, of all checkpoints together and without what sources share."""
+    return sum(file.bytes for c in store.checkpoints for file in (*c.imprints, *c.midpoints)) // len(store)
 
 
 def _norms(store: Store, checkpoint: int) -> dict[str, float]:

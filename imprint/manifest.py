@@ -19,10 +19,10 @@ from typing import Any
 import torch
 
 from imprint.errors import PlanError, StoreError
-from imprint.simulation.plan import Plan
+from imprint.simulation.plan import Plan, Steps
 from imprint.values import Value, clipped, read_json, sealed, shown
 
-SCHEMA = 2
+SCHEMA = 3
 MANIFEST = "manifest.json"
 SOURCES = "sources.json"
 FINGERPRINTS = ("states", "sources", "data", "losses", "regulariser")
@@ -56,10 +56,14 @@ class File:
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """One checkpoint: how it was simulated, the figures measured on the way, and its files."""
+    """One checkpoint: how it was simulated, the figures measured on the way, and its files.
+
+    basis: directions that imprints are combinations of, where they are kept factored; `layers` are then the linear
+        layers whose parts are kept as products. See `imprint.rows`.
+    """
 
     weight: float
-    steps: int
+    steps: Steps
     lr: float
     damping: float
     epsilon: float | None
@@ -67,14 +71,17 @@ class Checkpoint:
     base: File | None = None
     imprints: tuple[File, ...] = ()
     midpoints: tuple[File, ...] = ()
+    basis: File | None = None
+    layers: tuple[str, ...] = ()
 
     @classmethod
     def from_json(cls, value: Value) -> "Checkpoint":
         values = value.record(*_names(cls))
         _check_figures(values["figures"])
+        steps = values["steps"]
         return cls(
             weight=values["weight"].at_least_zero(),
-            steps=values["steps"].whole(1),
+            steps="infinite" if steps.content == "infinite" else steps.whole(1),
             lr=values["lr"].at_least_zero(),
             damping=values["damping"].at_least_zero(),
             epsilon=None if values["epsilon"].content is None else values["epsilon"].positive(),
@@ -82,6 +89,8 @@ class Checkpoint:
             base=None if values["base"].content is None else File.from_json(values["base"]),
             imprints=tuple(File.from_json(item) for item in values["imprints"].items()),
             midpoints=tuple(File.from_json(item) for item in values["midpoints"].items()),
+            basis=None if values["basis"].content is None else File.from_json(values["basis"]),
+            layers=values["layers"].texts(),
         )
 
 
@@ -136,8 +145,7 @@ class Manifest:
         if self.probes is not None:
             yield self.probes.file
         for checkpoint in self.checkpoints:
-            if checkpoint.base is not None:
-                yield checkpoint.base
+            yield from (file for file in (checkpoint.base, checkpoint.basis) if file is not None)
             yield from checkpoint.imprints
             yield from checkpoint.midpoints
 
@@ -212,7 +220,17 @@ def _from_1(value: Value) -> dict[str, Any]:
     return {**value.content, "schema": 2, "fingerprints": kept, "cost": {}, "note": None}
 
 
-_UPGRADES: dict[int, Callable[[Value], dict[str, Any]]] = {1: _from_1}
+def _from_2(value: Value) -> dict[str, Any]:
+    """Schema 3 knows imprints in factored form, with a basis."""
+    checkpoints = value.mapping().get("checkpoints", Value(None, value.file, "checkpoints")).items()
+    grown = []
+    for checkpoint in checkpoints:
+        checkpoint.mapping()
+        grown.append({**checkpoint.content, "basis": None, "layers": []})
+    return {**value.content, "schema": 3, "checkpoints": grown}
+
+
+_UPGRADES: dict[int, Callable[[Value], dict[str, Any]]] = {1: _from_1, 2: _from_2}
 
 
 # --- each field for itself
@@ -277,8 +295,10 @@ def _plan(value: Value) -> Plan:
 def _check_figures(value: Value) -> None:
     """Look at the figures that others count on; what else is there stays as it is."""
     figures = value.mapping()
-    for name in figures.keys() & {"stability", "drift"}:
+    for name in figures.keys() & {"stability", "drift", "rest", "share"}:
         figures[name].number()
+    if "directions" in figures:
+        figures["directions"].whole(1)
     if "curvature" in figures and len(figures["curvature"].numbers()) != 2:
         figures["curvature"].refuse("the smallest and the largest")
     if "vectorised" in figures:
@@ -318,7 +338,7 @@ def _check_whole(manifest: Manifest, values: dict[str, Value]) -> None:
         values["probes"].fail("probes.losses and fingerprints.losses are not equally many")
     for index, (checkpoint, value) in enumerate(zip(manifest.checkpoints, checkpoints.items(), strict=True)):
         _check_planned(checkpoint, index, manifest, value)
-        _check_files(checkpoint, manifest.plan.keep_pair, value)
+        _check_files(checkpoint, manifest.plan, value)
     for file in (manifest.sources, *([manifest.probes.file] if manifest.probes else [])):
         if file.rows is not None:
             checkpoints.fail(f"{file.path} holds no imprints and cannot have rows")
@@ -334,7 +354,11 @@ def _check_planned(checkpoint: Checkpoint, index: int, manifest: Manifest, value
         settings = plan.at(index, len(manifest.checkpoints))
     except PlanError as error:
         value.fail(f"plan: {str(error).rstrip('.')}")
-    planned: dict[str, float | None] = {"steps": settings.steps, "damping": settings.damping, "weight": settings.weight}
+    planned: dict[str, float | str | None] = {
+        "steps": settings.steps,
+        "damping": settings.damping,
+        "weight": settings.weight,
+    }
     if settings.lr != "auto":
         planned["lr"] = settings.lr
     if plan.engine != "trajectories" or settings.weight == 0:
@@ -348,18 +372,25 @@ def _check_planned(checkpoint: Checkpoint, index: int, manifest: Manifest, value
             value.fail(f"{value.field}.{name} is {shown(found)}, by the plan it is {shown(expected)}")
 
 
-def _check_files(checkpoint: Checkpoint, keep_pair: bool, value: Value) -> None:
+def _check_files(checkpoint: Checkpoint, plan: Plan, value: Value) -> None:
     """A checkpoint that counts has its files, with all rows from 0 on; one that does not has none."""
     wanted = {
         "base": checkpoint.weight > 0,
         "imprints": checkpoint.weight > 0,
-        "midpoints": checkpoint.weight > 0 and keep_pair,
+        "midpoints": checkpoint.weight > 0 and plan.keep_pair,
     }
     for name, want in wanted.items():
         if bool(getattr(checkpoint, name)) != want:
             value.fail(f"{value.field}.{name} {'is missing' if want else 'has no place in this plan'}")
-    if checkpoint.base is not None and checkpoint.base.rows is not None:
-        value.fail(f"{value.field}.base.rows must be null: a base holds no sources")
+    for name in ("base", "basis"):
+        if (file := getattr(checkpoint, name)) is not None and file.rows is not None:
+            value.fail(f"{value.field}.{name}.rows must be null: a {name} holds no sources")
+    if bool(checkpoint.basis) != bool(checkpoint.layers):
+        value.fail(f"{value.field}.basis and {value.field}.layers belong together")
+    if checkpoint.basis is not None and (checkpoint.weight == 0 or plan.engine != "spectral"):
+        value.fail(f"{value.field}.basis has no place in this plan")
+    if checkpoint.basis is not None and "directions" not in checkpoint.figures:
+        value.fail(f"{value.field}.figures['directions'] is missing")
     for name in ("imprints", "midpoints"):
         stop = 0
         for index, file in enumerate(getattr(checkpoint, name)):

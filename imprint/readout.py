@@ -21,6 +21,7 @@ from torch.func import grad, jvp, vjp, vmap
 
 from imprint.data import is_columnar, length, map_tensors
 from imprint.errors import ImprintError, ReadoutError, first_line
+from imprint.factored import FactoredReadout
 from imprint.linear import FastLinear
 from imprint.memory import activation_bytes, budget, tensor_bytes
 from imprint.store import Store
@@ -177,6 +178,7 @@ class Reader:
         self._step = step
         self._budget = budget(memory, task.device)
         self._vectorise = True
+        self._in_full = False  # factored imprints are multiplied out first
         self._reason = ""
         self._ready = False
         self._live = 0  # bytes of activations for a query and a source
@@ -194,19 +196,30 @@ class Reader:
                 if weight > 0
             ]
             store.check_loss(self._bases[0].functional, self._bases[0].theta)
+            bases = {index: file.bytes for index, c in enumerate(store.checkpoints) if (file := c.basis) and c.weight}
+            keep = sum(bases.values()) <= self._keep_bytes
+            self._keep_bytes -= sum(bases.values()) if keep else 0
+            self._factored = {
+                base.index: FactoredReadout(store, base.index, base.functional, base.theta, keep=keep)
+                for base in self._bases
+                if base.index in bases
+            }
 
     def scores(self, batch: Batch, count: int | None = None) -> Tensor:
         """s(b, q) of the queries of a batch, shape (queries, sources); `count` where its first tensor does not tell."""
         count = length(batch) if count is None else count
         batch = map_tensors(lambda t: t.to(self.task.device), batch)
         self._gradients.clear()  # the caller may have changed a batch in place
+        for factored in self._factored.values():
+            factored.forget()
         return torch.cat([self.block(start, stop, batch, count) for start, stop in self.chunks(batch, count)], dim=1)
 
     def chunks(self, batch: Batch, count: int) -> list[tuple[int, int]]:
         """The sources in pieces that fit the memory budget, for so many queries at once."""
         with forward_only(self.task):
             self._prepare(batch, count)
-        each = 2 * len(self._bases) * (tensor_bytes(self._bases[0].theta) + self._live * count)
+        size = self.store.bytes // len(self.store) if self._by_factors else tensor_bytes(self._bases[0].theta)
+        each = 2 * len(self._bases) * (size + self._live * count)
         rows = max(1, min(len(self.store), self._budget // each))
         return [(i, min(i + rows, len(self.store))) for i in range(0, len(self.store), rows)]
 
@@ -219,8 +232,7 @@ class Reader:
             self._prepare(batch, count)
             total = torch.zeros(count, stop - start, device=self.task.device, dtype=torch.float64)
             for base in self._bases:
-                imprints, midpoints = self._load(base.index, start, stop)
-                total += base.share * self._read(base, imprints, midpoints, batch, count).T
+                total += base.share * self._scores(base, start, stop, batch, count).T
         if not bool(total.isfinite().all()):
             query, source = (~total.isfinite()).nonzero()[0].tolist()
             raise ReadoutError(
@@ -270,6 +282,20 @@ class Reader:
                 logger.warning("vmap does not take this model, examples are read one by one: %s", first_line(error))
                 self._vectorise = False
         return over_rows(one, imprints, c, single, vectorise=False)  # type: ignore[no-any-return]
+
+    def _scores(self, base: _Base, start: int, stop: int, batch: Batch, count: int) -> Tensor:
+        """Scores of some sources at one checkpoint, shape (sources, queries)."""
+        if self._by_factors and base.index in self._factored:
+            factored = self._factored[base.index]
+            read = factored.forward if self.readout == "jvp" else factored.backward
+            return read(start, stop, batch, count)
+        return self._read(base, *self._load(base.index, start, stop), batch, count)
+
+    @property
+    def _by_factors(self) -> bool:
+        """Whether imprints are read as they are kept: where they are factored, and the readout is linear in them."""
+        linear = self.readout in ("jvp", "gradient")
+        return bool(self._factored) and not self._in_full and self._vectorise and linear
 
     def _read(
         self, base: _Base, imprints: Parameters, midpoints: Parameters | None, batch: Batch, count: int
@@ -324,6 +350,8 @@ class Reader:
 
     def _fetch(self, checkpoint: int, start: int, stop: int) -> tuple[Parameters, Parameters | None]:
         """Imprints from the store, with the midpoints where the readout wants them."""
+        if checkpoint in self._factored:
+            return self._factored[checkpoint].multiplied_out(start, stop), None
         imprints = self.store.imprints(checkpoint, start, stop, self.task.device)
         if self.readout != "literal" or not self.store.checkpoints[checkpoint].midpoints:
             return imprints, None
@@ -335,6 +363,7 @@ class Reader:
             return
         base = self._bases[0]
         _refuse_measure(base, batch, count)
+        self._try_factors(base, batch, count)
         if self.readout == "jvp" and not self._works(batch, count):
             reason = self._reason
             self.readout = "central"
@@ -350,15 +379,27 @@ class Reader:
         self._live = activation_bytes(lambda: base.functional.measures(base.theta, batch, count)) // count
         self._ready = True
 
+    def _try_factors(self, base: _Base, batch: Batch, count: int) -> None:
+        """Have factored imprints multiplied out where their factors do not serve this measurement."""
+        if not self._by_factors or base.index not in self._factored:
+            return
+
+        def in_full(imprints: Parameters) -> Tensor:
+            return along(lambda at: base.functional.measures(at, batch, count), base.theta, imprints, vectorise=True)
+
+        reason = self._factored[base.index].serves(in_full, self.readout == "jvp", batch, count)
+        if reason is not None:
+            logger.warning("factored imprints are multiplied out to be read: %s", reason)
+            self._in_full = True
+
     def _works(self, batch: Batch, count: int) -> bool:
         """Try two sources by vmap, then by a loop; `_reason` says what failed last."""
         base = self._bases[0]
-        imprints, midpoints = self._fetch(base.index, 0, min(2, len(self.store)))
         step, self._step = self._step, self._step or _RELATIVE_STEPS[4]
         try:
             for self._vectorise in (True, False):
                 try:
-                    self._read(base, imprints, midpoints, batch, count)
+                    self._scores(base, 0, min(2, len(self.store)), batch, count)
                     if not self._vectorise:
                         logger.warning("vmap does not take this model, sources are read one by one: %s", self._reason)
                         self.details["one_by_one"] = self._reason
@@ -374,7 +415,7 @@ class Reader:
     def _calibrate(self, batch: Batch, count: int) -> float:
         """The relative step whose scores agree best with its neighbours': rounding grows below, curvature above."""
         base, rows = self._bases[0], min(4, len(self.store))
-        imprints = self.store.imprints(base.index, 0, rows, self.task.device)
+        imprints = self._fetch(base.index, 0, rows)[0]
         found = []
         for step in _RELATIVE_STEPS:
             c = _lengths(base.theta, imprints, step)

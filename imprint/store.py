@@ -19,6 +19,7 @@ from imprint.errors import StoreError, first_line
 from imprint.files import sha256
 from imprint.fingerprint import changed_loss
 from imprint.manifest import DTYPES, FINGERPRINTS, MANIFEST, SCHEMA, Checkpoint, File, Manifest, Probes
+from imprint.rows import Rows, parameters_of
 from imprint.task import Functional, Parameters, Task
 from imprint.values import read_json, shown
 
@@ -141,20 +142,41 @@ class Store:
 
     def imprints(self, checkpoint: int, start: int, stop: int, device: torch.device) -> Parameters:
         """u_b of the sources from `start` up to `stop`, in the precision of the parameters."""
-        return self._rows(self.checkpoints[checkpoint].imprints, start, stop, device)
+        if self.checkpoints[checkpoint].basis is None:
+            return self._dense(self.checkpoints[checkpoint].imprints, start, stop, device)
+        rows = self.factored(checkpoint, start, stop, self.basis(checkpoint, device), device)
+        return rows.multiplied_out({name: torch.empty(0) for name in self.manifest.parameters})
 
     def midpoints(self, checkpoint: int, start: int, stop: int, device: torch.device) -> Parameters:
         """(θ⁺ + θ⁻)/2 − base of the sources from `start` up to `stop`."""
-        return self._rows(self.checkpoints[checkpoint].midpoints, start, stop, device)
+        return self._dense(self.checkpoints[checkpoint].midpoints, start, stop, device)
+
+    def basis(self, checkpoint: int, device: torch.device) -> Parameters:
+        """The directions that factored imprints are combinations of, stacked."""
+        file = self.checkpoints[checkpoint].basis
+        assert file is not None
+        with self._opened(file, self._basis_layout(checkpoint)) as tensors:
+            parameters = self.manifest.parameters.items()
+            return {name: tensors.get_tensor(name).to(device, _dtype(about)) for name, about in parameters}
+
+    def factored(self, checkpoint: int, start: int, stop: int, basis: Parameters, device: torch.device) -> Rows:
+        """The imprints of some sources as they are kept, on the `basis` of their checkpoint."""
+        about = self.checkpoints[checkpoint]
+        dtype = _dtype(next(iter(self.manifest.parameters.values())))
+        dtypes = dict.fromkeys(self._factored_layout(checkpoint, 1), dtype)
+        return Rows.of(self._pieces(about.imprints, start, stop, device, dtypes), basis)
 
     def verify(self) -> None:
         """Check every file against its checksum, and the tensors in it against the manifest."""
         self._verified.clear()
         for file in self.manifest.files():
             self._check(file)
-        for checkpoint in self.checkpoints:
+        for index, checkpoint in enumerate(self.checkpoints):
             if checkpoint.base is not None:
                 with self._opened(checkpoint.base, self._base_layout()):
+                    pass
+            if checkpoint.basis is not None:
+                with self._opened(checkpoint.basis, self._basis_layout(index)):
                     pass
             for file in (*checkpoint.imprints, *checkpoint.midpoints):
                 with self._opened(file, self._row_layout(file)):
@@ -179,22 +201,54 @@ class Store:
                     table.fail(f"it has {len(ids)} sources, but {files[-1].path} ends with row {rows[1] - 1}")
         self.source_ids, self.source_names, self.source_sizes = ids, names, sizes
 
-    def _rows(self, files: tuple[File, ...], start: int, stop: int, device: torch.device) -> Parameters:
+    def _dense(self, files: tuple[File, ...], start: int, stop: int, device: torch.device) -> Parameters:
+        dtypes = {name: _dtype(about) for name, about in self.manifest.parameters.items()}
+        return self._pieces(files, start, stop, device, dtypes)
+
+    def _pieces(
+        self, files: tuple[File, ...], start: int, stop: int, device: torch.device, dtypes: dict[str, torch.dtype]
+    ) -> Parameters:
+        """Rows of the tensors in `dtypes`, from all the files that have some."""
         pieces: dict[str, list[torch.Tensor]] = {}
         for file in files[bisect_right(files, start, key=_first_row) - 1 :]:  # files are in the order of their rows
             first, last = file.rows or (0, 0)
             if first >= stop:
                 break
             with self._opened(file, self._row_layout(file)) as tensors:
-                for name, about in self.manifest.parameters.items():
+                for name, dtype in dtypes.items():
                     part = tensors.get_slice(name)[max(start, first) - first : min(stop, last) - first]
-                    pieces.setdefault(name, []).append(part.to(device, _dtype(about)))
+                    pieces.setdefault(name, []).append(part.to(device, dtype))
         return {name: torch.cat(parts) if len(parts) > 1 else parts[0] for name, parts in pieces.items()}
 
     def _row_layout(self, file: File) -> _Layout:
         first, last = file.rows or (0, 0)
+        for index, checkpoint in enumerate(self.checkpoints):
+            if checkpoint.basis is not None and file in checkpoint.imprints:
+                return self._factored_layout(index, last - first)
+        return self._stacked_layout(last - first)
+
+    def _stacked_layout(self, rows: int) -> _Layout:
         dtype = DTYPES[self.manifest.dtype]
-        return {name: ([last - first, *about["shape"]], dtype) for name, about in self.manifest.parameters.items()}
+        return {name: ([rows, *about["shape"]], dtype) for name, about in self.manifest.parameters.items()}
+
+    def _basis_layout(self, checkpoint: int) -> _Layout:
+        return self._stacked_layout(self.checkpoints[checkpoint].figures["directions"])
+
+    def _factored_layout(self, checkpoint: int, rows: int) -> _Layout:
+        about, dtype = self.checkpoints[checkpoint], DTYPES[self.manifest.dtype]
+        layout: _Layout = {"coefficients": ([rows, about.figures["directions"]], dtype)}
+        covered = set()
+        for layer in about.layers:
+            weight = self.manifest.parameters.get(parameters_of(layer)[0], {"shape": []})["shape"]
+            if len(weight) != 2:
+                raise StoreError(f"{self.path} is damaged: {layer!r} is no linear layer of its parameters.")
+            layout[f"inputs/{layer}"], layout[f"outputs/{layer}"] = (
+                ([rows, weight[1]], dtype),
+                ([rows, weight[0]], dtype),
+            )
+            covered |= set(parameters_of(layer))
+        rest = {name: shape for name, (shape, _) in self._stacked_layout(rows).items() if name not in covered}
+        return {**layout, **{f"dense/{name}": (shape, dtype) for name, shape in rest.items()}}
 
     def _base_layout(self) -> _Layout:
         return {name: (about["shape"], _dtype(about)) for name, about in self.manifest.parameters.items()}

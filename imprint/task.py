@@ -18,6 +18,7 @@ from torch.func import functional_call
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from imprint.dropout import dropping
 from imprint.errors import TaskError
 
 Parameters = dict[str, Tensor]
@@ -41,24 +42,28 @@ def _logprob(outputs: Tensor, targets: Tensor) -> Tensor:
     return _logit(outputs.log_softmax(-1), targets)
 
 
-def _margin(outputs: Tensor, targets: Tensor) -> Tensor:
+def margin(outputs: Tensor, targets: Tensor) -> Tensor:
     """log p − log(1 − p) of the right class, without forming p."""
     right = torch.arange(outputs.shape[-1], device=outputs.device) == targets.unsqueeze(-1)
     return _logit(outputs, targets) - outputs.masked_fill(right, -torch.inf).logsumexp(-1)
 
 
-_MEASURES = {"margin": _margin, "logprob": _logprob, "logit": _logit}
+_MEASURES = {"margin": margin, "logprob": _logprob, "logit": _logit}
 _TARGET_KEYS = ("labels", "label", "targets", "target", "y")
 
 
-def _targets(batch: Batch) -> Tensor:
-    """The targets of a batch: its second element, or its `labels`."""
+def targets(batch: Batch) -> Tensor | None:
+    """The targets of a batch: its second element, or its `labels`; None where it has no such thing."""
     if isinstance(batch, Mapping):
-        for key in _TARGET_KEYS:
-            if isinstance(batch.get(key), Tensor):
-                return batch[key]  # type: ignore[no-any-return]
-    elif isinstance(batch, Sequence) and len(batch) > 1 and isinstance(batch[1], Tensor):
+        return next((batch[key] for key in _TARGET_KEYS if isinstance(batch.get(key), Tensor)), None)
+    if isinstance(batch, Sequence) and len(batch) > 1 and isinstance(batch[1], Tensor):
         return batch[1]
+    return None
+
+
+def _targets(batch: Batch) -> Tensor:
+    if (found := targets(batch)) is not None:
+        return found
     raise TaskError(
         "a measure by name needs the right class of each query: as the second element of a batch, or under one of "
         f"the keys {', '.join(_TARGET_KEYS)}. Give measure=f(model, batch) for other batches."
@@ -268,15 +273,33 @@ class Task:
 
 @dataclass(frozen=True)
 class Functional:
-    """A task as pure functions of its selected parameters; all other tensors of the model are `fixed`."""
+    """A task as pure functions of its selected parameters; all other tensors of the model are `fixed`.
+
+    noise: seeds from which losses and outputs draw the model's dropout, always the same; None for no dropout.
+    """
 
     task: Task
     fixed: Parameters
+    noise: tuple[int, ...] | None = None
 
     def losses(self, parameters: Mapping[str, Tensor], batch: Batch, count: int) -> Tensor:
         """ℓ(θ; i) for the `count` examples of a batch, shape (count,)."""
-        values = self.task.call(self.task.loss, {**self.fixed, **parameters}, batch)
+        with dropping(self.task.model, self.noise):
+            values = self.task.call(self.task.loss, {**self.fixed, **parameters}, batch)
         return _one_each(values, count, "loss", "example")
+
+    def outputs(self, parameters: Mapping[str, Tensor], batch: Batch) -> Tensor:
+        """z of a batch: what `output_losses` is a function of."""
+        outputs = self.task.outputs
+        assert outputs is not None
+        with dropping(self.task.model, self.noise):
+            return self.task.call(outputs, {**self.fixed, **parameters}, batch)
+
+    def output_losses(self, z: Tensor, batch: Batch, count: int) -> Tensor:
+        """ℓ of the `count` examples of a batch as a function of the outputs, shape (count,)."""
+        output_loss = self.task.output_loss
+        assert output_loss is not None
+        return _one_each(output_loss(z, batch), count, "loss", "example")
 
     def measures(self, parameters: Mapping[str, Tensor], batch: Batch, count: int) -> Tensor:
         """F(q; θ) for the `count` queries of a batch, shape (count,)."""

@@ -44,7 +44,7 @@ def shown_store(values: dict[str, Any]) -> RenderableType:
         (
             ("sources", f"{values['sources']:,} of {values['n']:,} training examples"),
             ("largest", ", ".join(f"{name} ({count:,})" for name, count in values["largest_sources"].items())),
-            ("imprints", f"{values['parameters']:,} values each, {values['dtype']}; {size(values['bytes'])} in all"),
+            ("imprints", _imprints(values)),
             ("plan", ", ".join(f"{name}={value}" for name, value in plan.items())),
             ("readouts", ", ".join(values["readouts"])),
             ("took", took(values)),
@@ -53,8 +53,17 @@ def shown_store(values: dict[str, Any]) -> RenderableType:
     )
     table = Table("checkpoint", *(str(index) for index in range(len(values["checkpoints"]))))
     for name, *cells in zip(_FIGURES, *(_figures(checkpoint) for checkpoint in values["checkpoints"]), strict=True):
-        table.add_row(name, *cells)
+        if name not in _SPECTRAL or set(cells) != {"–"}:
+            table.add_row(name, *cells)
     return Group(head, table)
+
+
+def _imprints(values: dict[str, Any]) -> str:
+    """What a store keeps of each source."""
+    layers: list[str] = next((c["layers"] for c in values["checkpoints"] if c.get("layers")), [])
+    factored = f", factored ({', '.join(layers)})" if layers else ""
+    each = f"{values['parameters']:,} values each, {values['dtype']}{factored}"
+    return f"{each}; {size(values['bytes_per_source'])} per source, {size(values['bytes'])} in all"
 
 
 def took(values: dict[str, Any]) -> str:
@@ -73,7 +82,11 @@ def took(values: dict[str, Any]) -> str:
     return f"{seconds} (estimated {duration(float(time))}); at most {peak} of memory (estimated {size(memory)})"
 
 
-_FIGURES = ("weight", "steps", "lr", "damping", "ε", "curvature", "‖I − ηH‖", "drift", "linearity", "‖u‖, median")
+_SPECTRAL = ("directions", "curvature outside", "share outside")  # of the basis; shown where there is one
+_FIGURES = (
+    *("weight", "steps", "lr", "damping", "ε", "curvature", "‖I − ηH‖", "drift", "linearity", "‖u‖, median"),
+    *_SPECTRAL,
+)
 
 
 def _figures(checkpoint: dict[str, Any]) -> list[str]:
@@ -81,13 +94,14 @@ def _figures(checkpoint: dict[str, Any]) -> list[str]:
     figures = checkpoint["figures"]
     low, high = figures.get("curvature", (None, None))
     values = [checkpoint[name] for name in ("weight", "steps", "lr", "damping", "epsilon")]
-    cells = ["–" if value is None else f"{value:.4g}" for value in values]
+    cells = ["–" if value is None else value if isinstance(value, str) else f"{value:.4g}" for value in values]
     cells.append("–" if low is None else f"{low:.3g} … {high:.3g}")
     more = (
         figures.get("stability"),
         figures.get("drift"),
         figures.get("linearity", {}).get("median"),
         checkpoint.get("imprint_norms", {}).get("median"),
+        *(figures.get(name) for name in ("directions", "rest", "share")),
     )
     return cells + ["–" if value is None else f"{value:.3g}" for value in more]
 

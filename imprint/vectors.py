@@ -12,6 +12,26 @@ from torch.utils._pytree import tree_map
 from imprint.task import Parameters
 
 
+class Flat:
+    """Parameters as one vector and back, in the order and dtype of those given."""
+
+    def __init__(self, like: Parameters) -> None:
+        self._like = {name: tensor.shape for name, tensor in like.items()}
+        self._sizes = [tensor.numel() for tensor in like.values()]
+        first = next(iter(like.values()))
+        self.dtype, self.device, self.size = first.dtype, first.device, sum(self._sizes)
+
+    def vector(self, parameters: Parameters) -> Tensor:
+        """One vector of all of them."""
+        return torch.cat([parameters[name].flatten() for name in self._like])
+
+    def parameters(self, vector: Tensor) -> Parameters:
+        """The parameters that a vector holds; of a stack of vectors (rows, size), a stack of each."""
+        pieces = torch.split(vector.to(self.dtype), self._sizes, dim=-1)
+        lead = vector.shape[:-1]
+        return {name: p.reshape((*lead, *shape)) for p, (name, shape) in zip(pieces, self._like.items(), strict=True)}
+
+
 def zeros_like(parameters: Parameters, rows: int) -> Parameters:
     """`rows` zero vectors, stacked."""
     return {name: p.new_zeros((rows, *p.shape)) for name, p in parameters.items()}

@@ -164,6 +164,24 @@ def relative_error(actual: Tensor, expected: Tensor) -> float:
     return float((actual - expected).norm() / expected.norm())
 
 
+def gauss_newton(problem: Problem, damping: float = 0.0) -> Tensor:
+    """Σ_i J_iᵀ ∇²ℓ(z_i) J_i / N + ∇²r + λI, written out."""
+    task, (x, y), theta = problem.task, problem.data, problem.theta
+    assert task.outputs is not None and task.output_loss is not None
+    outputs, output_loss, regulariser = task.outputs, task.output_loss, task.regulariser
+    z = problem.value(outputs, theta, problem.data)
+    moved: Tensor = jacrev(lambda flat: problem.value(outputs, flat, problem.data))(theta)
+    total = damping * torch.eye(len(theta), dtype=torch.float64)
+    for i in range(problem.n):
+        one = (x[i : i + 1], y[i : i + 1])
+        bent: Tensor = hessian(lambda z, one=one: output_loss(z.unsqueeze(0), one)[0])(z[i])
+        total = total + moved[i].T @ bent @ moved[i] / problem.n
+    if regulariser is not None:
+        pull: Tensor = hessian(lambda flat: problem.value(lambda m, _: regulariser(m), flat, problem.data))(theta)
+        total = total + pull
+    return total
+
+
 def slope(x: list[float], y: list[float]) -> float:
     """The log–log slope of y on x, by least squares."""
     logs = torch.tensor([x, y], dtype=torch.float64).log()

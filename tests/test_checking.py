@@ -48,6 +48,7 @@ def _a_quick_disk(monkeypatch: pytest.MonkeyPatch) -> None:
 
 PLANS: dict[Engine, Plan] = {
     "tangent": Plan(steps=2, lr=0.1),
+    "spectral": Plan(engine="spectral", steps=2, directions=3),
     "trajectories": Plan(engine="trajectories", steps=2, lr=0.1, keep_pair=True),
 }
 
@@ -73,6 +74,10 @@ def classifier(n: int = 12, features: int = 4, sources: Sources | None = None, *
 def test_check_says_what_simulate_and_attribute_do(name: str) -> None:
     member = ZOO[name].make(torch.device("cpu"), torch.float32)
     for engine, plan in PLANS.items():
+        if engine == "spectral" and member.task.outputs is None:
+            (possibility,) = (each for each in checked(member).engines if each.name == engine)
+            assert not possibility.works and possibility.remark == str(_outcome(member, plan))
+            continue
         found, store = checked(member, plan), _outcome(member, plan)
         (possibility,) = (each for each in found.engines if each.name == engine)
         assert possibility.works == found.ok == isinstance(store, Store)
@@ -113,6 +118,14 @@ SIZES: dict[str, Callable[[], tuple[Member, Plan, dict[str, Any]]]] = {
     "half precision": lambda: (classifier(12, 9000), Plan(steps=1, lr=0.001), {"dtype": torch.bfloat16}),
     "a pair": lambda: (classifier(12, 9000), replace(PLANS["trajectories"], lr=0.001), {}),
     "large examples": lambda: (classifier(12, 9000, parameters="bias"), Plan(steps=1, lr=0.001), {}),
+    "factored": lambda: (classifier(12, 9000, Sources.per_example(12)), PLANS["spectral"], {}),
+    "factored, half precision": lambda: (
+        classifier(12, 9000, Sources.per_example(12)),
+        PLANS["spectral"],
+        {"dtype": torch.bfloat16},
+    ),
+    "many factored sources": lambda: (classifier(1000, 9, Sources.per_example(1000)), PLANS["spectral"], {}),
+    "spectral in groups": lambda: (classifier(12, 9000), PLANS["spectral"], {}),
     "two of three checkpoints": lambda: (classifier(12, 9000), Plan(steps=1, lr=0.001, weight=(1.0, 0.0, 2.0)), {}),
 }
 
@@ -227,7 +240,7 @@ def test_a_disk_that_is_too_small_is_found(monkeypatch: pytest.MonkeyPatch, tmp_
     assert asked == [tmp_path]  # the disk on which the folder will be
 
 
-@pytest.mark.parametrize("engine", get_args(Engine))
+@pytest.mark.parametrize("engine", ["tangent", "trajectories"])
 def test_the_disk_must_hold_the_store_and_a_snapshot(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     member = classifier(12, 9000, Sources.per_example(12))
     expected = checked(member, replace(PLANS[engine], lr=0.001)).estimate
@@ -280,7 +293,9 @@ def test_a_model_that_no_engine_takes_is_told_as_such() -> None:
     member = classifier()._replace(task=Task(nn.Linear(4, 3), loss))
     found = checked(member, PLANS["tangent"])
     assert not any(engine.works for engine in found.engines)
-    assert all("cannot differentiate this model" in engine.remark for engine in found.engines)
+    *others, spectral = found.engines
+    assert all("cannot differentiate this model" in engine.remark for engine in others)
+    assert spectral.name == "spectral" and "needs to see the model's outputs" in spectral.remark
     assert found.readouts == () and found.estimate is None
     assert found.problems == (found.engines[0].remark,)
 
@@ -397,7 +412,7 @@ def test_an_engine_that_runs_out_of_memory_is_told_as_such(monkeypatch: pytest.M
         return simulate(*arguments, **options)
 
     monkeypatch.setattr("imprint.checking.simulate", simulate_some)
-    tangent, trajectories = checked(classifier(), PLANS["tangent"]).engines
+    tangent, trajectories, _ = checked(classifier(), PLANS["tangent"]).engines
     assert tangent.works and not trajectories.works and trajectories.remark.startswith("memory runs out")
 
 

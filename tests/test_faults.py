@@ -264,6 +264,66 @@ def test_a_table_of_sources_with_anything_in_it_is_refused_or_changes_no_score(
             assert len(set(Store(folder).source_ids)) == 3
 
 
+FACTORED = Plan(engine="spectral", steps=2, lr=0.1, directions=3, weight=(1.0, 0.0, 2.0))
+
+
+@pytest.fixture(scope="module")
+def factored(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A store with imprints in factored form; not to be changed."""
+    store = make(tmp_path_factory.mktemp("factored") / "store", FACTORED, Sources.per_example(N).rows(0, 3))
+    assert store.checkpoints[0].layers == ("0",)
+    return store.path
+
+
+@settings(max_examples=300)
+@given(draw=st.data(), sealing=st.booleans())
+def test_a_changed_manifest_of_a_factored_store_is_refused_or_gives_finite_scores(
+    draw: st.DataObject, sealing: bool, factored: Path
+) -> None:
+    values = draw.draw(mutations(manifest_of(factored)))
+    text = json.dumps(resealed(values) if sealing else values).encode()
+    with a_copy(factored, manifest=text) as folder:
+        try:
+            store = Store(folder)
+            store.verify()
+            json.dumps(inspected(store))
+            seen = torch.stack([scores(store), scores(store, readout="gradient")])
+        except StoreError as error:
+            message = str(error)
+        else:
+            message = ""
+            assert bool(seen.isfinite().all())
+        assert "\n" not in message and len(message) < 1000
+
+
+FACTORED_WRONG: dict[str, tuple[tuple[Any, ...], Any, str]] = {
+    "no basis": (("basis",), None, r"checkpoints\[0\]\.basis and checkpoints\[0\]\.layers belong together"),
+    "no layers": (("layers",), [], r"checkpoints\[0\]\.basis and checkpoints\[0\]\.layers belong together"),
+    "another layer": (("layers",), ["7"], "'7' is no linear layer of its parameters"),
+    "no directions": (("figures",), {}, r"checkpoints\[0\]\.figures\['directions'\] is missing"),
+    "other directions": (("figures", "directions"), 2, "does not fit the manifest: tensor .* is .*, not"),
+    "half a step": (("steps",), 0.5, r"checkpoints\[0\]\.steps must be a whole number"),
+}
+
+
+@pytest.mark.parametrize(("path", "value", "message"), FACTORED_WRONG.values(), ids=FACTORED_WRONG.keys())
+def test_what_is_wrong_with_a_factored_checkpoint_is_named(
+    path: tuple[Any, ...], value: Any, message: str, factored: Path, tmp_path: Path
+) -> None:
+    folder = Path(shutil.copytree(factored, tmp_path / "store"))
+    rewrite(folder, "checkpoints", 0, *path, value=value)
+    with pytest.raises(StoreError, match=message):
+        scores(folder)
+
+
+def test_a_basis_belongs_to_the_spectral_engine(copied: Path) -> None:
+    file = {"path": "checkpoint-000/basis.safetensors", "sha256": "0" * 64, "bytes": 1, "rows": None}
+    rewrite(copied, "checkpoints", 0, "layers", value=["0"])
+    rewrite(copied, "checkpoints", 0, "basis", value=file)
+    with pytest.raises(StoreError, match=r"checkpoints\[0\]\.basis has no place in this plan"):
+        Store(copied)
+
+
 def rewrite(folder: Path, *path: Any, value: Any) -> None:
     """Change one value of the manifest, with a checksum that is right again."""
     values = resealed(changed(manifest_of(folder), path, lambda _: value))

@@ -25,7 +25,7 @@ def make(out: Path, engine: Engine = "tangent") -> Store:
     return simulate(task, data, sources, plan, checkpoints=states, out=out, progress=False)
 
 
-@pytest.mark.parametrize("engine", ["tangent", "trajectories"])
+@pytest.mark.parametrize("engine", ["tangent", "trajectories", "spectral"])
 def test_a_store_is_shown_with_its_plan_and_figures(engine: Engine, tmp_path: Path) -> None:
     make(tmp_path / "a [store]", engine)
     result = CliRunner().invoke(app, ["inspect", str(tmp_path / "a [store]")], env={"COLUMNS": "200"})
@@ -55,7 +55,7 @@ def test_the_largest_sources_come_first(tmp_path: Path) -> None:
     assert "many (6), some (4), few (2)" in result.output
 
 
-@pytest.mark.parametrize("engine", ["tangent", "trajectories"])
+@pytest.mark.parametrize("engine", ["tangent", "trajectories", "spectral"])
 def test_norms_are_those_of_the_imprints_and_need_no_reading_of_them(engine: Engine, tmp_path: Path) -> None:
     store = make(tmp_path / "store", engine)
     norms = row_norms(store.imprints(0, 0, 3, torch.device("cpu"))).tolist()

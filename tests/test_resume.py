@@ -30,7 +30,8 @@ from imprint.simulation import snapshot
 from imprint.writer import Writer
 
 N, STEPS = 24, 12
-PLANS = {
+DIRECTIONS = 10
+PATHS = {
     "tangent": Plan(steps=STEPS, lr=0.2),
     "automatic step": Plan(steps=STEPS),
     "mini-batches": Plan(steps=STEPS, lr=0.2, batch_size=7, source_sample=3),
@@ -38,7 +39,14 @@ PLANS = {
     "one-sided mini-batches": Plan(engine="trajectories", variant="one_sided", steps=STEPS, lr=0.2, batch_size=7),
     "automatic epsilon": Plan(engine="trajectories", epsilon="auto", steps=STEPS, lr=0.2),
 }
+PLANS = {
+    **PATHS,
+    "spectral": Plan(engine="spectral", steps=STEPS, lr=0.2, directions=DIRECTIONS),
+    "spectral in full": Plan(engine="spectral", steps="infinite", damping=0.1, directions=DIRECTIONS, form="dense"),
+    "spectral, complete": Plan(engine="spectral", curvature="hessian", steps=STEPS, directions=1000),
+}
 every_plan = pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS.keys())
+every_path = pytest.mark.parametrize("plan", PATHS.values(), ids=PATHS.keys())
 
 
 class Killed(BaseException):
@@ -79,8 +87,9 @@ def task() -> Task:
 def run(out: Path, plan: Plan, **changes: Any) -> Store:
     """Two checkpoints, six sources, two at a time: several shards to die between."""
     states = [{name: scale * t for name, t in task().state().items()} for scale in (1.0, 0.5)]
+    groups = Sources.by_label([i % 6 for i in range(N)])
     given = {
-        "sources": Sources.by_label([i % 6 for i in range(N)]),
+        "sources": Sources.per_example(N).rows(0, 6) if plan.engine == "spectral" else groups,
         "checkpoints": states,
         "progress": False,
         **changes,
@@ -231,7 +240,7 @@ def test_an_interruption_that_torch_has_made_an_error_of_is_one_again(tmp_path: 
     assert (tmp_path / "store" / "unfinished.json").is_file()
 
 
-@every_plan
+@every_path
 @pytest.mark.parametrize("share", [0.25, 0.65], ids=["with a snapshot", "with a shard"])
 def test_a_run_goes_on_with_less_memory(
     plan: Plan, share: float, tmp_path: Path, caplog: pytest.LogCaptureFixture
@@ -449,6 +458,101 @@ def test_a_process_killed_after_its_manifest_was_there_leaves_nothing_in_the_end
     assert contents(unfinished) == whole
 
 
+# --- the spectral engine, which measures the curvature first and then takes the sources
+
+SPECTRAL = {name: plan for name, plan in PLANS.items() if plan.engine == "spectral"}
+every_spectral_plan = pytest.mark.parametrize("plan", SPECTRAL.values(), ids=SPECTRAL.keys())
+
+
+def dies_at_file(name: str) -> Callable[..., None]:
+    """Ends a run between the renaming of a file and the line about it."""
+
+    def dies(place: Path, line: str) -> None:
+        if name in line:
+            raise Killed
+        append(place, line)
+
+    return dies
+
+
+@every_spectral_plan
+@pytest.mark.parametrize("name", ["base", "basis", "imprints-00000", "imprints-00003", "checkpoint-001/base"])
+def test_a_spectral_run_that_dies_at_a_file_ends_in_the_same_store(
+    name: str, plan: Plan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = contents(run(tmp_path / "whole", plan).path)
+    name = "snapshot" if name == "basis" and plan.form == "dense" else name
+    with monkeypatch.context() as patch:
+        patch.setattr(writer, "append", dies_at_file(name))
+        with pytest.raises(Killed):
+            run(tmp_path / "store", plan)
+    run(tmp_path / "store", plan)
+    assert contents(tmp_path / "store") == expected
+
+
+@every_spectral_plan
+def test_curvature_that_was_measured_is_not_measured_again(
+    plan: Plan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(writer, "append", dies_at_file("checkpoint-001/imprints-00001"))
+        with pytest.raises(Killed):
+            run(tmp_path / "store", plan)
+    monkeypatch.setattr("imprint.simulation.frozen.freeze", None)
+    told: list[tuple[int, int]] = []
+    run(tmp_path / "store", plan, progress=lambda done, total: told.append((done, total)))
+    assert told[-1][0] == told[-1][1]
+
+
+@every_spectral_plan
+def test_a_damaged_curvature_of_an_unfinished_run_is_made_again(
+    plan: Plan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    expected = contents(run(tmp_path / "whole", plan).path)
+    with monkeypatch.context() as patch:
+        patch.setattr(writer, "append", dies_at_file("imprints-00002"))
+        with pytest.raises(Killed):
+            run(tmp_path / "store", plan)
+    name = "snapshot" if plan.form == "dense" else "basis"
+    flip(tmp_path / "store" / "checkpoint-000" / f"{name}.safetensors", -3)
+    run(tmp_path / "store", plan)
+    assert f"{name}.safetensors is damaged: its shard is simulated again" in caplog.text
+    assert contents(tmp_path / "store") == expected
+
+
+@every_spectral_plan
+def test_a_spectral_run_goes_on_with_less_memory(
+    plan: Plan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    whole = run(tmp_path / "whole", plan, memory="1GB")
+    with monkeypatch.context() as patch:
+        patch.setattr(writer, "append", dies_at_file("imprints-00000"))
+        with pytest.raises(Killed):
+            run(tmp_path / "store", plan, memory="1GB")
+    store = run(tmp_path / "store", plan, memory="1kB")
+    assert "going on with 1 sources at once instead of 6, which memory=1kB does not allow" in caplog.text
+    store.verify()
+    one, other = (s.imprints(0, 0, 6, torch.device("cpu")) for s in (whole, store))
+    for name, tensor in one.items():
+        torch.testing.assert_close(other[name], tensor, rtol=1e-4, atol=1e-4 * float(tensor.abs().max()))
+
+
+@every_spectral_plan
+def test_a_spectral_store_is_replayed_to_the_bit(plan: Plan, tmp_path: Path) -> None:
+    store = run(tmp_path / "store", plan)
+    again = run(tmp_path / "again", plan, replay=store, memory="1GB")
+    assert again.checkpoints == store.checkpoints
+    assert contents(again.path) == contents(store.path)
+
+
+@every_plan
+def test_progress_ends_with_all_of_it(plan: Plan, tmp_path: Path) -> None:
+    told: list[tuple[int, int]] = []
+    run(tmp_path / "store", plan, progress=lambda done, total: told.append((done, total)))
+    assert told[-1][0] == told[-1][1]
+    assert [done for done, _ in told] == sorted(done for done, _ in told)
+
+
 # --- processes
 
 
@@ -521,7 +625,7 @@ def kill_and_resume(folder: Path, plan: str, kills: int, seed: int) -> dict[str,
     raise AssertionError("the run never came through")
 
 
-@pytest.mark.parametrize("plan", ["tangent", "two-sided", "one-sided mini-batches"])
+@pytest.mark.parametrize("plan", ["tangent", "two-sided", "one-sided mini-batches", "spectral", "spectral in full"])
 def test_a_process_killed_at_random_moments_ends_in_the_same_store(plan: str, tmp_path: Path) -> None:
     expected = contents(run(tmp_path / "whole", PLANS[plan]).path)
     assert kill_and_resume(tmp_path / "killed", plan, kills=2, seed=len(plan)) == expected

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint as recomputed
 
-from imprint import Plan, ReadoutError, Sources, Store, Task, TaskError, attribute, self_influence, simulate
+from imprint import Plan, PlanError, ReadoutError, Sources, Store, Task, TaskError, attribute, self_influence, simulate
 from imprint.data import Data
 from imprint.readout import Kind
 from tests.zoo import EXAMPLES, QUERIES, ZOO, Member
@@ -21,7 +21,10 @@ PLANS = {
     "two_sided": Plan(engine="trajectories", variant="two_sided", steps=STEPS, lr=LR, epsilon=SMALL, keep_pair=True),
     "one_sided": Plan(engine="trajectories", variant="one_sided", steps=STEPS, lr=LR, epsilon=SMALL),
     "mirrored": Plan(engine="trajectories", variant="mirrored", steps=STEPS, lr=LR, epsilon=1.0, accept_drift=True),
+    "gauss_newton": Plan(engine="tangent", curvature="gauss-newton", steps=STEPS, lr=LR),
+    "spectral": Plan(engine="spectral", steps=STEPS, lr="auto", directions=6),
 }
+ON_OUTPUTS = ("gauss_newton", "spectral")
 DEVICES = [
     "cpu",
     pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")),
@@ -80,12 +83,15 @@ def _readout_for(name: str) -> Kind:
 @pytest.mark.parametrize("plan", PLANS)
 @pytest.mark.parametrize("name", ZOO)
 def test_every_engine_simulates_every_member(name: str, plan: str, device: str, simulated: Simulate) -> None:
-    if plan == "tangent" and not ZOO[name].forward_mode:
+    if plan in ("tangent", *ON_OUTPUTS) and not ZOO[name].forward_mode:
+        pytest.skip("tells so instead, see below")
+    if plan in ON_OUTPUTS and ZOO[name].make(torch.device(device), torch.float32).task.outputs is None:
         pytest.skip("tells so instead, see below")
     member, store = simulated(name, plan, device, torch.float32)
     (checkpoint,) = store.checkpoints
     takes_vmap = ZOO[name].vectorises_tangents if plan == "tangent" else ZOO[name].vectorises
-    assert checkpoint.figures["vectorised"] == takes_vmap
+    if plan not in ON_OUTPUTS:
+        assert checkpoint.figures["vectorised"] == takes_vmap
     imprints = store.imprints(0, 0, len(store), torch.device(device))
     assert list(imprints) == list(member.task.names)
     for parameter, stack in imprints.items():
@@ -97,8 +103,19 @@ def test_every_engine_simulates_every_member(name: str, plan: str, device: str, 
 @pytest.mark.parametrize("name", [name for name in ZOO if name not in FORWARD_MODE])
 def test_the_tangent_engine_says_what_to_use_where_forward_mode_is_missing(name: str, device: str) -> None:
     member = ZOO[name].make(torch.device(device), torch.float32)
-    with pytest.raises(TaskError, match=r'tangent.*cannot differentiate.*engine="trajectories"'):
-        _simulate(member, PLANS["tangent"])
+    for plan in ("tangent", *ON_OUTPUTS):
+        with pytest.raises(TaskError, match=r'(tangent|spectral).*cannot differentiate.*engine="trajectories"'):
+            _simulate(member, PLANS[plan])
+
+
+@pytest.mark.parametrize("plan", ON_OUTPUTS)
+def test_a_task_without_outputs_is_told_what_gauss_newton_needs(plan: str, device: str) -> None:
+    members = [entry.make(torch.device(device), torch.float32) for entry in ZOO.values()]
+    without = [member for member in members if member.task.outputs is None]
+    assert without
+    for member in without:
+        with pytest.raises(PlanError, match="give the task outputs= and output_loss="):
+            _simulate(member, PLANS[plan])
 
 
 @pytest.mark.parametrize("readout", ["jvp", "central", "literal", "gradient"])
@@ -162,6 +179,20 @@ def test_scores_are_the_measures_gradient_at_the_base_times_the_imprint(
     torch.testing.assert_close(_scores(member, store, "gradient"), expected.cpu(), rtol=1e-9, atol=1e-11)
     if ZOO[name].forward_mode:
         torch.testing.assert_close(_scores(member, store, "jvp"), expected.cpu(), rtol=1e-9, atol=1e-11)
+
+
+@pytest.mark.parametrize("name", FORWARD_MODE)
+def test_one_step_of_the_spectral_engine_is_one_step_of_the_path(name: str, device: str) -> None:
+    """u_b = −η g_b, whatever the curvature and however few directions are told apart."""
+    member = ZOO[name].make(torch.device(device), torch.float64)
+    curvature: Any = "gauss-newton" if member.task.outputs is not None else "hessian"
+    plan = Plan(engine="spectral", curvature=curvature, steps=1, lr=1e-3, directions=3)
+    found, expected = _simulate(member, plan), _simulate(member, Plan(steps=1, lr=1e-3))
+    for store in (found, expected):
+        assert len(store) == len(member.sources)
+    one, other = (s.imprints(0, 0, len(s), torch.device(device)) for s in (found, expected))
+    for parameter, stack in other.items():
+        torch.testing.assert_close(one[parameter], stack, rtol=1e-7, atol=1e-12)
 
 
 @pytest.mark.parametrize("name", SMOOTH)

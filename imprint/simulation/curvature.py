@@ -1,7 +1,12 @@
-"""The extremes of the curvature, by Lanczos: for the step size, and to know whether a descent is stable."""
+"""The curvature of the objective: its products with vectors, its extremes, and its leading directions, by Lanczos.
+
+H is the Hessian of Σ_i c_i ℓ_i + r. The Gauss–Newton matrix Σ_i c_i J_iᵀ ∇²ℓ(z_i) J_i + ∇²r, with J_i the derivative of
+the outputs z_i, leaves out how the model itself curves: it has no negative directions where ℓ is convex in z.
+"""
 
 import logging
-from collections.abc import Callable, Iterable
+import math
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from itertools import islice
 
@@ -9,11 +14,22 @@ import torch
 from torch import Tensor
 
 from imprint.errors import SimulationError, first_line
-from imprint.simulation.derivatives import Weighted, gradient, hessian_product, regulariser_gradient
+from imprint.memory import activation_bytes, budget
+from imprint.simulation.derivatives import (
+    Along,
+    Weighted,
+    gauss_newton_along,
+    gauss_newton_product,
+    gradient,
+    hessian_product,
+    regulariser_gradient,
+)
+from imprint.simulation.plan import Curvature
 from imprint.task import Functional, Parameters
-from imprint.vectors import norm
+from imprint.vectors import Flat, norm
 
 logger = logging.getLogger(__name__)
+ENDED = 100  # times rounding: what remains below it is noise, and the Krylov space is complete
 _DIFFERENCE = 1e-3  # relative step of the gradient difference that stands in for forward mode
 
 
@@ -71,28 +87,91 @@ def lanczos(product: Callable[[Tensor], Tensor], start: Tensor, iterations: int,
     return found
 
 
+@dataclass(frozen=True)
+class Basis:
+    """Directions of a symmetric operator: orthonormal `vectors` (directions, P) with their curvatures, rising."""
+
+    values: Tensor
+    vectors: Tensor
+
+    def outside(self, vector: Tensor) -> Tensor:
+        """What is left of a vector without its part in the basis."""
+        return vector - (self.vectors @ vector) @ self.vectors
+
+
+def lanczos_basis(
+    product: Callable[[Tensor], Tensor],
+    start: Tensor,
+    directions: int,
+    on_step: Callable[[int], None] = lambda steps: None,
+) -> Basis:
+    """The Ritz pairs of a symmetric operator on the Krylov space of `start`, with full reorthogonalisation.
+
+    They are fewer than `directions` where the space ends before.
+    """
+    count = min(directions, len(start))
+    basis = start.new_empty(count, len(start))
+    basis[0] = start / start.norm()
+    matrix = torch.zeros(count, count, dtype=torch.float64)
+    for step in range(count):
+        image = product(basis[step])
+        matrix[step, step] = float(image.double() @ basis[step].double())
+        for _ in range(2):  # twice is enough for orthogonality to rounding
+            image = image - (basis[: step + 1] @ image) @ basis[: step + 1]
+        remaining = float(image.norm())
+        if not math.isfinite(remaining):
+            raise SimulationError("the curvature is not finite: look for NaN or infinity in the data or the weights.")
+        on_step(1)
+        noise = ENDED * torch.finfo(start.dtype).eps * float(matrix.diagonal().abs().max())
+        if step + 1 == count or remaining <= noise:
+            count = step + 1
+            break
+        matrix[step, step + 1] = matrix[step + 1, step] = remaining
+        basis[step + 1] = image / remaining
+    values, turn = torch.linalg.eigh(matrix[:count, :count])
+    return Basis(values, turn.T.to(basis) @ basis[:count])
+
+
 def spectrum(task: Functional, theta: Parameters, batches: Iterable[Weighted], iterations: int = 30) -> Spectrum:
     """The curvature extremes of the objective on `batches`, at θ."""
-    names, shapes = list(theta), [p.shape for p in theta.values()]
-    sizes = [p.numel() for p in theta.values()]
-    like = next(iter(theta.values()))
-
-    def unflatten(vector: Tensor) -> Parameters:
-        pieces = torch.split(vector.to(like.dtype), sizes)
-        return {name: piece.reshape(shape) for name, piece, shape in zip(names, pieces, shapes, strict=True)}
-
-    def flatten(parameters: Parameters) -> Tensor:
-        return torch.cat([parameters[name].flatten() for name in names]).double()
-
+    flat = Flat(theta)
     generator = torch.Generator().manual_seed(0)
-    start = torch.randn(sum(sizes), generator=generator, dtype=torch.float64).to(like.device)
-    exact = _forward_mode_works(task, theta, batches, unflatten(start))
+    start = torch.randn(flat.size, generator=generator, dtype=torch.float64).to(flat.device)
+    exact = _forward_mode_works(task, theta, batches, flat.parameters(start))
 
     def product(vector: Tensor) -> Tensor:
-        v = unflatten(vector)
-        return flatten(hessian_product(task, theta, batches, v) if exact else _by_difference(task, theta, batches, v))
+        v = flat.parameters(vector)
+        image = hessian_product(task, theta, batches, v) if exact else _by_difference(task, theta, batches, v)
+        return flat.vector(image).double()
 
     return lanczos(product, start, iterations)
+
+
+def curvature_product(
+    task: Functional, theta: Parameters, batches: Iterable[Weighted], kind: Curvature
+) -> Callable[[Tensor], Tensor]:
+    """v ↦ H v on flat vectors, H the Gauss–Newton matrix or the Hessian."""
+    flat = Flat(theta)
+    if kind == "hessian":
+        return lambda vector: flat.vector(hessian_product(task, theta, batches, flat.parameters(vector)))
+    products = _linearised(task, theta, batches)
+    return lambda vector: flat.vector(gauss_newton_product(task, theta, products(), flat.parameters(vector)))
+
+
+def _linearised(
+    task: Functional, theta: Parameters, batches: Iterable[Weighted]
+) -> Callable[[], Iterable[tuple[Weighted, Along]]]:
+    """The model made linear on every batch: once for all products if that fits memory, else whenever it is wanted."""
+
+    def made() -> Iterator[tuple[Weighted, Along]]:
+        return ((part, gauss_newton_along(task, theta, part.weights, part.batch)) for part in batches)
+
+    first, size = next(iter(batches)), sum(1 for _ in batches)
+    each = activation_bytes(lambda: task.outputs(theta, first.batch))
+    if 2 * each * size > budget(None, first.weights.device) // 4:
+        return made
+    kept = list(made())
+    return lambda: kept
 
 
 def _forward_mode_works(task: Functional, theta: Parameters, batches: Iterable[Weighted], v: Parameters) -> bool:

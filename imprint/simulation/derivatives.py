@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.func import grad, jvp
+from torch.func import grad, jvp, vjp
 
 from imprint.task import Batch, Functional, Parameters
 from imprint.vectors import add_scaled_
@@ -84,3 +84,33 @@ def hessian_product(task: Functional, theta: Parameters, batches: Iterable[Weigh
     if task.task.regulariser is not None:
         add_scaled_(total, regulariser_gradient_along(task, theta, v), 1.0)
     return total
+
+
+Along = Callable[[Parameters, Tensor], Parameters]
+"""(v, d) ↦ G v + Σ_i d_i ∇ℓ_i on one batch."""
+
+
+def gauss_newton_product(
+    task: Functional, theta: Parameters, parts: Iterable[tuple[Weighted, Along]], v: Parameters
+) -> Parameters:
+    """G v with G = Σ_i c_i J_iᵀ ∇²ℓ(z_i) J_i + ∇²r: the Hessian without the curvature of the model itself."""
+    total = {name: tensor.new_zeros(tensor.shape) for name, tensor in v.items()}
+    for part, along in parts:
+        add_scaled_(total, along(v, part.weights.new_zeros(len(part))), 1.0)
+    if task.task.regulariser is not None:
+        add_scaled_(total, regulariser_gradient_along(task, theta, v), 1.0)
+    return total
+
+
+def gauss_newton_along(task: Functional, theta: Parameters, weights: Tensor, batch: Batch) -> Along:
+    """(v, d) ↦ G v + Σ_i d_i ∇ℓ_i: as `gradient_along`, but with the outputs z(θ) made linear at θ."""
+    z, pull, *_ = vjp(lambda theta: task.outputs(theta, batch), theta)
+
+    def slope(z: Tensor, weights: Tensor) -> Tensor:
+        return grad(lambda z: (weights * task.output_losses(z, batch, len(weights))).sum())(z)  # type: ignore[no-any-return]
+
+    def along(v: Parameters, d: Tensor) -> Parameters:
+        moved = jvp(lambda theta: task.outputs(theta, batch), (theta,), (v,))[1]
+        return pull(jvp(slope, (z, weights), (moved, d))[1])[0]  # type: ignore[no-any-return]
+
+    return along

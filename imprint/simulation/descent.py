@@ -21,6 +21,7 @@ from imprint.vectors import add_scaled_, norm, row, row_norms
 
 _RUNAWAY = 1e3  # times what a steady pull, as strong as at the beginning, would have given by now
 _BEGINNING = 3  # steps in which the pull of a source shows
+_OWN = 1 << 30  # in place of the number of a part: a source's own members
 _STACKED_MEMBERS = 32  # sources up to this size are differentiated together; larger ones fill the machine alone
 
 
@@ -89,6 +90,10 @@ class Descent:
     on_skip: Callable[[int], None] = field(default=lambda rows: None)
     snapshot: Snapshot | None = None
 
+    def at_part(self, step: int, part: int) -> Functional:
+        """The task as a part of a step sees it: with dropout drawn for it, if the plan says so."""
+        return replace(self.task, noise=(self.plan.seed, step, part)) if self.plan.dropout else self.task
+
     @property
     def n(self) -> int:
         return len(self.data)
@@ -124,8 +129,8 @@ class Descent:
     def base_gradient(self, theta: Parameters, parts: Iterable[Weighted], step: int) -> Parameters:
         """∇L(θ) on the batches of a step; a loss that is not finite stops the simulation."""
         total = {name: torch.zeros_like(p) for name, p in theta.items()}
-        for part in parts:
-            piece, losses = gradient(self.task, theta, part.weights, part.batch, plain=True)
+        for index, part in enumerate(parts):
+            piece, losses = gradient(self.at_part(step, index), theta, part.weights, part.batch, plain=True)
             if not bool(losses.isfinite().all()):
                 self.refuse_losses(losses, part.examples, step)
             add_scaled_(total, piece, 1.0)
@@ -166,7 +171,7 @@ class Descent:
         if per_row:  # the lighter side of a pair has the same sources, and the same samples of them, again
             members *= next(iter(theta.values())).shape[0] // len(members)
         if self.vectorise and max(len(chosen) for chosen, _ in members) <= _STACKED_MEMBERS:
-            stacked = self._stacked_gradients(theta, members, per_row)
+            stacked = self._stacked_gradients(theta, members, step, per_row)
             if stacked is not None:
                 return stacked
         rows = []
@@ -175,7 +180,8 @@ class Descent:
             total = {name: torch.zeros_like(p) for name, p in at.items()}
             for piece in torch.split(chosen, self.data.batch_size):
                 weights = torch.full((len(piece),), scale, dtype=self.dtype, device=self.data.device)
-                add_scaled_(total, gradient(self.task, at, weights, self.data.gather(piece), plain=True)[0], 1.0)
+                piece_of = gradient(self.at_part(step, _OWN), at, weights, self.data.gather(piece), plain=True)[0]
+                add_scaled_(total, piece_of, 1.0)
             rows.append(total)
         return {name: torch.stack([total[name] for total in rows]) for name in theta}
 
@@ -189,7 +195,7 @@ class Descent:
         return torch.from_numpy(draw), len(members) / sample
 
     def _stacked_gradients(
-        self, theta: Parameters, members: list[tuple[Tensor, float]], per_row: bool
+        self, theta: Parameters, members: list[tuple[Tensor, float]], step: int, per_row: bool
     ) -> Parameters | None:
         """All small sources at once, padded with examples of weight 0; None where batches are not plain columns."""
         rows, width = len(members), max(len(chosen) for chosen, _ in members)
@@ -203,8 +209,10 @@ class Descent:
             return None
         batch = map_tensors(lambda t: t.reshape(rows, width, *t.shape[1:]), batch)
 
+        task = self.at_part(step, _OWN)
+
         def one(theta: Parameters, weights: Tensor, batch: Batch) -> Parameters:
-            return gradient(self.task, theta, weights, batch)[0]
+            return gradient(task, theta, weights, batch)[0]
 
         each = vmap(one, in_dims=(0 if per_row else None, 0, 0))
         return each(theta, weights.to(self.data.device), batch)

@@ -17,21 +17,30 @@ from imprint.errors import StoreError
 from imprint.files import nearest_folder, write
 from imprint.fingerprint import probe_examples
 from imprint.memory import Peak, tensor_bytes
+from imprint.rows import Rows
 from imprint.simulation.curvature import spectrum
-from imprint.simulation.descent import Descent
+from imprint.simulation.descent import Descent, FullBatch
 from imprint.simulation.engines import sides, simulated, trial_epsilon
+from imprint.simulation.frozen import COPIES, layers_of, source_gradients, values_of_a_row
+from imprint.simulation.frozen import rows_at_once as rows_at_once_frozen
+from imprint.simulation.frozen import together_or_alone as together_or_alone_frozen
 from imprint.simulation.inputs import Inputs
 from imprint.simulation.plan import Settings
 from imprint.simulation.settling import advice, rows_at_once, together_or_alone
+from imprint.simulation.spectral import Frozen, freeze, imprints, refuse_unstable
 from imprint.simulation.step import LOOK_ITERATIONS, LOOKS, starting_curvature
 from imprint.simulation.trajectories import choose_epsilon
 from imprint.sources import Sources
 from imprint.store import DTYPES
 from imprint.tensorfile import save
+from imprint.vectors import Flat
 
 Result = TypeVar("Result")
 _STEPS = 4  # measured, of which the first, which warms up, does not count
 _WALKS = 2  # of the path, until an automatic step suits it: one or two in general
+_SAMPLE = 256  # sources whose gradients are measured
+_WIDE = 64  # directions on which coefficients are measured
+_VALUE = 22  # bytes of a curvature, which the file of a basis has as text
 _NORM = 10  # bytes of the norm of an imprint, which its file has as text
 _WRITTEN = 16 << 20  # bytes written to measure how fast the disk is
 
@@ -56,6 +65,8 @@ class Estimate:
 
 def estimate(inputs: Inputs, memory: int | str | None, out: str | os.PathLike[str] | None) -> Estimate:
     """Measure a few steps of a simulation, at its first checkpoint, and count how many there will be."""
+    if inputs.plan.engine == "spectral":
+        return _of_spectral(inputs, memory, out)
     begin, peak = time.monotonic(), Peak(inputs.task.device)
     used = {index: settings for index, settings in enumerate(inputs.settings) if settings.weight > 0}
     state = inputs.state(inputs.first)
@@ -70,20 +81,100 @@ def estimate(inputs: Inputs, memory: int | str | None, out: str | os.PathLike[st
     chunk = descent.with_sources(inputs.sources.spread(rows))
     settling = len(used) * (trying + seconds) + sum(_settling(descent, list(used.values())))
     simulating = _step_seconds(chunk) / rows * len(inputs.sources)
-    each, store = sizes(inputs)
-    steps = sum(settings.steps for settings in used.values())
+    values = sum(p.numel() for p in descent.start.values()) * (2 if inputs.plan.keep_pair else 1)
+    each, store = sizes(inputs, values)
+    steps = sum(settings.path for settings in used.values())
     total = preparing + settling + steps * simulating + store * _write_seconds(out)
     snapshot = tensor_bytes(descent.start) * (1 + rows * sides(inputs.plan))
     return Estimate(total, peak.bytes, store, store + snapshot, each, rows, alone)
 
 
-def sizes(inputs: Inputs) -> tuple[int, int]:
-    """Bytes that each source takes in the store, and bytes of the whole store."""
+def _of_spectral(inputs: Inputs, memory: int | str | None, out: str | os.PathLike[str] | None) -> Estimate:
+    """Measure a few products with the curvature, and the gradients of a few sources."""
+    begin, peak = time.monotonic(), Peak(inputs.task.device)
+    used, settings = sum(setting.weight > 0 for setting in inputs.settings), inputs.settings[inputs.first]
+    state = inputs.state(inputs.first)
+    inputs.request()
+    preparing = time.monotonic() - begin
+
+    trying, (descent, alone) = _timed(lambda: together_or_alone_frozen(inputs.descent(inputs.first, state)))
+    finding, layers = _timed(lambda: layers_of(descent))
+    flat = Flat(descent.start)
+    directions = min(inputs.plan.directions, flat.size)
+    freezing, frozen = _freezing(descent, directions)
+    refuse_unstable(frozen, settings, descent.lr if settings.lr != "auto" else 0.0, inputs.first)
+    rows = rows_at_once_frozen(descent, directions, layers, memory)
+    few = inputs.sources.spread(min(rows, _SAMPLE))
+    each_source = _source_seconds(descent.with_sources(few), directions, layers) / len(few)
+
+    values, basis = values_of_a_row(descent, directions, layers), directions * flat.size
+    kept = basis * DTYPES[inputs.stored_as].itemsize + _VALUE * directions if layers else 0
+    each, store = sizes(inputs, values, used * kept)
+    simulating = trying + finding + freezing + each_source * len(inputs.sources)
+    total = preparing + used * simulating + store * _write_seconds(out)
+    more = descent.dtype.itemsize * (2 * basis + COPIES * values * (rows - len(few)))  # than was measured
+    most = None if peak.bytes is None else peak.bytes + more
+    beside = 0 if layers else basis * descent.dtype.itemsize
+    return Estimate(total, most, store, store + beside, each, rows, alone)
+
+
+def _freezing(descent: Descent, directions: int) -> tuple[float, Frozen]:
+    """Seconds to measure the curvature on so many directions, and what it is on a few."""
+    moments = [time.monotonic()]
+    frozen = freeze(
+        descent.task,
+        descent.start,
+        FullBatch(descent.data, descent.dtype),
+        descent.plan.seen_curvature,
+        min(_STEPS, directions),
+        on_product=lambda products: moments.append(time.monotonic()),
+    )
+    outside = time.monotonic() - moments[-1]
+    gaps = [after - before for before, after in pairwise(moments)]
+    some = _random_directions(descent, min(_WIDE, directions))
+    wide, vector = len(some), some[0].clone()
+    once = min(_timed(lambda: (some @ vector) @ some)[0] for _ in range(3))
+    turning = min(_timed(lambda: some[:, :wide] @ some)[0] for _ in range(2))
+    orthogonal = 2 * once * directions / 2 / wide  # twice, on half of the directions in the mean
+    seconds = directions * (median(gaps[1:] or gaps) + orthogonal) + outside + turning * (directions / wide) ** 2
+    return seconds, frozen
+
+
+def _source_seconds(descent: Descent, directions: int, layers: tuple[str, ...]) -> float:
+    """Seconds for the gradients of the sources, and for their coefficients on so many directions."""
+    source_gradients(descent, layers)  # warms up
+    taking, slopes = _timed(lambda: source_gradients(descent, layers))
+    some = Flat(descent.start).parameters(_random_directions(descent, min(_WIDE, directions)))
+
+    wide, settings = len(next(iter(some.values()))), Settings(descent.steps, 0.0, 0.0, 1.0)
+
+    def seconds(count: int) -> float:
+        part = {name: tensor[:count] for name, tensor in some.items()}
+        frozen = Frozen(torch.ones(count), part, rest=1.0, share=1.0)
+
+        def respond() -> Rows:
+            found = imprints(frozen, slopes, settings, lr=0.0)[0]
+            return found if layers else Rows({}, {}, found.multiplied_out(descent.start))
+
+        return min(_timed(respond)[0] for _ in range(2))
+
+    one, many = seconds(1), seconds(wide)
+    return taking + many + max(many - one, 0.0) * (directions - wide) / max(wide - 1, 1)
+
+
+def _random_directions(descent: Descent, count: int) -> torch.Tensor:
+    flat = Flat(descent.start)
+    return torch.rand(count, flat.size, device=flat.device, dtype=flat.dtype)
+
+
+def sizes(inputs: Inputs, values: int, beside: int = 0) -> tuple[int, int]:
+    """Bytes that each source takes in the store with so many values, and bytes of the whole store.
+
+    beside: bytes of what else it keeps than bases, sources and probes.
+    """
     task, used = inputs.task, sum(settings.weight > 0 for settings in inputs.settings)
-    values = sum(task.model.get_parameter(name).numel() for name in task.names)
-    kinds = 2 if inputs.plan.keep_pair else 1
-    each = used * kinds * values * DTYPES[inputs.stored_as].itemsize
-    beside = used * tensor_bytes(task.state()) + _labels(inputs.sources) + _probes(inputs)
+    each = used * values * DTYPES[inputs.stored_as].itemsize
+    beside += used * tensor_bytes(task.state()) + _labels(inputs.sources) + _probes(inputs)
     return each, (each + used * _NORM) * len(inputs.sources) + beside
 
 
@@ -106,11 +197,11 @@ def _settling(descent: Descent, every: list[Settings]) -> Iterator[float]:
         look, _ = _timed(lambda: spectrum(descent.task, descent.start, parts, LOOK_ITERATIONS))
         for settings in every:
             if settings.lr == "auto":
-                yield _WALKS * (settings.steps * gradient + min(len(LOOKS), settings.steps) * look)
+                yield _WALKS * (settings.path * gradient + min(len(LOOKS), settings.path) * look)
     if descent.plan.engine == "trajectories" and descent.plan.epsilon == "auto":
         few = min(2, descent.steps)
         trial, _ = _timed(lambda: choose_epsilon(replace(descent, steps=few)))
-        yield sum(settings.steps for settings in every) * trial / few
+        yield sum(settings.path for settings in every) * trial / few
 
 
 def _step_seconds(chunk: Descent) -> float:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from imprint.data import Collate, Data, shown_batch
+from imprint.dropout import dropouts
 from imprint.errors import PlanError, SimulationError, SourcesError, TaskError
 from imprint.fingerprint import of_data, of_sources, of_tensors, probe_examples, probe_losses, regulariser_values
 from imprint.simulation.descent import Descent
@@ -18,6 +19,8 @@ from imprint.simulation.states import State, States
 from imprint.sources import Sources
 from imprint.store import DTYPES, describe
 from imprint.task import Parameters, Task
+
+BATCH, LARGE_BATCH = 1024, 8192  # examples evaluated at once, where the caller does not say: on a CPU, on a GPU
 
 
 @dataclass(frozen=True)
@@ -40,7 +43,7 @@ class Inputs:
         plan: Plan | None,
         checkpoints: Sequence[State] | None,
         *,
-        batch_size: int,
+        batch_size: int | None,
         collate_fn: Collate | None,
         device: torch.device | str | None,
         dtype: torch.dtype | None,
@@ -58,7 +61,8 @@ class Inputs:
                 f"task must be an imprint.Task, got a {type(task).__name__}: imprint.Task(model, loss=...)."
             )
         check_device(task, device)
-        training = Data(data, device=task.device, batch_size=batch_size, collate_fn=collate_fn)
+        size = (LARGE_BATCH if task.device.type == "cuda" else BATCH) if batch_size is None else batch_size
+        training = Data(data, device=task.device, batch_size=size, collate_fn=collate_fn)
         sources.check(len(training))
         if plan and plan.source_sample is not None and (plan.batch_size or 0) >= len(training):
             raise PlanError(
@@ -66,6 +70,7 @@ class Inputs:
                 f"{len(training)} training examples: leave one of them out."
             )
         inputs = cls(task, training, sources, plan or Plan(), States(task, checkpoints), _stored_dtype(task, dtype))
+        _refuse_plan(task, inputs.plan)
         warn_half_precision(task)
         assert inputs.settings  # a plan with settings for other checkpoints is refused here
         return inputs
@@ -101,7 +106,7 @@ class Inputs:
             self.data,
             self.sources,
             self.plan,
-            settings.steps,
+            1 if settings.steps == "infinite" else settings.steps,
             lr=step,
             damping=settings.damping,
             on_step=on_step,
@@ -144,6 +149,17 @@ class Inputs:
         for pull in pulls:
             if not math.isfinite(pull):
                 raise SimulationError(f"the regulariser is {pull} at or near the first checkpoint.")
+
+
+def _refuse_plan(task: Task, plan: Plan) -> None:
+    """Refuse a plan that asks of a task what it does not have."""
+    if plan.seen_curvature == "gauss-newton" and task.outputs is None:
+        raise PlanError(
+            "the Gauss–Newton curvature needs to see the model's outputs: give the task outputs= and output_loss= "
+            'instead of loss= (Task.classifier does), or the plan curvature="hessian".'
+        )
+    if plan.dropout and not dropouts(task.model):
+        raise PlanError("dropout=True asks for dropout along the path, and the model has no dropout module.")
 
 
 def _warn_same(states: list[str]) -> None:

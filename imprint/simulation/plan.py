@@ -4,11 +4,22 @@ import dataclasses
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from imprint.errors import PlanError
 
-Engine = Literal["tangent", "trajectories"]
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from imprint.data import Collate
+    from imprint.progress import Advance
+    from imprint.simulation.states import State
+    from imprint.sources import Sources
+    from imprint.task import Task
+
+Engine = Literal["tangent", "trajectories", "spectral"]
+Curvature = Literal["hessian", "gauss-newton"]
+Steps = int | Literal["infinite"]
 Variant = Literal["two_sided", "mirrored", "one_sided"]
 
 
@@ -16,10 +27,16 @@ Variant = Literal["two_sided", "mirrored", "one_sided"]
 class Settings:
     """What a plan says about one checkpoint."""
 
-    steps: int
+    steps: Steps
     lr: float | Literal["auto"]
     damping: float
     weight: float
+
+    @property
+    def path(self) -> int:
+        """How many steps a path has."""
+        assert self.steps != "infinite"
+        return self.steps
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,12 +45,19 @@ class Plan:
 
     `steps`, `lr`, `damping` and `weight` are one value for all checkpoints, or a tuple with one for each.
 
-    engine: "tangent", the exact response along the path (forward-over-reverse); or "trajectories", the perturbed
-        descents themselves, which need first derivatives only and so run on any model.
+    engine: "tangent", the exact response along the path (forward-over-reverse); "trajectories", the perturbed
+        descents themselves, which need first derivatives only and so run on any model; or "spectral", the response in
+        closed form on the curvature at the checkpoint, for sources in the thousands.
     steps, lr: T and η of the simulated gradient descent; "auto" takes 1/|μ| of the sharpest
-        curvature met along the path.
+        curvature met along the path. Of "spectral", steps may be "infinite".
     damping: λ, on the response only; the path itself stays that of plain training.
     weight: of a checkpoint in the mean over checkpoints; 0 skips it.
+    curvature: that responses see: the "hessian", or the "gauss-newton" matrix, which leaves out how the model itself
+        curves and so has no negative directions; "auto" is the Hessian along paths, and Gauss–Newton for "spectral".
+    dropout: of the path engines: draw the model's dropout anew in every step, as training does; the same for all
+        sources.
+    directions: of "spectral": how many directions of the curvature are told apart.
+    form: of "spectral", for sources of one example: "factored" keeps what gradients are made of, "dense" every value.
     batch_size: None for the full batch, else mini-batches drawn with `seed` and shared by all sources.
     source_sample: with mini-batches, how many of a source's members stand for it in each step (None: all).
     variant: of "trajectories": "two_sided", "one_sided", or the paper's "mirrored", which holds at an optimum only
@@ -46,10 +70,14 @@ class Plan:
     """
 
     engine: Engine = "tangent"
-    steps: int | tuple[int, ...] = 200
+    steps: Steps | tuple[Steps, ...] = 200
     lr: float | Literal["auto"] | tuple[float | Literal["auto"], ...] = "auto"
     damping: float | tuple[float, ...] = 0.0
     weight: float | tuple[float, ...] = 1.0
+    curvature: Curvature | Literal["auto"] = "auto"
+    dropout: bool = False
+    directions: int = 300
+    form: Literal["factored", "dense"] = "factored"
     batch_size: int | None = None
     source_sample: int | None = None
     seed: int = 0
@@ -64,7 +92,8 @@ class Plan:
         _one_of("engine", self.engine, get_args(Engine))
         _one_of("variant", self.variant, get_args(Variant))
         for steps in _each(self.steps):
-            _require(_whole(steps) and steps >= 1, "steps", steps, "a whole number of at least 1")
+            endless = steps == "infinite" and self.engine == "spectral"
+            _require(endless or (_whole(steps) and steps >= 1), "steps", steps, "a whole number of at least 1")
         for lr in _each(self.lr):
             _require(lr == "auto" or _number(lr, above=0), "lr", lr, 'a positive number or "auto"')
         for damping in _each(self.damping):
@@ -84,10 +113,12 @@ class Plan:
         )
         if self.source_sample is not None and self.batch_size is None:
             raise PlanError("source_sample belongs to mini-batches: give batch_size too, or leave it out.")
-        if self.engine == "tangent":
-            for field in ("variant", "epsilon", "accept_drift", "keep_pair"):
-                if getattr(self, field) != getattr(type(self), field):
-                    raise PlanError(f'{field} belongs to engine="trajectories"; the tangent engine has no such thing.')
+        for field, engines in _BELONGS.items():
+            if self.engine not in engines and getattr(self, field) != getattr(type(self), field):
+                raise PlanError(f"{field} belongs to {_quoted(engines)}; the {self.engine} engine has no such thing.")
+        _one_of("curvature", self.curvature, ("auto", *get_args(Curvature)))
+        _one_of("form", self.form, ("factored", "dense"))
+        _require(_whole(self.directions) and self.directions >= 1, "directions", self.directions, "at least 1")
         if self.keep_pair and self.variant != "two_sided":
             raise PlanError(
                 f'keep_pair belongs to variant="two_sided": a {self.variant} imprint holds its pair already.'
@@ -97,6 +128,13 @@ class Plan:
         lengths = {name: len(value) for name, value in vars(self).items() if isinstance(value, tuple)}
         if len(set(lengths.values())) > 1:
             raise PlanError(f"settings per checkpoint must be equally many, got {lengths}.")
+
+    @property
+    def seen_curvature(self) -> Curvature:
+        """The curvature that responses see."""
+        if self.curvature != "auto":
+            return self.curvature
+        return "gauss-newton" if self.engine == "spectral" else "hessian"
 
     def at(self, checkpoint: int, checkpoints: int) -> Settings:
         """The settings for checkpoint number `checkpoint` of `checkpoints`."""
@@ -111,6 +149,27 @@ class Plan:
 
         return Settings(pick("steps"), pick("lr"), float(pick("damping")), float(pick("weight")))
 
+    @classmethod
+    def auto(
+        cls,
+        task: "Task",
+        data: Any,
+        sources: "Sources",
+        checkpoints: "Sequence[State] | None" = None,
+        *,
+        batch_size: int | None = None,
+        collate_fn: "Collate | None" = None,
+        progress: "bool | Advance" = True,
+    ) -> "Plan":
+        """A plan with settings for each checkpoint, from curvature and gradients there; see `simulation.choosing`.
+
+        The arguments are those of `simulate`. Sources of one example each get the spectral engine, groups the path
+        of the tangent engine, with dropout if the model has some.
+        """
+        from imprint.simulation.choosing import plan_for
+
+        return plan_for(task, data, sources, checkpoints, batch_size, collate_fn, progress)
+
     def to_json(self) -> dict[str, Any]:
         """As plain JSON values."""
         return {name: list(v) if isinstance(v, tuple) else v for name, v in vars(self).items()}
@@ -124,6 +183,18 @@ class Plan:
                 raise PlanError(f"a plan has no field {name!r}; it has {', '.join(sorted(known))}.")
         fields: dict[str, Any] = {name: tuple(v) if isinstance(v, list) else v for name, v in values.items()}
         return cls(**fields)
+
+
+_BELONGS: dict[str, tuple[Engine, ...]] = {
+    **dict.fromkeys(("variant", "epsilon", "accept_drift", "keep_pair"), ("trajectories",)),
+    **dict.fromkeys(("batch_size", "source_sample", "dropout"), ("tangent", "trajectories")),
+    **dict.fromkeys(("directions", "form"), ("spectral",)),
+    "curvature": ("tangent", "spectral"),
+}
+
+
+def _quoted(engines: tuple[str, ...]) -> str:
+    return " or ".join(f'engine="{engine}"' for engine in engines)
 
 
 def _plain(value: Any) -> Any:

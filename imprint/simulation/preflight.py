@@ -96,7 +96,7 @@ def why_not_together(descent: Descent, simulate: Callable[[Descent], object]) ->
         return None
     alone = _failure(lambda: simulate(replace(trial, vectorise=False)))
     if alone is not None:
-        hint = ' engine="trajectories" needs first derivatives only.' if plan.engine == "tangent" else ""
+        hint = ' engine="trajectories" needs first derivatives only.' if plan.engine != "trajectories" else ""
         raise TaskError(f"the {plan.engine} engine cannot differentiate this model: {alone.rstrip('.')}.{hint}")
     logger.warning("vmap does not take this model, sources are simulated one by one: %s", reason)
     return reason

@@ -65,6 +65,17 @@ def rows_at_once(descent: Descent, memory: int | str | None) -> int:
     return int(max(1, min(rows, len(descent.sources))))
 
 
+def refitted(rows: int, fit: int, memory: int | str) -> int:
+    """How many of the sources that an earlier run took at once may be taken at once now."""
+    if fit < rows:
+        logger.warning(
+            "going on with %d sources at once instead of %d, which memory=%s does not allow: their imprints are "
+            "the same to rounding, not to the bit",
+            *(fit, rows, memory),
+        )
+    return min(fit, rows)
+
+
 def _epsilon(descent: Descent) -> tuple[float | None, dict[str, float]]:
     if descent.plan.engine == "trajectories" and descent.plan.epsilon == "auto":
         return choose_epsilon(descent)

@@ -1,13 +1,19 @@
 """The tangent engine: the exact response of the path to a source's weight, by forward-over-reverse.
 
-v_0 = 0,  v_{t+1} = v_t − η [(H(θ_t⁰) + λI) v_t + g_b(θ_t⁰)],  u_b = v_T, read out at θ_T⁰.
+v_0 = 0,  v_{t+1} = v_t − η [(H(θ_t⁰) + λI) v_t + g_b(θ_t⁰)],  u_b = v_T, read out at θ_T⁰. By choice H is the
+Gauss–Newton matrix, for which nothing but the response changes.
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 from torch import Tensor
 
-from imprint.simulation.derivatives import Weighted, gradient_along, regulariser_gradient_along
+from imprint.simulation.derivatives import (
+    Weighted,
+    gauss_newton_along,
+    gradient_along,
+    regulariser_gradient_along,
+)
 from imprint.simulation.descent import Descent, Simulated, follow
 from imprint.task import Parameters
 from imprint.vectors import add_scaled_, over_rows, zeros_like
@@ -21,9 +27,9 @@ def tangent(descent: Descent) -> Simulated:
         if descent.is_full_batch:
             if not indicators:
                 indicators.extend(descent.sources.indicator(part.examples, descent.dtype) for part in parts)
-            return _along(descent, base, parts, responses, indicators)
+            return _along(descent, base, parts, responses, indicators, step)
         still = [part.weights.new_zeros(len(descent.sources), len(part)) for part in parts]
-        total = _along(descent, base, parts, responses, still)
+        total = _along(descent, base, parts, responses, still, step)
         add_scaled_(total, descent.source_gradients(base, step, per_row=False), 1.0)
         return total
 
@@ -33,15 +39,17 @@ def tangent(descent: Descent) -> Simulated:
 
 
 def _along(
-    descent: Descent, theta: Parameters, parts: Iterable[Weighted], responses: Parameters, directions: list[Tensor]
+    descent: Descent,
+    theta: Parameters,
+    parts: Iterable[Weighted],
+    responses: Parameters,
+    directions: list[Tensor],
+    step: int,
 ) -> Parameters:
     """H v_b + Σ_i d_bi ∇ℓ_i for every source, over the batches of a step."""
     total = zeros_like(theta, len(descent.sources))
-    for part, direction in zip(parts, directions, strict=True):
-
-        def one(v: Parameters, d: Tensor, part: Weighted = part) -> Parameters:
-            return gradient_along(descent.task, theta, part.weights, part.batch, v, d)
-
+    for index, (part, direction) in enumerate(zip(parts, directions, strict=True)):
+        one = _one_source(descent, theta, part, step, index)
         add_scaled_(total, over_rows(one, responses, direction, vectorise=descent.vectorise), 1.0)
     if descent.task.task.regulariser is not None:
         curved = over_rows(
@@ -49,3 +57,13 @@ def _along(
         )
         add_scaled_(total, curved, 1.0)
     return total
+
+
+def _one_source(
+    descent: Descent, theta: Parameters, part: Weighted, step: int, index: int
+) -> Callable[[Parameters, Tensor], Parameters]:
+    """(v, d) ↦ H v + Σ_i d_i ∇ℓ_i on one batch, H the curvature that the plan says."""
+    task = descent.at_part(step, index)
+    if descent.plan.seen_curvature == "gauss-newton":
+        return gauss_newton_along(task, theta, part.weights, part.batch)
+    return lambda v, d: gradient_along(task, theta, part.weights, part.batch, v, d)

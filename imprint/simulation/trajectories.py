@@ -14,7 +14,7 @@ from torch import Tensor
 from imprint.errors import SimulationError
 from imprint.simulation.derivatives import Weighted, gradient, regulariser_gradient
 from imprint.simulation.descent import Descent, Simulated, follow
-from imprint.task import Parameters
+from imprint.task import Functional, Parameters
 from imprint.vectors import add_scaled_, minus, norm, over_rows, repeated, row_norms, scaled
 
 logger = logging.getLogger(__name__)
@@ -56,7 +56,7 @@ def _descend(descent: Descent, signs: list[float], epsilon: float) -> tuple[Para
 
     def moving(base: Parameters, theta: Parameters, parts: Iterable[Weighted], step: int) -> Parameters:
         if not descent.is_full_batch:
-            total = _gradients(descent, theta, parts, extra)
+            total = _gradients(descent, theta, parts, extra, step)
             own = descent.source_gradients(theta, step, per_row=True)
             for name, tensor in total.items():
                 tensor += own[name] * shift.reshape(-1, *[1] * (tensor.dim() - 1))
@@ -64,13 +64,15 @@ def _descend(descent: Descent, signs: list[float], epsilon: float) -> tuple[Para
         if not extra:
             own_examples = [descent.sources.indicator(part.examples, descent.dtype) for part in parts]
             extra.extend(shift[:, None] * own.repeat(len(signs) // len(own), 1) for own in own_examples)
-        return _gradients(descent, theta, parts, extra)
+        return _gradients(descent, theta, parts, extra, step)
 
     together = repeated(descent.start, len(signs))
     return follow(descent, together, moving, responses=lambda base, theta: minus(theta, base), removal=1 / epsilon)
 
 
-def _gradients(descent: Descent, theta: Parameters, parts: Iterable[Weighted], extra: list[Tensor]) -> Parameters:
+def _gradients(
+    descent: Descent, theta: Parameters, parts: Iterable[Weighted], extra: list[Tensor], step: int
+) -> Parameters:
     """∇L at every row of θ, each with its own extra weights on its source's examples."""
     rows = next(iter(theta.values())).shape[0]
     total = {name: torch.zeros_like(p) for name, p in theta.items()}
@@ -79,8 +81,10 @@ def _gradients(descent: Descent, theta: Parameters, parts: Iterable[Weighted], e
         if extra:
             weights = weights + extra[index]
 
-        def one(theta: Parameters, weights: Tensor, part: Weighted = part) -> Parameters:
-            return gradient(descent.task, theta, weights, part.batch, plain=not descent.vectorise)[0]
+        task = descent.at_part(step, index)
+
+        def one(theta: Parameters, weights: Tensor, task: Functional = task, part: Weighted = part) -> Parameters:
+            return gradient(task, theta, weights, part.batch, plain=not descent.vectorise)[0]
 
         add_scaled_(total, over_rows(one, theta, weights, vectorise=descent.vectorise), 1.0)
     if descent.task.task.regulariser is not None:

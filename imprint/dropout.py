@@ -1,0 +1,45 @@
+"""Dropout that seeds decide, for models in evaluation mode: the same draw again wherever it is asked for."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.dropout import _DropoutNd
+
+_TOGETHER: dict[type[nn.Module], int] = {  # how many of the last dimensions are dropped or kept together
+    nn.Dropout: 0,
+    nn.Dropout1d: 1,
+    nn.Dropout2d: 2,
+    nn.Dropout3d: 3,
+}
+
+
+def dropouts(model: nn.Module) -> list[_DropoutNd]:
+    """The modules of a model that drop something in training."""
+    found = (module for module in model.modules() if isinstance(module, _DropoutNd))
+    return [module for module in found if type(module) in _TOGETHER and 0 < module.p < 1]
+
+
+@contextmanager
+def dropping(model: nn.Module, noise: tuple[int, ...] | None) -> Iterator[None]:
+    """For a while the model's dropout modules drop what the seeds say, each in its turn; with None, nothing."""
+    if noise is None:
+        yield
+        return
+    draw = np.random.default_rng(noise)  # torch's own generators are refused inside vmap
+
+    def hook(module: nn.Module, given: tuple[Any, ...], output: Tensor) -> Tensor:
+        assert isinstance(module, _DropoutNd)
+        alone = output.shape[: output.dim() - _TOGETHER[type(module)]]
+        kept = torch.from_numpy(draw.random(alone, dtype=np.float32) >= module.p).to(output.device)
+        return output * kept.reshape(*alone, *[1] * (output.dim() - len(alone))) / (1 - module.p)
+
+    handles = [module.register_forward_hook(hook) for module in dropouts(model)]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()

@@ -1,0 +1,259 @@
+"""Runs the spectral engine at a checkpoint: the curvature first, then the sources, shard by shard, into the store."""
+
+import logging
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from imprint.errors import ImprintError, SimulationError, first_line
+from imprint.memory import budget, tensor_bytes
+from imprint.rows import MULTIPLIED, Rows, factorable, gradients, parameters_of
+from imprint.simulation.curvature import Spectrum, curvature_product
+from imprint.simulation.descent import Descent, FullBatch
+from imprint.simulation.inputs import Inputs
+from imprint.simulation.plan import Settings
+from imprint.simulation.preflight import refuse_loss, why_not_together
+from imprint.simulation.settling import refitted
+from imprint.simulation.spectral import Frozen, freeze, imprints, refuse_unstable
+from imprint.store import DTYPES, Checkpoint, File
+from imprint.task import Parameters
+from imprint.vectors import Flat, spread
+from imprint.writer import Writer
+
+logger = logging.getLogger(__name__)
+PASSES = 3  # over the data, in units of a gradient of every example, that a product with the curvature takes
+COPIES = 5  # of the numbers of a source that are alive at once: its gradient, its imprint, and what is written
+_SHARD = 4096  # sources in one file, where memory does not say fewer
+_TRIED = 32  # examples on which factors are tried
+
+
+@dataclass(frozen=True)
+class Spectral:
+    """The spectral engine at one checkpoint: all that a run of it needs."""
+
+    inputs: Inputs
+    index: int
+    writer: Writer
+    memory: int | str | None
+    on_work: Callable[[int], None]
+    on_skip: Callable[[int], None]
+
+    @property
+    def settings(self) -> Settings:
+        return self.inputs.settings[self.index]
+
+    @property
+    def folder(self) -> str:
+        return f"checkpoint-{self.index:03}"
+
+    def checkpoint(self) -> Checkpoint:
+        """Simulate and write the checkpoint."""
+        state = self.inputs.state(self.index)
+        descent = self.inputs.descent(self.index, state)
+        settled = self.writer.settled(self.index)
+        if settled is None:
+            descent, alone = together_or_alone(descent)
+            frozen = self._frozen(descent)
+            settled = self._settle(descent, frozen, alone)
+            self.writer.settle(self.index, settled)
+            fit = settled.figures["rows_at_once"]
+        else:
+            descent = replace(descent, vectorise=settled.figures["vectorised"])
+            frozen = self._left(descent, settled) or self._frozen(descent)
+            fit = self._fit(descent, frozen, settled)
+        base = self._kept("base", state)
+        frozen, basis = self._keep(descent, frozen, settled)
+        files, norms = self._shards(descent, frozen, settled, fit)
+        return replace(
+            settled,
+            base=base,
+            basis=basis if settled.layers else None,
+            imprints=tuple(files),
+            figures={**settled.figures, **_figures(frozen), "drift": 0.0, "norms": spread(norms)},
+        )
+
+    def _keep(self, descent: Descent, frozen: Frozen, settled: Checkpoint) -> tuple[Frozen, File]:
+        """Write the curvature, so that a killed run need not measure it again; what is read later is what counts now.
+
+        Imprints that are kept in full do without it: then the file goes when the store is complete.
+        """
+        about = {"values": frozen.values.tolist(), "rest": frozen.rest, "share": frozen.share}
+        kept = self._cast(frozen.basis) if settled.layers else frozen.basis
+        basis = {name: tensor.to(descent.dtype).contiguous() for name, tensor in kept.items()}
+        return replace(frozen, basis=basis), self._kept(_basis(settled), kept, about)
+
+    def _left(self, descent: Descent, settled: Checkpoint) -> Frozen | None:
+        """The curvature as an earlier run has left it."""
+        name = f"{self.folder}/{_basis(settled)}.safetensors"
+        done = self.writer.done(name)
+        if done is None:
+            return None
+        self.on_skip(PASSES * len(self.inputs.data) * self.inputs.plan.directions)
+        about, found = done[1], self.writer.read(name, descent.data.device)
+        # copied to where tensors lie as they do when fresh: products of others differ in the last bits
+        basis = {name: found[name].to(descent.dtype, copy=True) for name in descent.start}
+        return Frozen(torch.tensor(about["values"], dtype=torch.float64), basis, about["rest"], about["share"])
+
+    def _frozen(self, descent: Descent) -> Frozen:
+        """The curvature, measured."""
+        work = PASSES * len(self.inputs.data)
+        frozen = freeze(
+            descent.task,
+            descent.start,
+            FullBatch(descent.data, descent.dtype),
+            self.inputs.plan.seen_curvature,
+            self.inputs.plan.directions,
+            on_product=lambda products: self.on_work(products * work),
+        )
+        self.on_skip((self.inputs.plan.directions - len(frozen.values)) * work)
+        return frozen
+
+    def _settle(self, descent: Descent, frozen: Frozen, alone: str | None) -> Checkpoint:
+        """How the sources are simulated, with the figures that decided it."""
+        settings = self.settings
+        curvature = Spectrum(frozen.smallest, frozen.largest)
+        step = curvature.step(settings.damping) if settings.lr == "auto" else settings.lr
+        refuse_unstable(frozen, settings, step, self.index)
+        layers = layers_of(descent)
+        figures = {
+            "curvature": [curvature.smallest, curvature.largest],
+            "stability": curvature.norm_of_step(step, settings.damping),
+            **_figures(frozen),
+            "vectorised": descent.vectorise,
+            "rows_at_once": rows_at_once(descent, len(frozen.values), layers, self.memory),
+        }
+        if alone is not None:
+            figures["one_by_one"] = alone
+        return Checkpoint(settings.weight, settings.steps, step, settings.damping, None, figures, layers=layers)
+
+    def _fit(self, descent: Descent, frozen: Frozen, settled: Checkpoint) -> int:
+        rows: int = settled.figures["rows_at_once"]
+        if self.memory is None:
+            return rows
+        return refitted(rows, rows_at_once(descent, len(frozen.values), settled.layers, self.memory), self.memory)
+
+    def _shards(
+        self, descent: Descent, frozen: Frozen, settled: Checkpoint, fit: int
+    ) -> tuple[list[File], list[float]]:
+        """The files of all sources, of which `fit` are in memory at once, and how long their imprints are."""
+        files: list[File] = []
+        norms: list[float] = []
+        rows = settled.figures["rows_at_once"]
+        for number, start in enumerate(range(0, len(self.inputs.sources), rows)):
+            chunk = self.inputs.sources.rows(start, start + rows)
+            name, span = f"{self.folder}/imprints-{number:05}.safetensors", (start, start + len(chunk))
+            done = self.writer.done(name, span)
+            if done is not None:
+                self.on_skip(sum(chunk.sizes))
+                files.append(done[0])
+                norms += done[1]["norms"]
+                continue
+            pieces = [chunk.rows(first, first + fit) for first in range(0, len(chunk), fit)]
+            parts = [self._imprints(descent.with_sources(piece), frozen, settled) for piece in pieces]
+            tensors = parts[0][0]
+            if len(parts) > 1:
+                tensors = {key: torch.cat([part[key] for part, _ in parts]) for key in tensors}
+            lengths = [length for _, lengths in parts for length in lengths]
+            files.append(self.writer.tensors(name, tensors, span, {"norms": lengths}))
+            norms += lengths
+            self.on_work(sum(chunk.sizes))
+        return files, norms
+
+    def _imprints(self, descent: Descent, frozen: Frozen, settled: Checkpoint) -> tuple[Parameters, list[float]]:
+        """The tensors that keep the imprints of some sources, and how long each imprint is."""
+        slopes = source_gradients(descent, settled.layers)
+        found, lengths = imprints(frozen, slopes, self.settings, settled.lr)
+        tensors = found.tensors() if settled.layers else found.multiplied_out(descent.start)
+        for identity, length in zip(descent.sources.ids, lengths.tolist(), strict=True):
+            if not math.isfinite(length):
+                raise SimulationError(
+                    f"the imprint of source {identity!r} is not finite: its gradient is not, or its response has "
+                    f"grown beyond all numbers where curvature is negative (down to {frozen.smallest:.3g}). Take "
+                    "fewer steps, or some damping."
+                )
+        # six digits, as of the path engines: the last ones depend on where tensors lie in memory
+        return self._cast(tensors), [float(f"{length:.6g}") for length in lengths.tolist()]
+
+    def _kept(self, kind: str, tensors: Parameters, about: dict[str, Any] | None = None) -> File:
+        """A file of this checkpoint, as an earlier run has left it or written now."""
+        name = f"{self.folder}/{kind}.safetensors"
+        done = self.writer.done(name)
+        return done[0] if done else self.writer.tensors(name, tensors, about=about)
+
+    def _cast(self, tensors: Parameters) -> Parameters:
+        return {name: tensor.to(DTYPES[self.inputs.stored_as]) for name, tensor in tensors.items()}
+
+
+def _basis(settled: Checkpoint) -> str:
+    """The name of the file with the curvature: a part of the store, or one that goes when it is complete."""
+    return "basis" if settled.layers else "snapshot"
+
+
+def _figures(frozen: Frozen) -> dict[str, Any]:
+    return {"rest": frozen.rest, "share": frozen.share, "directions": len(frozen.values)}
+
+
+def together_or_alone(descent: Descent) -> tuple[Descent, str | None]:
+    """The descent for many sources at once if `vmap` takes the model; otherwise one by one, and the reason."""
+    refuse_loss(descent, FullBatch(descent.data, descent.dtype))
+    batch = [next(iter(FullBatch(descent.data, descent.dtype)))]
+
+    def attempt(trial: Descent) -> None:
+        product = curvature_product(trial.task, trial.start, batch, trial.plan.seen_curvature)
+        product(Flat(trial.start).vector(trial.start))
+        trial.source_gradients(trial.start, 0, per_row=False)
+
+    reason = why_not_together(descent, attempt)
+    return replace(descent, vectorise=reason is None), reason
+
+
+def layers_of(descent: Descent) -> tuple[str, ...]:
+    """The linear layers whose parts of an imprint are kept as products; none where imprints are kept in full.
+
+    That is where the plan says so, where sources are groups, and where it fails (logged).
+    """
+    if descent.plan.form == "dense" or max(descent.sources.sizes) > 1:
+        return ()
+    some, two = (torch.arange(min(count, descent.n)) for count in (_TRIED, 2))
+    try:
+        found = factorable(descent.task, descent.start, descent.data.gather(some), len(some))
+        gradients(descent.task.losses, descent.start, descent.data.gather(two), len(two), descent.task.task, found)
+    except (ImprintError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:
+        logger.warning(
+            "gradients of single examples cannot be taken apart, imprints are kept in full: %s", first_line(error)
+        )
+        return ()
+    return found
+
+
+def source_gradients(descent: Descent, layers: tuple[str, ...]) -> Rows:
+    """∇ℓ_b of each source; in factors where there are `layers`, which takes sources of one example each."""
+    if not layers:
+        return Rows({}, {}, descent.source_gradients(descent.start, 0, per_row=False))
+    examples = torch.tensor([int(members[0]) for members in descent.sources.members])
+    task = descent.task
+    parts = [
+        gradients(task.losses, descent.start, descent.data.gather(piece), len(piece), task.task, layers)
+        for piece in torch.split(examples, descent.data.batch_size)
+    ]
+    return Rows.joined(parts)
+
+
+def values_of_a_row(descent: Descent, directions: int, layers: tuple[str, ...]) -> int:
+    """How many numbers keep the imprint of a source."""
+    covered = {name for layer in layers for name in parameters_of(layer)}
+    factors = sum(sum(descent.start[parameters_of(layer)[0]].shape) for layer in layers)
+    dense = sum(p.numel() for name, p in descent.start.items() if name not in covered)
+    return factors + dense + (directions if layers else 0)
+
+
+def rows_at_once(descent: Descent, directions: int, layers: tuple[str, ...], memory: int | str | None) -> int:
+    """How many sources fit the memory budget together."""
+    each = COPIES * values_of_a_row(descent, directions, layers) * descent.dtype.itemsize
+    room = budget(memory, descent.data.device) - (directions + 2 * MULTIPLIED) * tensor_bytes(descent.start)
+    return int(max(1, min(room // each, len(descent.sources), _SHARD)))

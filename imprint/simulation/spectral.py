@@ -1,0 +1,140 @@
+"""The spectral engine: the response to every source in closed form, on the curvature frozen at a checkpoint.
+
+u_b = −S_T(H_λ) g_b with S_T(μ) = (1 − (1 − η(μ + λ))^T)/(μ + λ), or 1/(μ + λ) for T = ∞. A Lanczos basis has the
+leading directions of H; what a gradient has outside of it sees one more curvature, measured on just that part. So k
+products with H serve all sources, and each source costs one gradient.
+"""
+
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from imprint.errors import SimulationError
+from imprint.rows import Rows, along
+from imprint.simulation.curvature import ENDED, Basis, curvature_product, lanczos_basis
+from imprint.simulation.derivatives import Weighted, gradient
+from imprint.simulation.plan import Curvature, Settings
+from imprint.task import Functional, Parameters
+from imprint.vectors import Flat
+
+_PROBES = 8  # random sums of all examples' gradients, on which the curvature outside the basis is measured
+_NOTHING = 1e-10  # share of the gradients below which nothing is outside the basis
+
+
+@dataclass(frozen=True)
+class Frozen:
+    """The curvature at a checkpoint.
+
+    values, basis: curvatures (directions,), and directions as a stack of parameters.
+    rest: the mean curvature that gradients see outside of the basis, and `share` how much of them lies there.
+    """
+
+    values: Tensor
+    basis: Parameters
+    rest: float
+    share: float
+
+    @property
+    def largest(self) -> float:
+        return float(self.values[-1])
+
+    @property
+    def smallest(self) -> float:
+        return min(float(self.values[0]), self.rest if self.share > 0 else math.inf)
+
+    def outside(self, settings: Settings, lr: float) -> float:
+        """S_T for what a gradient has outside of the basis."""
+        rest = torch.tensor([self.rest], dtype=torch.float64)
+        return float(response(rest, settings, lr)) if self.share > 0 else 0.0
+
+    @property
+    def rounding(self) -> float:
+        """Curvature that cannot be told from none."""
+        return ENDED * torch.finfo(next(iter(self.basis.values())).dtype).eps * abs(self.largest)
+
+
+def freeze(
+    task: Functional,
+    theta: Parameters,
+    batches: Iterable[Weighted],
+    kind: Curvature,
+    directions: int,
+    on_product: Callable[[int], None] = lambda products: None,
+) -> Frozen:
+    """The curvature of the objective at θ, on `directions` of a Lanczos basis and in the mean outside of it."""
+    flat, product = Flat(theta), curvature_product(task, theta, batches, kind)
+    generator = torch.Generator().manual_seed(0)
+    start = torch.randn(flat.size, generator=generator, dtype=torch.float64).to(flat.device, flat.dtype)
+    basis = lanczos_basis(product, start, directions, on_product)
+    rest, share = _outside(task, theta, batches, basis, product, generator)
+    return Frozen(basis.values, flat.parameters(basis.vectors), rest, share)
+
+
+def _outside(
+    task: Functional,
+    theta: Parameters,
+    batches: Iterable[Weighted],
+    basis: Basis,
+    product: Callable[[Tensor], Tensor],
+    generator: torch.Generator,
+) -> tuple[float, float]:
+    """Σ_i r_iᵀ H r_i / Σ_i |r_i|² for what the examples' gradients have outside the basis, and Σ|r_i|²/Σ|g_i|².
+
+    A sum of all gradients with random signs has the mean of both sums, so that a few of them estimate it.
+    """
+    flat, bent, outer, whole = Flat(theta), 0.0, 0.0, 0.0
+    for _ in range(_PROBES):
+        total = torch.zeros(flat.size, device=flat.device, dtype=flat.dtype)
+        for part in batches:
+            signs = torch.randint(0, 2, (len(part),), generator=generator).to(part.weights) * 2 - 1
+            total += flat.vector(gradient(task, theta, signs, part.batch, plain=True)[0])
+        rest = basis.outside(total)
+        whole, outer = whole + float(total.double() @ total.double()), outer + float(rest.double() @ rest.double())
+        bent += float(rest.double() @ product(rest).double())
+    if outer <= _NOTHING * whole:
+        return 0.0, 0.0
+    return max(bent / outer, 0.0), outer / whole
+
+
+def response(curvature: Tensor, settings: Settings, lr: float) -> Tensor:
+    """S_T(μ + λ), elementwise: what T steps of size η make of a gradient that sees curvature μ."""
+    damped = curvature.double() + settings.damping
+    if settings.steps == "infinite":
+        return 1 / damped
+    x = lr * damped
+    mild = x < 1  # where nothing must cancel, however small x is; a longer step overshoots and alternates
+    lost = -torch.expm1(settings.steps * torch.log1p(-torch.where(mild, x, 0.0)))
+    lost = torch.where(mild, lost, 1 - (1 - x) ** settings.steps)
+    return torch.where(x == 0, lr * settings.steps, lost / torch.where(x == 0, 1.0, damped))
+
+
+def imprints(frozen: Frozen, gradients: Rows, settings: Settings, lr: float) -> tuple[Rows, Tensor]:
+    """u_b of sources from their gradients, in factored form, and how long each is."""
+    inside, outside = response(frozen.values, settings, lr), frozen.outside(settings, lr)
+    seen = along(gradients, frozen.basis)
+    coefficients = (-(inside - outside)).to(seen) * seen
+    moved = gradients.scaled(-outside)
+    found = Rows(moved.inputs, moved.outputs, moved.dense, coefficients, frozen.basis)
+    like = {name: directions[0] for name, directions in frozen.basis.items()}
+    return found, found.lengths(like, -outside * seen)
+
+
+def refuse_unstable(frozen: Frozen, settings: Settings, lr: float, index: int) -> None:
+    """A frozen recursion that grows without bound is refused."""
+    top, lowest = frozen.largest + settings.damping, frozen.smallest
+    if abs(lowest) <= frozen.rounding:  # a zero, of either sign
+        lowest = 0.0
+    if settings.steps == "infinite" and not lowest + settings.damping > frozen.rounding:
+        above = f" above {-lowest:.2g}" if lowest < 0 else ""
+        raise SimulationError(
+            f"checkpoint {index}: infinitely many steps need positive curvature, and it goes down to {lowest:.3g}: "
+            f"give a damping{above}, or a number of steps."
+        )
+    if settings.steps != "infinite" and lr * top > 2:
+        raise SimulationError(
+            f"checkpoint {index}: steps of lr={lr:.3g} are too long for curvature {top:.3g} and would diverge: "
+            f'a step below {2 / top:.2g} holds, lr="auto" takes half of that.'
+        )

@@ -1,0 +1,223 @@
+"""Stores with factored imprints: they say what dense ones say, by every readout, for every kind of model."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from imprint import Plan, Sources, Store, Task, TaskError, attribute, check, self_influence, simulate
+from imprint.inspection import inspected
+from imprint.readout import Kind, Reader
+from tests.test_rows import CASES, Make, mlp
+from tests.zoo import EXAMPLES, ZOO
+
+N = 9
+PLAN = Plan(engine="spectral", steps=30, damping=0.05, directions=7)
+DENSE = Plan(engine="spectral", steps=30, damping=0.05, directions=7, form="dense")
+READOUTS: tuple[Kind, ...] = ("jvp", "gradient", "central")
+
+
+def columns(shape: tuple[int, ...] = (4,)) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(N, *shape, generator=generator, dtype=torch.float64)
+    return x, torch.randint(0, 3, (N,), generator=generator)
+
+
+def task(make: Make = mlp, **options: Any) -> Task:
+    torch.manual_seed(0)
+    return Task.classifier(make().double(), **{"measure": "margin", **options})
+
+
+def store(task: Task, plan: Plan = PLAN, data: Any = None, **options: Any) -> Store:
+    given = {"sources": Sources.per_example(N), "progress": False, **options}
+    return simulate(task, columns() if data is None else data, plan=plan, **given)
+
+
+def scores(task: Task, store: Store, queries: Any = None, **options: Any) -> Tensor:
+    found: Tensor = attribute(task, store, queries or columns(), progress=False, **options).scores
+    return found
+
+
+def close(found: Tensor, expected: Tensor, tolerance: float = 1e-9) -> None:
+    assert float((found - expected).norm()) <= tolerance * float(expected.norm())
+
+
+@pytest.mark.parametrize(("make", "shape", "selected", "layers"), CASES.values(), ids=CASES.keys())
+def test_factored_and_dense_stores_give_the_same_scores(
+    make: Make, shape: tuple[int, ...], selected: Any, layers: tuple[str, ...], caplog: pytest.LogCaptureFixture
+) -> None:
+    one, data = task(make, parameters=selected), columns(shape)
+    factored, dense = store(one, PLAN, data), store(one, DENSE, data)
+    assert factored.checkpoints[0].layers == layers and dense.checkpoints[0].layers == ()
+    expected = scores(one, dense, data)
+    for readout in READOUTS:
+        close(scores(one, factored, data, readout=readout), expected, 1e-6 if readout == "central" else 1e-9)
+    close(self_influence(one, factored, data, progress=False), expected.diagonal())
+    assert not caplog.records
+    factored.verify()
+
+
+@pytest.mark.parametrize("name", [name for name, entry in ZOO.items() if entry.forward_mode])
+def test_every_member_of_the_zoo_is_scored_alike_from_both_forms(name: str) -> None:
+    """Texts in dictionaries with a collate function, batch norm, attention, tied weights, models without vmap."""
+    member = ZOO[name].make(torch.device("cpu"), torch.float64)
+    found = []
+    forms: tuple[Any, ...] = ("factored", "dense")
+    for form in forms:
+        curvature: Any = "auto" if member.task.outputs is not None else "hessian"
+        plan = Plan(engine="spectral", steps=5, damping=0.5, directions=6, curvature=curvature, form=form)
+        made = simulate(
+            member.task, member.data, Sources.per_example(EXAMPLES), plan, collate_fn=member.collate_fn, progress=False
+        )
+        for readout in READOUTS[:2]:
+            result = attribute(
+                member.task,
+                made,
+                member.queries,
+                readout=readout,
+                collate_fn=member.collate_fn,
+                progress=False,
+            )
+            found.append(result.scores)
+    for other in found[1:]:
+        close(other, found[0], 1e-8)
+
+
+def twice(model: nn.Module, batch: Any) -> Tensor:
+    """A measurement that calls the model on two inputs."""
+    both: Tensor = model(batch[0]) - model(2 * batch[0]).tanh()
+    return both[:, 0]
+
+
+def with_the_weight(model: nn.Module, batch: Any) -> Tensor:
+    """A measurement that uses a layer's weight in a way of its own, beside the layer."""
+    own = model[0].weight.square().sum() * batch[0][:, 0]  # type: ignore[index]
+    return model(batch[0])[:, 0] + own  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("measure", [twice, with_the_weight])
+@pytest.mark.parametrize("readout", ["jvp", "gradient"])
+def test_a_measurement_that_uses_layers_in_its_own_way_is_read_right(
+    measure: Callable[[nn.Module, Any], Tensor], readout: Kind, caplog: pytest.LogCaptureFixture
+) -> None:
+    one = task(measure=measure)
+    factored, dense = store(one), store(one, DENSE)
+    close(scores(one, factored, readout=readout), scores(one, dense, readout=readout))
+    if (measure, readout) != (twice, "jvp"):  # adapters serve a layer as often as it is called
+        assert "factored imprints are multiplied out to be read: " in caplog.text
+
+
+def test_sources_of_several_examples_are_kept_in_full() -> None:
+    groups = Sources.groups({"a": [0, 1, 2], "b": [3]})
+    assert store(task(), sources=groups).checkpoints[0].basis is None
+
+
+def test_a_subset_of_the_examples_is_kept_in_factors() -> None:
+    some = Sources.groups({"seventh": [7], "first": [0]})
+    found = store(task(), sources=some)
+    assert found.checkpoints[0].layers == ("0", "2")
+    close(scores(task(), found), scores(task(), store(task()))[:, [7, 0]])
+
+
+def test_bfloat16_keeps_two_digits_and_a_fourth_of_the_size() -> None:
+    half, whole = store(task(), dtype=torch.bfloat16), store(task())
+    close(scores(task(), half), scores(task(), whole), 0.02)
+    files = [s.path / s.checkpoints[0].imprints[0].path for s in (half, whole)]
+    assert files[0].stat().st_size < files[1].stat().st_size
+    half.verify()
+
+
+def test_float32_agrees_with_float64_to_rounding() -> None:
+    torch.manual_seed(0)
+    single = Task.classifier(mlp(), measure="margin")
+    x, y = columns()
+    found = simulate(single, (x.float(), y), Sources.per_example(N), PLAN, progress=False)
+    double = Task.classifier(mlp().double(), measure="margin")
+    double.model.load_state_dict(single.model.state_dict())
+    close(scores(single, found, (x.float(), y)), scores(double, store(double)), 1e-3)
+
+
+@pytest.mark.parametrize("form", ["factored", "dense"])
+def test_batches_and_memory_do_not_change_the_imprints(form: str) -> None:
+    plan = PLAN if form == "factored" else DENSE
+    expected = scores(task(), store(task(), plan))
+    for options in ({"batch_size": 2}, {"batch_size": 4, "memory": "1kB"}, {"memory": "50MB"}):
+        found = store(task(), plan, **options)
+        close(scores(task(), found), expected, 1e-9)
+        close(scores(task(), found, memory="1kB", batch_size=2), expected, 1e-9)
+    assert len(store(task(), plan, memory="1kB").checkpoints[0].imprints) == N
+
+
+def test_checkpoints_are_averaged_and_one_of_weight_0_is_left_out() -> None:
+    one = task()
+    states = [{name: scale * tensor for name, tensor in one.state().items()} for scale in (0.5, 3.0, 1.0)]
+    plan = Plan(engine="spectral", steps=("infinite", 1, 30), damping=0.05, directions=7, weight=(1.0, 0.0, 3.0))
+    found = store(one, plan, checkpoints=states)
+    assert found.checkpoints[1].base is None and found.checkpoints[1].layers == ()
+    first = store(one, Plan(engine="spectral", steps="infinite", damping=0.05, directions=7), checkpoints=states[:1])
+    close(scores(one, found), 0.25 * scores(one, first) + 0.75 * scores(one, store(one)))
+
+
+def test_a_batch_that_was_changed_in_place_is_read_anew() -> None:
+    one = task()
+    reader = Reader(one, store(one))
+    x, y = columns()
+    batch = (x.clone(), y)
+    before = reader.scores(batch)
+    batch[0].mul_(2.0)
+    close(reader.scores(batch), scores(one, store(one), (2 * x, y)))
+    assert not torch.allclose(before, reader.scores(batch))
+
+
+class Branching(nn.Module):
+    """Its middle layer is used for batches in which anything is large."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.middle, self.last = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.first(x).tanh()
+        return self.last(self.middle(h) if float(x.detach().abs().max()) < 50 else h)  # type: ignore[no-any-return]
+
+
+def test_a_layer_that_some_batches_do_not_use_is_told_with_advice() -> None:
+    x, y = torch.randn(40, 4, dtype=torch.float64), torch.randint(0, 3, (40,))
+    x[-1] *= 1000
+    each = Sources.per_example(40)
+    with pytest.raises(TaskError, match=r"linear layer 'middle' is not used once for each example.*form=\"dense\""):
+        store(task(Branching), data=(x, y), batch_size=4, sources=each)
+    store(task(Branching), DENSE, (x, y), batch_size=4, sources=each)
+
+
+def test_a_store_shows_what_its_imprints_are_made_of(tmp_path: Path) -> None:
+    from typer.testing import CliRunner
+
+    from imprint.cli import app
+
+    plan = Plan(engine="spectral", steps="infinite", damping=0.1, directions=3)
+    found = store(task(), plan, out=tmp_path / "store")
+    values = inspected(found)
+    assert values["checkpoints"][0]["layers"] == ["0", "2"]
+    shown = CliRunner().invoke(app, ["inspect", str(found.path)], env={"COLUMNS": "200"}).output
+    for text in ("factored (0, 2)", "infinite", "directions", "curvature outside", "share outside"):
+        assert text in shown
+
+
+@pytest.mark.parametrize("plan", [PLAN, DENSE], ids=["factored", "dense"])
+def test_a_check_foretells_a_spectral_run(plan: Plan) -> None:
+    one = task()
+    found = check(one, columns(), Sources.per_example(N), plan)
+    assert found.ok and found.estimate is not None, found.problems
+    made = store(one, plan)
+    assert found.estimate.bytes_per_source <= inspected(made)["bytes_per_source"]
+    assert found.estimate.rows_at_once == made.checkpoints[0].figures["rows_at_once"]
+    assert found.estimate.seconds < 60 and (found.estimate.peak_bytes or 1) > 0
+
+
+def test_a_check_finds_a_step_that_is_too_long() -> None:
+    plan = Plan(engine="spectral", steps=3, lr=1e3)
+    assert "steps of lr=1e+03 are too long" in check(task(), columns(), Sources.per_example(N), plan).problems[0]
