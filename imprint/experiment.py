@@ -129,7 +129,8 @@ class Experiment:
     def over(self, other: "Experiment") -> "Experiment":
         """These settings where they are given, those of `other` elsewhere."""
         given = {f.name: value for f in fields(self) if (value := getattr(self, f.name)) not in (None, (), {})}
-        return replace(other, **{**given, "plan": {**other.plan, **self.plan}})
+        plan = self.plan if self.plan.get("auto") else {**other.plan, **self.plan}  # what is chosen is chosen anew
+        return replace(other, **{**given, "plan": plan})
 
 
 _OBJECTS = ("task", "data", "sources", "queries", "collate_fn")
@@ -143,16 +144,20 @@ _KIND_NAMES = {
 
 
 def plan_values(pairs: list[str]) -> dict[str, Any]:
-    """Fields of a plan from texts such as "steps=100" and "lr=0.1,auto".
+    """Fields of a plan from texts such as "steps=100" and "lr=0.1,auto"; "auto" alone stands for `Plan.auto`.
 
     >>> plan_values(["steps=100,200", "lr=auto", "keep_pair=true"])
     {'steps': [100, 200], 'lr': 'auto', 'keep_pair': True}
+    >>> plan_values(["auto", "directions=100"])
+    {'auto': True, 'directions': 100}
     """
     found: dict[str, Any] = {}
     for pair in pairs:
         name, equals, text = pair.partition("=")
+        if pair.strip() == "auto":
+            name, equals, text = "auto", "=", "true"
         if not equals:
-            raise ConfigurationError(f"{pair!r} sets nothing: expected NAME=VALUE, such as steps=100.")
+            raise ConfigurationError(f"{pair!r} sets nothing: expected NAME=VALUE, such as steps=100, or auto.")
         values = [_value(part) for part in text.split(",")]
         found[name.strip()] = values if len(values) > 1 else values[0]
     return found

@@ -117,7 +117,11 @@ class Objects:
         base = self._usual("plan")
         if base is not None and not isinstance(base, Plan):
             raise ConfigurationError(f"plan in {self._place} is no imprint.Plan: it has type {type(base).__name__}.")
-        return Plan.from_json({**(base or Plan()).to_json(), **self.experiment.plan})
+        given = dict(self.experiment.plan)
+        if given.pop("auto", False):
+            options = {name: value for name, value in self.options.items() if name in ("batch_size", "collate_fn")}
+            base = Plan.auto(self.task, self.data, self.sources, self.checkpoints, **options)
+        return Plan.from_json({**(base or Plan()).to_json(), **given})
 
     @property
     def options(self) -> dict[str, Any]:

@@ -52,8 +52,8 @@ PlanPairs = Annotated[
         "--plan",
         "-p",
         metavar="NAME=VALUE",
-        help="A field of the plan, such as `steps=100`, `engine=trajectories` or `lr=0.1`; with commas one value for "
-        "each checkpoint. Over `plan` beside the task, if there is one.",
+        help="`auto` to have a plan chosen; or a field of it, such as `steps=100`, `engine=trajectories` or `lr=0.1`; "
+        "with commas one value for each checkpoint. Over `plan` beside the task, if there is one.",
     ),
 ]
 BatchSize = Annotated[int | None, typer.Option(min=1, help="Examples evaluated at once: memory and speed only.")]
