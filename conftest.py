@@ -28,6 +28,6 @@ if find_spec("sybil"):  # the core's tests also run where there is only torch an
     ).pytest()
 
 if not find_spec("dattri"):
-    collect_ignore = ["imprint/evaluation/dattri.py"]
+    collect_ignore = ["imprint/evaluation/dattri.py", "imprint/evaluation/peers.py"]
 
 os.environ.setdefault("MPLBACKEND", "Agg")

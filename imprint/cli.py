@@ -14,6 +14,7 @@ import typer
 from rich.markup import escape
 
 import imprint
+from imprint.commands.bench import bench, sweep
 from imprint.commands.demo import demo
 from imprint.commands.evaluation import evaluate, retrain
 from imprint.commands.stores import attribute, check, inspect, simulate, verify
@@ -27,7 +28,7 @@ app = typer.Typer(
     rich_markup_mode="markdown",
     pretty_exceptions_enable=False,
 )
-for command in (demo, check, simulate, attribute, inspect, verify, retrain, evaluate):
+for command in (demo, check, simulate, attribute, inspect, verify, retrain, evaluate, bench, sweep):
     app.command()(command)
 
 

@@ -12,6 +12,7 @@ import sys
 import time
 import warnings
 from collections.abc import Callable
+from importlib.util import find_spec
 from io import StringIO
 from pathlib import Path
 from types import SimpleNamespace
@@ -27,8 +28,10 @@ from typer.testing import CliRunner
 import imprint
 from imprint import Attribution, Plan, Store, attribute, simulate
 from imprint.cli import app, main
+from imprint.evaluation.sweep import GRID
 from imprint.settings import digits
 from imprint.terminal import progress
+from tests.benches import little_digits
 
 ROOT = Path(__file__).parent.parent
 COMMANDS: dict[str, Any] = get_command(app).commands  # type: ignore[attr-defined]
@@ -141,7 +144,9 @@ def test_help_has_every_option_and_an_example(name: str, command: Command) -> No
 
 
 def test_help_lists_the_commands(command: Command) -> None:
-    assert set(COMMANDS) == {"demo", "check", "simulate", "attribute", "inspect", "verify", "retrain", "evaluate"}
+    assert set(COMMANDS) == {
+        *("demo", "check", "simulate", "attribute", "inspect", "verify", "retrain", "evaluate", "bench", "sweep")
+    }
     for arguments in ((), ("--help",)):
         assert all(re.search(rf"^│ {name} ", command(*arguments).out, re.MULTILINE) for name in COMMANDS)
 
@@ -697,6 +702,103 @@ def test_a_terminal_is_shown_a_bar_and_a_log_gets_lines() -> None:
         assert advance is True
 
 
+# --- benchmarks
+
+
+@pytest.fixture
+def small_digits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The benchmark of digits in a form that takes seconds."""
+    monkeypatch.setattr("imprint.commands.bench.protocol", lambda name, device: little_digits())
+
+
+def test_a_benchmark_leaves_a_table_a_picture_and_json(command: Command, empty: Path, small_digits: None) -> None:
+    found = command("bench", "digits", "--runs", 1, "--out", "bench/digits", "--json").values
+    assert found == json.loads(Path("bench/digits/results.json").read_text())
+    assert found["benchmark"] == "digits" and list(found["methods"]) == ["Imprint"]
+    assert found["methods"]["Imprint"]["lds"]["low"] < found["methods"]["Imprint"]["lds"]["value"] < 1
+    assert "| Imprint |" in Path("bench/digits/results.md").read_text()
+    assert Path("bench/digits/results.png").read_bytes().startswith(b"\x89PNG")
+
+    shown = command("bench", "digits", "--runs", 1, "-o", "bench/digits")  # all is there
+    assert shown.code == 0 and "Imprint" in shown.out and "A perfect predictor would reach" in shown.out
+    assert "Kept in bench/digits: results.md, results.png, results.json." in shown.err
+
+    swept = command("sweep", "digits", "--checkpoint", 1, "--directions", 5, "-o", "bench/digits", "--json").values
+    assert len(swept) == len(GRID) and {point["steps"] for point in swept} >= {1, 3000, None}
+    assert Path("bench/digits/sweep-1.png").read_bytes().startswith(b"\x89PNG")
+    best = command("sweep", "digits", "--checkpoint", 1, "--directions", 5, "-o", "bench/digits")
+    assert re.match(rf"The best of {len(GRID)} settings: LDS [\d.]+ with (T|λ) = ", best.out)
+
+
+@pytest.mark.parametrize(
+    ("line", "says"),
+    [
+        ("bench cifar -o new", "there is no setting 'cifar': use one of digits, mnist-mlp, mnist-lr."),
+        ("sweep cifar -o new", "there is no setting 'cifar': use one of digits, mnist-mlp, mnist-lr."),
+        ("sweep digits --checkpoint 9 -o new", "digits has checkpoints 0 to 4, not 9."),
+        ("bench digits -o other", "other holds another benchmark: give a new folder."),
+        ("bench digits -o file", "file is a file: give a folder for the store."),
+    ],
+)
+def test_a_benchmark_that_cannot_be_made_is_refused_at_once(
+    line: str, says: str, command: Command, empty: Path
+) -> None:
+    Path("other").mkdir()
+    Path("other/bench.json").write_text("{}")
+    Path("file").touch()
+    failed = command(*shlex.split(line))
+    assert (failed.code, failed.out, failed.err) == (1, "", f"error: {says}\n")
+
+
+@pytest.mark.skipif(not find_spec("dattri"), reason="dattri is not installed")
+def test_peers_are_asked_for(
+    command: Command, empty: Path, small_digits: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from imprint.evaluation import peers
+
+    cheap = ("TracIn", "Grad-Dot")
+    every = peers.peers
+    monkeypatch.setattr(peers, "peers", lambda bench: {name: every(bench)[name] for name in cheap})
+    found = command("bench", "digits", "--runs", 1, "--peers", "-o", "bench/digits", "--json").values
+    assert set(found["methods"]) == {"Imprint", *cheap}
+
+
+# --- a plan that is chosen
+
+
+@pytest.mark.parametrize("sources", ["sources", "per-example"])
+def test_a_plan_is_chosen_where_auto_is_asked_for(command: Command, here: Path, tmp_path: Path, sources: str) -> None:
+    given = ("simulate", "model.py:task", "--sources", sources, "-p", "auto", "--out", tmp_path / "store", "--json")
+    assert command(*given).code == 0
+    objects = loaded(here / "model.py")
+    units = objects.sources if sources == "sources" else imprint.Sources.per_example(12)
+    assert Store(tmp_path / "store").manifest.plan == Plan.auto(objects.task, objects.data, units, progress=False)
+    again = command(*given)
+    assert again.code == 0 and "complete already" in again.err
+    assert command("check", "model.py:task", "--sources", sources, "-p", "auto", "--json").values["ok"]
+
+
+def test_what_is_given_besides_goes_over_the_chosen_plan(command: Command, here: Path, tmp_path: Path) -> None:
+    given = ("simulate", "model.py:task", "--no-check", "-p", "auto", "-p", "steps=7", "-o", tmp_path / "store")
+    assert command(*given).code == 0
+    plan = Store(tmp_path / "store").manifest.plan
+    assert plan.steps == 7 and plan.curvature == "gauss-newton"
+
+
+def test_auto_goes_over_the_plan_of_a_file_or_a_store(command: Command, here: Path, tmp_path: Path) -> None:
+    config = tmp_path / "some.toml"
+    config.write_text(f'task = "{here / "model.py"}:task"\n[plan]\nsteps = 2\nlr = 0.5\n')
+    from_file = ("simulate", "--config", config, "--no-check", "-p", "auto", "-o", tmp_path / "one")
+    from_store = ("simulate", "--from", "runs/news", "--no-check", "-p", "auto", "-o", tmp_path / "two")
+    for given in (from_file, from_store):
+        assert command(*given).code == 0
+        plan = Store(given[-1]).manifest.plan
+        assert plan.curvature == "gauss-newton" and plan.steps != 2 and plan.lr not in (0.5, 0.1)
+    config.write_text(f'task = "{here / "model.py"}:task"\n[plan]\nauto = true\n')
+    assert command("simulate", "--config", config, "--no-check", "-o", tmp_path / "three").code == 0
+    assert Store(tmp_path / "three").manifest.plan == Store(tmp_path / "one").manifest.plan
+
+
 # --- in a process of its own
 
 PROCESS = (sys.executable, "-c", "import signal; signal.signal(signal.SIGINT, signal.default_int_handler);"
@@ -771,7 +873,7 @@ def test_ctrl_c_keeps_the_steps_that_were_chosen(
 PAGE = (ROOT / "docs" / "command-line.md").read_text(encoding="utf-8")
 
 
-def test_every_command_of_the_page_works(command: Command, empty: Path) -> None:
+def test_every_command_of_the_page_works(command: Command, empty: Path, small_digits: None) -> None:
     """All of them in one folder, in order; a block is the file that its first line names, if it does."""
     shutil.copytree(ROOT / "examples", empty / "examples", ignore=shutil.ignore_patterns("__pycache__"))
     for name, content in re.findall(r"```(?:toml|python)\n# (\S+)\n(.*?)```", PAGE, re.DOTALL):

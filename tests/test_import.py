@@ -14,30 +14,38 @@ LAYERS = {
     "errors": (),
     "progress": (),
     "memory": ("errors",),
-    "task": ("errors",),
+    "dropout": (),
+    "task": ("errors", "dropout"),
     "sources": ("errors",),
     "data": ("errors", "task"),
     "vectors": ("task",),
+    "rows": ("errors", "task", "data"),
     "files": ("errors",),
     "recording": ("errors", "files"),
     "fingerprint": ("data", "sources", "task"),
     "simulation": (
-        *("errors", "progress", "memory", "task", "sources", "data", "vectors"),
+        *("errors", "progress", "memory", "dropout", "task", "sources", "data", "vectors", "rows"),
         *("files", "fingerprint", "tensorfile", "values", "store", "writer"),
     ),
     "values": ("errors",),
     "manifest": ("errors", "values", "simulation.plan"),
-    "store": ("errors", "data", "files", "fingerprint", "manifest", "task", "values"),
+    "store": ("errors", "data", "files", "fingerprint", "manifest", "rows", "task", "values"),
     "writer": (
         *("errors", "data", "files", "fingerprint", "sources", "task"),
         *("manifest", "store", "tensorfile", "values", "simulation.snapshot"),
     ),
     "linear": (),
     "tensorfile": (),
-    "readout": ("errors", "linear", "memory", "task", "data", "vectors", "store"),
+    "factored": ("errors", "task", "rows", "vectors", "store"),
+    "readout": ("errors", "linear", "memory", "task", "data", "vectors", "store", "factored"),
     "checking": ("errors", "files", "progress", "task", "sources", "data", "simulation", "store", "readout"),
     "attribution": ("errors", "files", "fingerprint", "progress", "task", "sources", "data", "store", "readout"),
     "inspection": ("vectors", "store"),
+    "evaluation": (
+        *("errors", "progress", "memory", "task", "sources", "data", "rows", "files", "fingerprint", "values"),
+        *("manifest", "simulation", "store", "readout", "attribution"),
+    ),
+    "settings": ("errors", "progress", "task", "sources", "data", "simulation.plan", "evaluation"),
     "experiment": ("errors", "store"),
     "loading": ("errors", "task", "sources", "data", "simulation.plan", "store", "experiment", "settings.catalogue"),
     "terminal": (
@@ -50,8 +58,11 @@ LAYERS = {
     ),
     "cli": ("imprint", "errors", "loading", "commands", "terminal"),
 }
-"""What each module may import. Only `simulation.run` writes stores."""
-SHELL = ("attribution", "inspection", "experiment", "loading", "terminal", "commands", "cli")
+"""What each module may import. Only `simulation.run`, and `simulation.frozen` for it, write stores."""
+SHELL = (
+    *("attribution", "inspection", "evaluation", "settings"),
+    *("experiment", "loading", "terminal", "commands", "cli"),
+)
 CORE = tuple(module for module in LAYERS if module not in SHELL)
 
 
@@ -94,9 +105,9 @@ def test_dependencies_point_along_the_data_flow(module: str) -> None:
             assert name.startswith(tuple(allowed)), f"{path.relative_to(PACKAGE)} imports imprint.{name}"
 
 
-def test_only_the_run_writes_stores() -> None:
+def test_only_the_runs_write_stores() -> None:
     writers = {path.name for path in _files("simulation") if "writer" in _imports(path)}
-    assert writers == {"run.py"}
+    assert writers == {"run.py", "frozen.py"}
 
 
 def test_the_core_knows_nothing_of_what_is_built_on_it() -> None:

@@ -116,8 +116,12 @@ def lds(result: Attribution | Tensor, truth: Truth) -> Metric:
     """The linear datamodelling score: Spearman's correlation, over subsets, of summed scores with F, per query."""
     if truth.subsets.kind != "halves":
         raise DataError("the linear datamodelling score needs a truth of random halves, this one removes sources.")
+    return predicted_lds(_scores(result, truth) @ truth.subsets.kept().double().T, truth)
+
+
+def predicted_lds(predicted: Tensor, truth: Truth) -> Metric:
+    """The same for scores of the halves themselves, (queries, halves)."""
     _refuse_few(len(truth.subsets))
-    predicted = _scores(result, truth) @ truth.subsets.kept().double().T
     runs = truth.values.transpose(1, 2).numpy()
     values = correlations(ranks(predicted.numpy()), ranks(runs.mean(0)))
     return averaged("LDS", values, ceiling(ranks(runs)), _single_run(runs, ranks))

@@ -90,10 +90,11 @@ def _ranks(values: Array) -> Array:
     return np.asarray(last - (counts - 1) / 2)[inverse]
 
 
-def ceiling(runs: Array) -> float:
+def ceiling(runs: Array, averaged: int | None = None) -> float:
     """√(R·r/(1 + (R−1)·r)) for R runs of the truth, shape (runs, …, things), with mean pairwise correlation r.
 
     An upper estimate of what a perfect predictor reaches on average, the more so the more rows differ in their noise.
+    averaged: R, where the truth is the mean of fewer runs than tell the noise.
     """
     count = len(runs)
     if count < 2:
@@ -101,8 +102,8 @@ def ceiling(runs: Array) -> float:
     pairs = (np.square(units(runs).sum(0)).sum(-1) - count) / (count * (count - 1))  # mean of their dot products
     if not np.isfinite(pairs).any():
         return float("nan")
-    r = float(np.nanmean(pairs))
-    return float(np.sqrt(count * r / (1 + (count - 1) * r))) if r > 0 else 0.0
+    r, mean = float(np.nanmean(pairs)), averaged or count
+    return float(np.sqrt(mean * r / (1 + (mean - 1) * r))) if r > 0 else 0.0
 
 
 def slope(x: Array, y: Array) -> float:

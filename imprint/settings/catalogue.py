@@ -9,6 +9,7 @@ import torch
 
 from imprint.data import Data, map_tensors
 from imprint.errors import ConfigurationError, first_line
+from imprint.evaluation.bench import Protocol
 from imprint.evaluation.retraining import Together
 from imprint.evaluation.training import train_together
 from imprint.progress import Progress
@@ -16,6 +17,8 @@ from imprint.settings import digits, mnist
 from imprint.simulation.plan import Plan
 from imprint.sources import Sources
 from imprint.task import Batch, Parameters, Task
+
+_DIGITS_QUERIES = 200
 
 
 @dataclass(frozen=True)
@@ -68,6 +71,15 @@ def ready(name: str, device: str | torch.device = "cpu") -> Ready:
     return replace(found, queries=map_tensors(lambda t: t.to(place), found.queries))
 
 
+def protocol(name: str, device: str | torch.device = "cpu") -> Protocol:
+    """The benchmark of a setting: every training example is attributed."""
+    found = ready(name, device)
+    if name == "digits":
+        few = map_tensors(lambda t: t[:_DIGITS_QUERIES], found.queries)
+        return Protocol(name, found.train, few, digits.CHECKPOINTS)
+    return Protocol(name, found.train, found.queries, mnist.SETTINGS[name.removeprefix("mnist-")].checkpoints)
+
+
 def _digits(device: torch.device) -> Ready:
     setting = digits.load(0)
     train = Together(digits.model, digits.task, Data(setting.train, device=device), digits.TRAINING)
@@ -95,5 +107,5 @@ def _mnist(name: str) -> Callable[[torch.device], Ready]:
 SETTINGS: dict[str, Callable[[torch.device], Ready]] = {
     "digits": _digits,
     "mnist-mlp": _mnist("mlp"),
-    "mnist-logistic": _mnist("logistic"),
+    "mnist-lr": _mnist("lr"),
 }

@@ -43,7 +43,7 @@ _FILES = {  # sha256 of the file to download, and of what is in it: a folder may
         "ff7bcfd416de33731a308c3f266cc351222c34898ecbeaf847f06e48f7ec33f2",
     ),
 }
-PLAN = Plan(engine="tangent", steps=200, lr=0.1)
+PLAN = Plan(engine="spectral", steps="infinite", damping=0.02)  # about what Plan.auto takes, at every checkpoint
 Pairs = tuple[Tensor, Tensor]
 
 
@@ -75,8 +75,8 @@ def logistic() -> nn.Module:
 
 
 SETTINGS = {
-    "mlp": Setting(mlp, Training(epochs=50, lr=0.01, batch_size=64, momentum=0.9), (1, 2, 3, 5, 8)),
-    "logistic": Setting(logistic, Training(epochs=20, lr=0.01, batch_size=32), (20,)),
+    "mlp": Setting(mlp, Training(epochs=50, lr=0.01, batch_size=64, momentum=0.9), (1, 2, 3, 4, 5, 6, 8, 10)),
+    "lr": Setting(logistic, Training(epochs=20, lr=0.01, batch_size=32), (2, 5, 10, 20)),
 }
 
 
