@@ -52,6 +52,12 @@ _MEASURES = {"margin": margin, "logprob": _logprob, "logit": _logit}
 _TARGET_KEYS = ("labels", "label", "targets", "target", "y")
 
 
+def require_task(task: object) -> None:
+    """Refuse what is no task, such as a bare model."""
+    if not isinstance(task, Task):
+        raise TaskError(f"task must be an imprint.Task, got a {type(task).__name__}: imprint.Task(model, loss=...).")
+
+
 def targets(batch: Batch) -> Tensor | None:
     """The targets of a batch: its second element, or its `labels`; None where it has no such thing."""
     if isinstance(batch, Mapping):

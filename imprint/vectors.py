@@ -25,6 +25,10 @@ class Flat:
         """One vector of all of them."""
         return torch.cat([parameters[name].flatten() for name in self._like])
 
+    def vectors(self, stack: Parameters) -> Tensor:
+        """One vector of each row of a stack, (rows, size)."""
+        return torch.cat([stack[name].reshape(len(stack[name]), -1) for name in self._like], dim=1)
+
     def parameters(self, vector: Tensor) -> Parameters:
         """The parameters that a vector holds; of a stack of vectors (rows, size), a stack of each."""
         pieces = torch.split(vector.to(self.dtype), self._sizes, dim=-1)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from imprint.attribution import Attribution
 from imprint.data import query_batches
-from imprint.errors import DataError, TaskError
+from imprint.errors import DataError
 from imprint.evaluation.metrics import (
     Metric,
     averaged,
@@ -28,7 +28,7 @@ from imprint.fingerprint import of_batches, of_data, probe_measures
 from imprint.progress import Advance
 from imprint.sources import Sources
 from imprint.store import describe
-from imprint.task import Task
+from imprint.task import Task, require_task
 
 _FEW = 0.1  # of the queries may be wrong from the start without a warning
 
@@ -106,8 +106,7 @@ def brittleness(
 
 def _check_task(task: Task, result: Attribution, sources: Sources) -> None:
     """Refuse, before anything is trained, what cannot be answered."""
-    if not isinstance(task, Task):
-        raise TaskError(f"task must be an imprint.Task, got a {type(task).__name__}: imprint.Task(model, loss=...).")
+    require_task(task)
     if not isinstance(result, Attribution) or not isinstance(sources, Sources):
         raise DataError(
             f"brittleness needs an Attribution and the Sources it is of, got {type(result).__name__} and "

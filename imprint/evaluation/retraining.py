@@ -36,7 +36,7 @@ from imprint.evaluation.truth import SCHEMA, Folder, Truth, circumstances, of_su
 from imprint.fingerprint import of_batches, of_data, of_tensors, probe_losses, probe_measures
 from imprint.progress import Advance, Progress
 from imprint.store import describe
-from imprint.task import Batch, Parameters, Task
+from imprint.task import Batch, Parameters, Task, require_task
 
 logger = logging.getLogger(__name__)
 Train = Callable[[Tensor, int], nn.Module]
@@ -342,8 +342,7 @@ class _Work:
 
 def _checked(train: Train | Together, task: Task, subsets: Subsets, runs: int) -> int:
     """The number of runs, once what can be known to be wrong before anything is trained is refused."""
-    if not isinstance(task, Task):
-        raise TaskError(f"task must be an imprint.Task, got a {type(task).__name__}: imprint.Task(model, loss=...).")
+    require_task(task)
     if not isinstance(subsets, Subsets):
         raise DataError(
             f"subsets must be made by Subsets, got a {type(subsets).__name__}: Subsets.halves(sources), or "

@@ -16,6 +16,7 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import closing
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -23,17 +24,17 @@ import torch
 from torch import Tensor
 from torch.func import grad, jvp
 
-from imprint.data import Collate, Data
+from imprint.data import Collate
 from imprint.dropout import dropouts
 from imprint.errors import SimulationError
 from imprint.progress import Advance, Progress
 from imprint.simulation.curvature import curvature_product
-from imprint.simulation.derivatives import Weighted, gradient, regulariser_gradient, regulariser_gradient_along
-from imprint.simulation.descent import FullBatch
+from imprint.simulation.derivatives import Weighted, regulariser_gradient_along
+from imprint.simulation.descent import Descent, FullBatch
 from imprint.simulation.frozen import together_or_alone
 from imprint.simulation.inputs import Inputs
 from imprint.simulation.plan import Plan
-from imprint.simulation.spectral import Frozen, freeze
+from imprint.simulation.spectral import Frozen, freeze, signed_sum
 from imprint.simulation.states import State
 from imprint.sources import Sources
 from imprint.task import Batch, Functional, Parameters, Task, margin, targets
@@ -80,7 +81,7 @@ class Look:
         """The root of the mean square of the effects: it falls as damping grows."""
         return float(self.effects(damping).square().mean().sqrt())
 
-    @property
+    @cached_property
     def damping(self) -> float:
         """λ."""
         return min(max(self.trace / self.n, self._crossing(MOST)), self._crossing(LEAST))
@@ -101,21 +102,20 @@ class Look:
         return drift / max(noise, 1e-300)
 
 
-def look(
-    task: Functional, theta: Parameters, data: Data, on_work: Callable[[int], None], vectorise: bool = True
-) -> Look:
-    """Measure what the choice needs at a checkpoint; `vectorise` where `vmap` takes the model."""
-    dtype = next(iter(theta.values())).dtype
-    batches, flat = FullBatch(data, dtype), Flat(theta)
+def look(descent: Descent, on_work: Callable[[int], None]) -> Look:
+    """Measure what the choice needs at the checkpoint where a descent starts."""
+    task, theta, data = descent.task, descent.start, descent.data
+    batches, flat = FullBatch(data, descent.dtype), Flat(theta)
     frozen = freeze(task, theta, batches, "gauss-newton", DIRECTIONS, on_product=on_work)
-    basis = torch.cat([tensor.flatten(1) for tensor in frozen.basis.values()], dim=1)
+    basis = flat.vectors(frozen.basis)
     generator = torch.Generator().manual_seed(1)
-    sums = torch.stack([_half(task, theta, batches, len(data), flat, generator) for _ in range(HALVES)])
-    slope = flat.vector(_objective(task, theta, batches))
+    # the mean gradient of a random half of the data, less that of all, is (1/N) Σ_i ±g_i
+    sums = torch.stack([signed_sum(task, theta, batches, generator) / len(data) for _ in range(HALVES)])
+    slope = flat.vector(descent.base_gradient(theta, batches, 0))
     inside, drift = sums @ basis.T, basis @ slope
     outside = sums - inside @ basis
     examples = _spread(len(data), EXAMPLES)
-    at_once = max(1, data.batch_size // len(examples)) if vectorise else 0
+    at_once = max(1, data.batch_size // len(examples)) if descent.vectorise else 0
     derivative = _outputs(task, theta, data.gather(examples), len(examples), at_once)
     return Look(
         n=len(data),
@@ -129,25 +129,6 @@ def look(
         moved=derivative(frozen.basis),
         moved_rest=derivative(flat.parameters(outside)),
     )
-
-
-def _half(
-    task: Functional, theta: Parameters, batches: Iterable[Weighted], n: int, flat: Flat, generator: torch.Generator
-) -> Tensor:
-    """The mean gradient of a random half of the data, less that of all: (1/N) Σ_i ±g_i."""
-    total = torch.zeros(flat.size, device=flat.device, dtype=flat.dtype)
-    for part in batches:
-        signs = (torch.randint(0, 2, (len(part),), generator=generator) * 2 - 1).to(part.weights) / n
-        total += flat.vector(gradient(task, theta, signs, part.batch, plain=True)[0])
-    return total
-
-
-def _objective(task: Functional, theta: Parameters, batches: Iterable[Weighted]) -> Parameters:
-    """∇L."""
-    parts = [gradient(task, theta, part.weights, part.batch, plain=True)[0] for part in batches]
-    if task.task.regulariser is not None:
-        parts.append(regulariser_gradient(task, theta, plain=True))
-    return {name: torch.stack([part[name] for part in parts]).sum(0) for name in theta}
 
 
 def _trace(
@@ -255,7 +236,7 @@ def plan_for(
     with task.evaluating(), closing(bar):
         for index in range(len(inputs.states)):
             descent, _ = together_or_alone(inputs.descent(index, inputs.state(index)))
-            looks.append(look(descent.task, descent.start, inputs.data, bar.advance, descent.vectorise))
+            looks.append(look(descent, bar.advance))
             if not looks[-1].values[-1] > 0:
                 raise SimulationError(
                     f"checkpoint {index} has no curvature, from which a plan could be chosen: its outputs do not move "

@@ -10,7 +10,7 @@ import torch
 
 from imprint.data import Collate, Data, shown_batch
 from imprint.dropout import dropouts
-from imprint.errors import PlanError, SimulationError, SourcesError, TaskError
+from imprint.errors import PlanError, SimulationError, SourcesError
 from imprint.fingerprint import of_data, of_sources, of_tensors, probe_examples, probe_losses, regulariser_values
 from imprint.simulation.descent import Descent
 from imprint.simulation.plan import Plan, Settings
@@ -18,7 +18,7 @@ from imprint.simulation.preflight import check_device, own, refuse_nonfinite, wa
 from imprint.simulation.states import State, States
 from imprint.sources import Sources
 from imprint.store import DTYPES, describe
-from imprint.task import Parameters, Task
+from imprint.task import Parameters, Task, require_task
 
 BATCH, LARGE_BATCH = 1024, 8192  # examples evaluated at once, where the caller does not say: on a CPU, on a GPU
 
@@ -56,10 +56,7 @@ class Inputs:
                 f"sources must be an imprint.Sources, got a {type(sources).__name__}: Sources.by_label takes one label "
                 "per training example, Sources.groups named lists of indices, Sources.per_example their number."
             )
-        if not isinstance(task, Task):
-            raise TaskError(
-                f"task must be an imprint.Task, got a {type(task).__name__}: imprint.Task(model, loss=...)."
-            )
+        require_task(task)
         check_device(task, device)
         size = (LARGE_BATCH if task.device.type == "cuda" else BATCH) if batch_size is None else batch_size
         training = Data(data, device=task.device, batch_size=size, collate_fn=collate_fn)

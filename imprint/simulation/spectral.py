@@ -85,18 +85,25 @@ def _outside(
 
     A sum of all gradients with random signs has the mean of both sums, so that a few of them estimate it.
     """
-    flat, bent, outer, whole = Flat(theta), 0.0, 0.0, 0.0
+    bent, outer, whole = 0.0, 0.0, 0.0
     for _ in range(_PROBES):
-        total = torch.zeros(flat.size, device=flat.device, dtype=flat.dtype)
-        for part in batches:
-            signs = torch.randint(0, 2, (len(part),), generator=generator).to(part.weights) * 2 - 1
-            total += flat.vector(gradient(task, theta, signs, part.batch, plain=True)[0])
+        total = signed_sum(task, theta, batches, generator)
         rest = basis.outside(total)
         whole, outer = whole + float(total.double() @ total.double()), outer + float(rest.double() @ rest.double())
         bent += float(rest.double() @ product(rest).double())
     if outer <= _NOTHING * whole:
         return 0.0, 0.0
     return max(bent / outer, 0.0), outer / whole
+
+
+def signed_sum(task: Functional, theta: Parameters, batches: Iterable[Weighted], generator: torch.Generator) -> Tensor:
+    """Σ_i ±g_i with random signs, as one vector: its mean square is Σ_i |g_i|², in any metric."""
+    flat = Flat(theta)
+    total = torch.zeros(flat.size, device=flat.device, dtype=flat.dtype)
+    for part in batches:
+        signs = torch.randint(0, 2, (len(part),), generator=generator).to(part.weights) * 2 - 1
+        total += flat.vector(gradient(task, theta, signs, part.batch, plain=True)[0])
+    return total
 
 
 def response(curvature: Tensor, settings: Settings, lr: float) -> Tensor:

@@ -15,6 +15,7 @@ from imprint import Plan, PlanError, SimulationError, Sources, SourcesError, Tas
 from imprint.data import Data
 from imprint.simulation import choosing
 from imprint.simulation.choosing import LEAST, MOST, Look, look, weights
+from imprint.simulation.descent import Descent
 from tests.problems import (
     Problem,
     Rebuilt,
@@ -34,8 +35,10 @@ from tests.problems import (
 
 def looked(problem: Problem) -> Look:
     functional, theta = problem.task.at(problem.task.state())
+    data, sources = Data(problem.data, device=torch.device("cpu")), Sources.groups({"all": [0]})
+    descent = Descent(functional, theta, data, sources, Plan(engine="spectral"), steps=1, lr=1.0)
     with problem.task.evaluating():
-        return look(functional, theta, Data(problem.data, device=torch.device("cpu")), lambda products: None)
+        return look(descent, lambda products: None)
 
 
 def chosen(problem: Problem, **more: Any) -> Plan:
@@ -391,3 +394,18 @@ def test_progress_ends_at_all_of_it_though_the_space_ends_before() -> None:
     Plan.auto(problem.task, problem.data, each, states, progress=lambda *now: told.append(now))
     assert told[-1] == (2 * choosing.DIRECTIONS, 2 * choosing.DIRECTIONS)
     assert [done for done, _ in told] == sorted(done for done, _ in told)
+
+
+def test_a_parameter_that_is_one_number_is_no_obstacle() -> None:
+    class Scaled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale, self.linear = nn.Parameter(torch.tensor(1.5, dtype=torch.float64)), nn.Linear(3, 2).double()
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.scale * self.linear(x)  # type: ignore[no-any-return]
+
+    torch.manual_seed(0)
+    data = torch.randn(20, 3, dtype=torch.float64), torch.arange(20) % 2
+    found = Plan.auto(Task.classifier(Scaled()), data, Sources.per_example(20), progress=False)
+    assert found.engine == "spectral"
