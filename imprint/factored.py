@@ -50,7 +50,8 @@ class FactoredReadout:
         if self._last is None or self._last[0] is not batch:
             self._last = batch, self._along_basis(batch, count), None
         assert rows.coefficients is not None
-        return rows.coefficients @ self._last[1] + self._forward(rows, batch, count)
+        inside = rows.coefficients @ self._last[1]
+        return inside if rows.only_basis else inside + self._forward(rows, batch, count)
 
     def backward(self, start: int, stop: int, batch: Batch, count: int) -> Tensor:
         """The same from one gradient of each query."""
@@ -60,7 +61,8 @@ class FactoredReadout:
             self._last = batch, along(found, self._basis).T, found
         _, seen, slopes = self._last
         assert slopes is not None and rows.coefficients is not None
-        return rows.coefficients @ seen + rows.dots(slopes, self._theta)
+        inside = rows.coefficients @ seen
+        return inside if rows.only_basis else inside + rows.dots(slopes, self._theta)
 
     def serves(self, in_full: Callable[[Parameters], Tensor], forward: bool, batch: Batch, count: int) -> str | None:
         """Why factors do not give what `in_full` gives of displacements in full; None if they do.
@@ -75,6 +77,9 @@ class FactoredReadout:
 
         probe = Rows(drawn(rows.inputs), drawn(rows.outputs), drawn(rows.dense))
         try:
+            if rows.only_basis:
+                self._along_basis(batch, count) if forward else self._gradients(batch, count)
+                return None
             if forward:
                 found = self._forward(probe, batch, count)
             else:

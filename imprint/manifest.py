@@ -58,8 +58,8 @@ class File:
 class Checkpoint:
     """One checkpoint: how it was simulated, the figures measured on the way, and its files.
 
-    basis: directions that imprints are combinations of, where they are kept factored; `layers` are then the linear
-        layers whose parts are kept as products. See `imprint.rows`.
+    basis: directions that imprints are combinations of, where they are kept factored or projected; `layers` are the
+        linear layers whose parts are kept as products, of factored ones. See `imprint.rows`.
     """
 
     weight: float
@@ -385,7 +385,9 @@ def _check_files(checkpoint: Checkpoint, plan: Plan, value: Value) -> None:
     for name in ("base", "basis"):
         if (file := getattr(checkpoint, name)) is not None and file.rows is not None:
             value.fail(f"{value.field}.{name}.rows must be null: a {name} holds no sources")
-    if bool(checkpoint.basis) != bool(checkpoint.layers):
+    if plan.form == "projected" and (bool(checkpoint.basis) != (checkpoint.weight > 0) or checkpoint.layers):
+        value.fail(f"{value.field} has a basis and no layers where imprints are projected")
+    if plan.form != "projected" and bool(checkpoint.basis) != bool(checkpoint.layers):
         value.fail(f"{value.field}.basis and {value.field}.layers belong together")
     if checkpoint.basis is not None and (checkpoint.weight == 0 or plan.engine != "spectral"):
         value.fail(f"{value.field}.basis has no place in this plan")

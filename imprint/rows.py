@@ -44,6 +44,11 @@ class Rows:
         parts = [*self.inputs.values(), *self.dense.values()]
         return len(parts[0] if self.coefficients is None else self.coefficients)
 
+    @property
+    def only_basis(self) -> bool:
+        """Whether the rows are combinations of the basis and nothing else."""
+        return not self.inputs and not self.dense
+
     def __getitem__(self, rows: slice) -> "Rows":
         return Rows(
             {name: tensor[rows] for name, tensor in self.inputs.items()},

@@ -237,6 +237,8 @@ class Store:
     def _factored_layout(self, checkpoint: int, rows: int) -> _Layout:
         about, dtype = self.checkpoints[checkpoint], DTYPES[self.manifest.dtype]
         layout: _Layout = {"coefficients": ([rows, about.figures["directions"]], dtype)}
+        if self.manifest.plan.form == "projected":
+            return layout
         covered = set()
         for layer in about.layers:
             weight = self.manifest.parameters.get(parameters_of(layer)[0], {"shape": []})["shape"]

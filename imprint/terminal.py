@@ -61,8 +61,10 @@ def shown_store(values: dict[str, Any]) -> RenderableType:
 def _imprints(values: dict[str, Any]) -> str:
     """What a store keeps of each source."""
     layers: list[str] = next((c["layers"] for c in values["checkpoints"] if c.get("layers")), [])
-    factored = f", factored ({', '.join(layers)})" if layers else ""
-    each = f"{values['parameters']:,} values each, {values['dtype']}{factored}"
+    form = f", factored ({', '.join(layers)})" if layers else ""
+    if values["plan"]["form"] == "projected":
+        form = f", projected to {values['plan']['directions']} directions"
+    each = f"{values['parameters']:,} values each, {values['dtype']}{form}"
     return f"{each}; {size(values['bytes_per_source'])} per source, {size(values['bytes'])} in all"
 
 
@@ -82,7 +84,7 @@ def took(values: dict[str, Any]) -> str:
     return f"{seconds} (estimated {duration(float(time))}); at most {peak} of memory (estimated {size(memory)})"
 
 
-_SPECTRAL = ("directions", "curvature outside", "share outside")  # of the basis; shown where there is one
+_SPECTRAL = ("directions", "curvature outside", "share outside", "lost")  # of the basis; shown where there is one
 _FIGURES = (
     *("weight", "steps", "lr", "damping", "ε", "curvature", "‖I − ηH‖", "drift", "linearity", "‖u‖, median"),
     *_SPECTRAL,
@@ -101,7 +103,7 @@ def _figures(checkpoint: dict[str, Any]) -> list[str]:
         figures.get("drift"),
         figures.get("linearity", {}).get("median"),
         checkpoint.get("imprint_norms", {}).get("median"),
-        *(figures.get(name) for name in ("directions", "rest", "share")),
+        *(figures.get(name) for name in ("directions", "rest", "share", "lost")),
     )
     return cells + ["–" if value is None else f"{value:.3g}" for value in more]
 

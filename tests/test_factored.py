@@ -1,22 +1,28 @@
 """Stores with factored imprints: they say what dense ones say, by every readout, for every kind of model."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from typer.testing import CliRunner
 
 from imprint import Plan, Sources, Store, Task, TaskError, attribute, check, self_influence, simulate
+from imprint.cli import app
 from imprint.inspection import inspected
-from imprint.readout import Kind, Reader
+from imprint.readout import Kind, Reader, query_gradients
+from imprint.vectors import Flat
 from tests.test_rows import CASES, Make, mlp
 from tests.zoo import EXAMPLES, ZOO
 
 N = 9
 PLAN = Plan(engine="spectral", steps=30, damping=0.05, directions=7)
-DENSE = Plan(engine="spectral", steps=30, damping=0.05, directions=7, form="dense")
+DENSE = replace(PLAN, form="dense")
+PROJECTED = replace(PLAN, form="projected")
+CPU = torch.device("cpu")
 READOUTS: tuple[Kind, ...] = ("jvp", "gradient", "central")
 
 
@@ -110,6 +116,41 @@ def test_a_measurement_that_uses_layers_in_its_own_way_is_read_right(
         assert "factored imprints are multiplied out to be read: " in caplog.text
 
 
+@pytest.mark.parametrize("sources", [Sources.per_example(N), Sources.by_label([0, 1, 2] * 3)], ids=["each", "groups"])
+def test_a_projected_store_reads_what_full_imprints_have_on_the_basis(sources: Sources) -> None:
+    one = task()
+    made, dense = store(one, PROJECTED, sources=sources), store(one, DENSE, sources=sources)
+    functional, theta = one.at(made.base(0, CPU))
+    flat = Flat(theta)
+    basis, full = flat.vectors(made.basis(0, CPU)), flat.vectors(dense.imprints(0, 0, len(dense), CPU))
+    inside = full @ basis.T
+    torch.testing.assert_close(flat.vectors(made.imprints(0, 0, len(made), CPU)), inside @ basis)
+    slopes = flat.vectors(query_gradients(functional, theta, columns(), N, vectorise=True))
+    expected = (slopes @ basis.T) @ inside.T
+    for readout in READOUTS:
+        close(scores(one, made, readout=readout), expected, 1e-6 if readout == "central" else 1e-9)
+    lost = 1 - float(inside.square().sum() / full.square().sum())
+    assert 0.01 < lost < 0.99
+    assert made.checkpoints[0].figures["lost"] == pytest.approx(lost, rel=1e-3)
+    made.verify()
+
+
+def test_what_a_projection_loses_is_said_and_with_every_direction_it_is_nothing(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    one = task()
+    few = store(one, PROJECTED, out=tmp_path / "few")
+    assert f"on 7 directions imprints lose {100 * few.checkpoints[0].figures['lost']:.0f}% of their" in caplog.text
+    shown = CliRunner().invoke(app, ["inspect", str(few.path)], env={"COLUMNS": "200"}).output
+    assert "projected to 7 directions" in shown and "lost" in shown
+    every = sum(p.numel() for p in one.model.parameters())
+    whole = replace(PROJECTED, directions=every), replace(DENSE, directions=every)
+    projected, dense = (store(one, plan) for plan in whole)
+    assert projected.checkpoints[0].figures["lost"] < 1e-6
+    close(scores(one, projected), scores(one, dense), 1e-6)
+    assert inspected(few)["bytes_per_source"] < inspected(dense)["bytes_per_source"]
+
+
 def test_sources_of_several_examples_are_kept_in_full() -> None:
     groups = Sources.groups({"a": [0, 1, 2], "b": [3]})
     assert store(task(), sources=groups).checkpoints[0].basis is None
@@ -194,10 +235,6 @@ def test_a_layer_that_some_batches_do_not_use_is_told_with_advice() -> None:
 
 
 def test_a_store_shows_what_its_imprints_are_made_of(tmp_path: Path) -> None:
-    from typer.testing import CliRunner
-
-    from imprint.cli import app
-
     plan = Plan(engine="spectral", steps="infinite", damping=0.1, directions=3)
     found = store(task(), plan, out=tmp_path / "store")
     values = inspected(found)
@@ -207,7 +244,7 @@ def test_a_store_shows_what_its_imprints_are_made_of(tmp_path: Path) -> None:
         assert text in shown
 
 
-@pytest.mark.parametrize("plan", [PLAN, DENSE], ids=["factored", "dense"])
+@pytest.mark.parametrize("plan", [PLAN, DENSE, PROJECTED], ids=["factored", "dense", "projected"])
 def test_a_check_foretells_a_spectral_run(plan: Plan) -> None:
     one = task()
     found = check(one, columns(), Sources.per_example(N), plan)

@@ -42,6 +42,9 @@ PATHS = {
 PLANS = {
     **PATHS,
     "spectral": Plan(engine="spectral", steps=STEPS, lr=0.2, directions=DIRECTIONS),
+    "spectral, projected": Plan(
+        engine="spectral", steps="infinite", damping=0.1, directions=DIRECTIONS, form="projected"
+    ),
     "spectral in full": Plan(engine="spectral", steps="infinite", damping=0.1, directions=DIRECTIONS, form="dense"),
     "spectral, complete": Plan(engine="spectral", curvature="hessian", steps=STEPS, directions=1000),
 }

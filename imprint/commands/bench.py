@@ -10,7 +10,7 @@ from rich.markup import escape
 
 from imprint.commands.options import AsJson
 from imprint.errors import ConfigurationError
-from imprint.evaluation.bench import Bench, Method, imprints
+from imprint.evaluation.bench import Bench, Method, imprints, paths
 from imprint.evaluation.sweep import draw
 from imprint.evaluation.sweep import sweep as swept
 from imprint.files import write
@@ -29,6 +29,7 @@ def bench(
     peers: Annotated[bool, typer.Option("--peers", help="Run the methods of dattri beside ours.")] = False,
     runs: Annotated[int, typer.Option(min=1, help="From how many training runs each method starts.")] = 3,
     ten: Annotated[bool, typer.Option("--ten", help="Our scores from ten runs together, too.")] = False,
+    path: Annotated[bool, typer.Option("--path", help="The path of training too, with the halves as sources.")] = False,
     loo: LeaveOneOut = False,
     device: Device = "cpu",
     json: AsJson = False,
@@ -38,18 +39,23 @@ def bench(
     Makes the truth (random halves, with seeds that nothing was tuned on), trains the runs, scores, and writes a table,
     a picture and results.json into the folder. Goes on where it stood if it is interrupted.
 
-    For example: `imprint bench mnist-mlp --peers --ten --loo --device cuda --out bench/mnist-mlp`
+    For example: `imprint bench mnist-mlp --peers --ten --path --loo --device cuda --out bench/mnist-mlp`
     """
     with working():
         made = Bench(protocol(setting, device), out)
         methods: dict[str, Method] = {"Imprint": imprints()}
         if ten:
             methods["Imprint, ten runs"] = imprints(runs=10)
+        if path:
+            if made.protocol.path is None:
+                raise ConfigurationError(f"no path is settled for {setting}: leave out --path.")
+            methods["Imprint, path"] = paths(made.protocol.path, 0)
         if peers:
             from imprint.evaluation.peers import peers as others
 
             methods |= others(made)
-        found = made.compared(methods, range(runs), loo)
+        with made.alone():
+            found = made.compared(methods, range(runs), loo)
     text = found.markdown()
     write(out / "results.json", lambda path: path.write_text(dumps(found.to_json(), indent=1)))
     write(out / "results.md", lambda path: path.write_text(text + "\n"))
@@ -81,7 +87,8 @@ def sweep(
         last = len(made.protocol.epochs) - 1
         if checkpoint > last:
             raise ConfigurationError(f"{setting} has checkpoints 0 to {last}, not {checkpoint}.")
-        points = swept(made, checkpoint, directions=directions, leave_one_out=loo)
+        with made.alone():
+            points = swept(made, checkpoint, directions=directions, leave_one_out=loo)
         picture = out / f"sweep-{checkpoint}.png"
         draw(points, picture, f"{setting}, checkpoint {checkpoint}")
     if json:

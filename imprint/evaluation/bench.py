@@ -7,7 +7,8 @@ that attribution starts from. Everything is kept in a folder, so that a benchmar
 import json
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -27,7 +28,7 @@ from imprint.evaluation.statistics import Array, Estimate, ceiling, mean_estimat
 from imprint.evaluation.subsets import ORDER, Subsets, derived
 from imprint.evaluation.training import train_together
 from imprint.evaluation.truth import Truth
-from imprint.files import nearest_folder, write
+from imprint.files import Lock, nearest_folder, write
 from imprint.memory import Peak
 from imprint.progress import Advance
 from imprint.simulation.plan import Plan
@@ -45,6 +46,7 @@ class Protocol:
 
     checkpoints: epochs after which a training run is kept, the last one besides.
     halves: how many random halves in each draw; `runs` of each half tell the noise, only the first is compared with.
+    path: the plan of the path from the first checkpoint, where one was settled.
     """
 
     name: str
@@ -54,6 +56,7 @@ class Protocol:
     draws: tuple[int, ...] = DRAWS
     halves: int = 100
     runs: int = 2
+    path: Plan | None = None
 
     @property
     def epochs(self) -> list[int]:
@@ -89,6 +92,8 @@ class Scored:
     halves: bool = False
 
 
+Kind = Literal["lds", "loo"]
+_KINDS: tuple[Kind, ...] = ("lds", "loo")
 Method = Callable[["Bench", int], Scored]
 """scores from training run number i, and where it wants more runs from those after it."""
 
@@ -100,11 +105,28 @@ class Bench:
         self.protocol, self.out, self._progress = protocol, Path(out), progress
         nearest_folder(out)  # refuses a file
         self.out.mkdir(parents=True, exist_ok=True)
-        about = json.dumps({"protocol": protocol.name, "draws": protocol.draws, "halves": protocol.halves})
+        about = json.dumps(
+            {
+                "protocol": protocol.name,
+                "draws": protocol.draws,
+                "halves": protocol.halves,
+                "epochs": protocol.epochs,
+                "path": protocol.path and protocol.path.to_json(),
+            }
+        )
         place = self.out / "bench.json"
         if place.is_file() and place.read_text() != about:
             raise StoreError(f"{self.out} holds another benchmark: give a new folder.")
         write(place, lambda path: path.write_text(about))
+
+    @contextmanager
+    def alone(self) -> Iterator[None]:
+        """No other process in the folder for a while."""
+        lock = Lock(self.out)
+        try:
+            yield
+        finally:
+            lock.release()
 
     @cached_property
     def truths(self) -> list[Truth]:
@@ -224,11 +246,16 @@ class Comparison:
     costs: dict[str, list[Scored]]
     ceiling: float
 
-    def estimate(self, method: str, kind: Literal["lds", "loo"] = "lds") -> Estimate:
+    @property
+    def first(self) -> str:
+        """The method that the others are held against."""
+        return next(iter(self.lds))
+
+    def estimate(self, method: str, kind: Kind = "lds") -> Estimate:
         """The mean over runs and draws, with an interval over queries."""
         return mean_estimate(_over_runs(getattr(self, kind)[method]))
 
-    def ahead(self, method: str, other: str, kind: Literal["lds", "loo"] = "lds") -> Estimate:
+    def ahead(self, method: str, other: str, kind: Kind = "lds") -> Estimate:
         """By how much a method is ahead of another: the mean difference on the same queries."""
         table = getattr(self, kind)
         return mean_estimate(_over_runs(table[method]) - _over_runs(table[other]))
@@ -240,6 +267,12 @@ class Comparison:
             found: dict[str, Any] = {"lds": _plain(self.estimate(name))}
             if name in self.loo:
                 found["loo"] = _plain(self.estimate(name, "loo"))
+            if name != self.first:
+                found["behind"] = {
+                    kind: _plain(self.ahead(self.first, name, kind))
+                    for kind in _KINDS
+                    if name in getattr(self, kind) and self.first in getattr(self, kind)
+                }
             found |= {
                 key: [getattr(cost, key) for cost in costs] for key in ("prepare", "query", "peak_bytes", "bytes")
             }
@@ -248,26 +281,35 @@ class Comparison:
         return {"benchmark": self.name, "ceiling": limit, "methods": methods}
 
     def markdown(self) -> str:
-        """As a table, the best first."""
-        head = ["method", "LDS", *(["LOO"] if self.loo else [])]
+        """As a table, the best first: of each correlation also how far it is behind the first method's."""
+        head = ["method", "LDS", "behind", *(["LOO", "behind"] if self.loo else [])]
         lines = [
             f"| {' | '.join(head)} | before queries | all queries | peak memory | kept |",
             f"|{'---|' * len(head)}---:|---:|---:|---:|",
         ]
         for name in _best_first({name: self.estimate(name) for name in self.lds}):
             costs = self.costs[name]
-            single = [_shown(self.estimate(name, "loo"), 4) if name in self.loo else ""] if self.loo else []
+            found = [*self._cells(name, "lds", 3), *(self._cells(name, "loo", 4) if self.loo else [])]
             seconds = [f"{np.median([getattr(cost, key) for cost in costs]):.3g} s" for key in ("prepare", "query")]
             sizes = [
                 f"{max(getattr(cost, key) or 0 for cost in costs) / 1e6:,.0f} MB" for key in ("peak_bytes", "bytes")
             ]
-            cells = [name, _shown(self.estimate(name), 3), *single, *seconds, *sizes]
-            lines.append(f"| {' | '.join(cells)} |")
+            lines.append(f"| {' | '.join([name, *found, *seconds, *sizes])} |")
         if not np.isnan(self.ceiling):
             lines.append(
                 f"\nA perfect predictor would reach an LDS of about {self.ceiling:.2f} against one retraining."
             )
         return "\n".join(lines)
+
+    def _cells(self, name: str, kind: Kind, digits: int) -> list[str]:
+        """A correlation with its interval, and how far it is behind the first method's on the same queries."""
+        table = getattr(self, kind)
+        if name not in table:
+            return ["", ""]
+        own = _shown(self.estimate(name, kind), digits)
+        if name == self.first or self.first not in table:
+            return [own, ""]
+        return [own, _shown(self.ahead(self.first, name, kind), digits)]
 
     def plot(self, path: str | os.PathLike[str]) -> None:
         """Bars with their intervals, as a picture."""
@@ -275,7 +317,7 @@ class Comparison:
             from matplotlib import pyplot as plt
         except ImportError as error:
             raise MissingExtra("plot", "report") from error
-        kinds: list[Literal["lds", "loo"]] = ["lds", "loo"] if self.loo else ["lds"]
+        kinds = _KINDS if self.loo else _KINDS[:1]
         figure, axes = plt.subplots(1, len(kinds), figsize=(5.5 * len(kinds), 0.4 * len(self.lds) + 1.4), squeeze=False)
         for axis, kind in zip(axes[0], kinds, strict=True):
             every = {name: self.estimate(name, kind) for name in getattr(self, kind)}

@@ -77,7 +77,8 @@ def protocol(name: str, device: str | torch.device = "cpu") -> Protocol:
     if name == "digits":
         few = map_tensors(lambda t: t[:_DIGITS_QUERIES], found.queries)
         return Protocol(name, found.train, few, digits.CHECKPOINTS)
-    return Protocol(name, found.train, found.queries, mnist.SETTINGS[name.removeprefix("mnist-")].checkpoints)
+    setting = mnist.SETTINGS[name.removeprefix("mnist-")]
+    return Protocol(name, found.train, found.queries, setting.checkpoints, path=setting.path)
 
 
 def _digits(device: torch.device) -> Ready:

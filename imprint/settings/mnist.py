@@ -49,11 +49,15 @@ Pairs = tuple[Tensor, Tensor]
 
 @dataclass(frozen=True)
 class Setting:
-    """A model and how it is trained; checkpoints are worth keeping after the `checkpoints` epochs."""
+    """A model and how it is trained; checkpoints are worth keeping after the `checkpoints` epochs.
+
+    path: a plan for the path from the first of them, settled on draws that no benchmark uses.
+    """
 
     build: Callable[[], nn.Module]
     training: Training
     checkpoints: tuple[int, ...]
+    path: Plan | None = None
 
     def together(self, train: Pairs, device: torch.device | str = "cpu", at_once: int | None = None) -> Together:
         """Trains many of these models at once, on subsets of the training data."""
@@ -75,7 +79,12 @@ def logistic() -> nn.Module:
 
 
 SETTINGS = {
-    "mlp": Setting(mlp, Training(epochs=50, lr=0.01, batch_size=64, momentum=0.9), (1, 2, 3, 4, 5, 6, 8, 10)),
+    "mlp": Setting(
+        mlp,
+        Training(epochs=50, lr=0.01, batch_size=64, momentum=0.9),
+        (1, 2, 3, 4, 5, 6, 8, 10),
+        Plan(steps=400, lr=0.1, curvature="gauss-newton", dropout=True),
+    ),
     "lr": Setting(logistic, Training(epochs=20, lr=0.01, batch_size=32), (2, 5, 10, 20)),
 }
 

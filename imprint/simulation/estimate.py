@@ -107,14 +107,16 @@ def _of_spectral(inputs: Inputs, memory: int | str | None, out: str | os.PathLik
     few = inputs.sources.spread(min(rows, _SAMPLE))
     each_source = _source_seconds(descent.with_sources(few), directions, layers) / len(few)
 
-    values, basis = values_of_a_row(descent, directions, layers), directions * flat.size
-    kept = basis * DTYPES[inputs.stored_as].itemsize + _VALUE * directions if layers else 0
+    projected = inputs.plan.form == "projected"
+    basis = directions * flat.size
+    values = directions if projected else values_of_a_row(descent, directions, layers)
+    kept = basis * DTYPES[inputs.stored_as].itemsize + _VALUE * directions if layers or projected else 0
     each, store = sizes(inputs, values, used * kept)
     simulating = trying + finding + freezing + each_source * len(inputs.sources)
     total = preparing + used * simulating + store * _write_seconds(out)
     more = descent.dtype.itemsize * (2 * basis + COPIES * values * (rows - len(few)))  # than was measured
     most = None if peak.bytes is None else peak.bytes + more
-    beside = 0 if layers else basis * descent.dtype.itemsize
+    beside = 0 if layers or projected else basis * descent.dtype.itemsize
     return Estimate(total, most, store, store + beside, each, rows, alone)
 
 

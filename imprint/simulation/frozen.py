@@ -17,7 +17,7 @@ from imprint.simulation.inputs import Inputs
 from imprint.simulation.plan import Settings
 from imprint.simulation.preflight import refuse_loss, why_not_together
 from imprint.simulation.settling import refitted
-from imprint.simulation.spectral import Frozen, freeze, imprints, refuse_unstable
+from imprint.simulation.spectral import Frozen, freeze, imprints, projected, refuse_unstable
 from imprint.store import DTYPES, Checkpoint, File
 from imprint.task import Parameters
 from imprint.vectors import Flat, spread
@@ -66,14 +66,36 @@ class Spectral:
             fit = self._fit(descent, frozen, settled)
         base = self._kept("base", state)
         frozen, basis = self._keep(descent, frozen, settled)
-        files, norms = self._shards(descent, frozen, settled, fit)
+        files, norms, whole = self._shards(descent, frozen, settled, fit)
         return replace(
             settled,
             base=base,
-            basis=basis if settled.layers else None,
+            basis=basis if self._on_basis(settled) else None,
             imprints=tuple(files),
-            figures={**settled.figures, **_figures(frozen), "drift": 0.0, "norms": spread(norms)},
+            figures={**settled.figures, **_figures(frozen), "drift": 0.0, **self._lengths(norms, whole)},
         )
+
+    def _on_basis(self, settled: Checkpoint) -> bool:
+        """Whether imprints are kept as combinations of the basis, with factors beside them or without."""
+        return bool(settled.layers) or self._projected
+
+    @property
+    def _projected(self) -> bool:
+        return self.inputs.plan.form == "projected"
+
+    def _lengths(self, norms: list[float], whole: list[float]) -> dict[str, Any]:
+        """Figures of the imprints: how long they are, and which share of their squared length a projection lost."""
+        if not self._projected:
+            return {"norms": spread(norms)}
+        kept, before = (sum(length**2 for length in lengths) for lengths in (norms, whole))
+        lost = max(1 - kept / before, 0.0) if before else 0.0
+        logger.warning(
+            "checkpoint %d: on %d directions imprints lose %.0f%% of their squared length",
+            self.index,
+            self.inputs.plan.directions,
+            100 * lost,
+        )
+        return {"norms": spread(norms), "lost": float(f"{lost:.4g}")}
 
     def _keep(self, descent: Descent, frozen: Frozen, settled: Checkpoint) -> tuple[Frozen, File]:
         """Write the curvature, so that a killed run need not measure it again; what is read later is what counts now.
@@ -81,13 +103,13 @@ class Spectral:
         Imprints that are kept in full do without it: then the file goes when the store is complete.
         """
         about = {"values": frozen.values.tolist(), "rest": frozen.rest, "share": frozen.share}
-        kept = self._cast(frozen.basis) if settled.layers else frozen.basis
+        kept = self._cast(frozen.basis) if self._on_basis(settled) else frozen.basis
         basis = {name: tensor.to(descent.dtype).contiguous() for name, tensor in kept.items()}
-        return replace(frozen, basis=basis), self._kept(_basis(settled), kept, about)
+        return replace(frozen, basis=basis), self._kept(self._basis(settled), kept, about)
 
     def _left(self, descent: Descent, settled: Checkpoint) -> Frozen | None:
         """The curvature as an earlier run has left it."""
-        name = f"{self.folder}/{_basis(settled)}.safetensors"
+        name = f"{self.folder}/{self._basis(settled)}.safetensors"
         done = self.writer.done(name)
         if done is None:
             return None
@@ -137,10 +159,11 @@ class Spectral:
 
     def _shards(
         self, descent: Descent, frozen: Frozen, settled: Checkpoint, fit: int
-    ) -> tuple[list[File], list[float]]:
-        """The files of all sources, of which `fit` are in memory at once, and how long their imprints are."""
+    ) -> tuple[list[File], list[float], list[float]]:
+        """The files of all sources, of which `fit` are in memory at once; how long imprints are, and were in full."""
         files: list[File] = []
         norms: list[float] = []
+        whole: list[float] = []
         rows = settled.figures["rows_at_once"]
         for number, start in enumerate(range(0, len(self.inputs.sources), rows)):
             chunk = self.inputs.sources.rows(start, start + rows)
@@ -150,24 +173,32 @@ class Spectral:
                 self.on_skip(sum(chunk.sizes))
                 files.append(done[0])
                 norms += done[1]["norms"]
+                whole += done[1].get("whole", done[1]["norms"])
                 continue
             pieces = [chunk.rows(first, first + fit) for first in range(0, len(chunk), fit)]
             parts = [self._imprints(descent.with_sources(piece), frozen, settled) for piece in pieces]
             tensors = parts[0][0]
             if len(parts) > 1:
-                tensors = {key: torch.cat([part[key] for part, _ in parts]) for key in tensors}
-            lengths = [length for _, lengths in parts for length in lengths]
-            files.append(self.writer.tensors(name, tensors, span, {"norms": lengths}))
+                tensors = {key: torch.cat([part[key] for part, _, _ in parts]) for key in tensors}
+            lengths = [length for _, lengths, _ in parts for length in lengths]
+            before = [length for _, _, before in parts for length in before]
+            files.append(self.writer.tensors(name, tensors, span, {"norms": lengths, "whole": before}))
             norms += lengths
+            whole += before
             self.on_work(sum(chunk.sizes))
-        return files, norms
+        return files, norms, whole
 
-    def _imprints(self, descent: Descent, frozen: Frozen, settled: Checkpoint) -> tuple[Parameters, list[float]]:
-        """The tensors that keep the imprints of some sources, and how long each imprint is."""
+    def _imprints(
+        self, descent: Descent, frozen: Frozen, settled: Checkpoint
+    ) -> tuple[Parameters, list[float], list[float]]:
+        """The tensors that keep the imprints of some sources; how long each is, and was before it was projected."""
         slopes = source_gradients(descent, settled.layers)
-        found, lengths = imprints(frozen, slopes, self.settings, settled.lr)
-        tensors = found.tensors() if settled.layers else found.multiplied_out(descent.start)
-        for identity, length in zip(descent.sources.ids, lengths.tolist(), strict=True):
+        found, whole = imprints(frozen, slopes, self.settings, settled.lr)
+        lengths = whole
+        if self._projected:
+            found, lengths = projected(frozen, slopes, self.settings, settled.lr)
+        tensors = found.tensors() if self._on_basis(settled) else found.multiplied_out(descent.start)
+        for identity, length in zip(descent.sources.ids, whole.tolist(), strict=True):
             if not math.isfinite(length):
                 raise SimulationError(
                     f"the imprint of source {identity!r} is not finite: its gradient is not, or its response has "
@@ -175,7 +206,7 @@ class Spectral:
                     "fewer steps, or some damping."
                 )
         # six digits, as of the path engines: the last ones depend on where tensors lie in memory
-        return self._cast(tensors), [float(f"{length:.6g}") for length in lengths.tolist()]
+        return self._cast(tensors), _six_digits(lengths), _six_digits(whole)
 
     def _kept(self, kind: str, tensors: Parameters, about: dict[str, Any] | None = None) -> File:
         """A file of this checkpoint, as an earlier run has left it or written now."""
@@ -186,10 +217,13 @@ class Spectral:
     def _cast(self, tensors: Parameters) -> Parameters:
         return {name: tensor.to(DTYPES[self.inputs.stored_as]) for name, tensor in tensors.items()}
 
+    def _basis(self, settled: Checkpoint) -> str:
+        """The name of the file with the curvature: a part of the store, or one that goes when it is complete."""
+        return "basis" if self._on_basis(settled) else "snapshot"
 
-def _basis(settled: Checkpoint) -> str:
-    """The name of the file with the curvature: a part of the store, or one that goes when it is complete."""
-    return "basis" if settled.layers else "snapshot"
+
+def _six_digits(values: torch.Tensor) -> list[float]:
+    return [float(f"{value:.6g}") for value in values.tolist()]
 
 
 def _figures(frozen: Frozen) -> dict[str, Any]:
@@ -215,7 +249,7 @@ def layers_of(descent: Descent) -> tuple[str, ...]:
 
     That is where the plan says so, where sources are groups, and where it fails (logged).
     """
-    if descent.plan.form == "dense" or max(descent.sources.sizes) > 1:
+    if descent.plan.form != "factored" or max(descent.sources.sizes) > 1:
         return ()
     some, two = (torch.arange(min(count, descent.n)) for count in (_TRIED, 2))
     try:
@@ -245,7 +279,7 @@ def source_gradients(descent: Descent, layers: tuple[str, ...]) -> Rows:
 
 
 def values_of_a_row(descent: Descent, directions: int, layers: tuple[str, ...]) -> int:
-    """How many numbers keep the imprint of a source."""
+    """How many numbers keep the imprint of a source, or make it where it is projected afterwards."""
     covered = {name for layer in layers for name in parameters_of(layer)}
     factors = sum(sum(descent.start[parameters_of(layer)[0]].shape) for layer in layers)
     dense = sum(p.numel() for name, p in descent.start.items() if name not in covered)

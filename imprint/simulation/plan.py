@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 Engine = Literal["tangent", "trajectories", "spectral"]
 Curvature = Literal["hessian", "gauss-newton"]
+Form = Literal["factored", "dense", "projected"]
 Steps = int | Literal["infinite"]
 Variant = Literal["two_sided", "mirrored", "one_sided"]
 
@@ -57,7 +58,9 @@ class Plan:
     dropout: of the path engines: draw the model's dropout anew in every step, as training does; the same for all
         sources.
     directions: of "spectral": how many directions of the curvature are told apart.
-    form: of "spectral", for sources of one example: "factored" keeps what gradients are made of, "dense" every value.
+    form: of "spectral": "factored" keeps what the gradients of single examples are made of (groups are kept in full),
+        "dense" every value, "projected" only what lies on the `directions`: as many numbers for each source, whatever
+        the model's size, and queries that cost the same for any number of sources. What it loses is noted.
     batch_size: None for the full batch, else mini-batches drawn with `seed` and shared by all sources.
     source_sample: with mini-batches, how many of a source's members stand for it in each step (None: all).
     variant: of "trajectories": "two_sided", "one_sided", or the paper's "mirrored", which holds at an optimum only
@@ -77,7 +80,7 @@ class Plan:
     curvature: Curvature | Literal["auto"] = "auto"
     dropout: bool = False
     directions: int = 300
-    form: Literal["factored", "dense"] = "factored"
+    form: Form = "factored"
     batch_size: int | None = None
     source_sample: int | None = None
     seed: int = 0
@@ -117,7 +120,7 @@ class Plan:
             if self.engine not in engines and getattr(self, field) != getattr(type(self), field):
                 raise PlanError(f"{field} belongs to {_quoted(engines)}; the {self.engine} engine has no such thing.")
         _one_of("curvature", self.curvature, ("auto", *get_args(Curvature)))
-        _one_of("form", self.form, ("factored", "dense"))
+        _one_of("form", self.form, get_args(Form))
         _require(_whole(self.directions) and self.directions >= 1, "directions", self.directions, "at least 1")
         if self.keep_pair and self.variant != "two_sided":
             raise PlanError(

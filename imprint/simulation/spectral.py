@@ -129,6 +129,13 @@ def imprints(frozen: Frozen, gradients: Rows, settings: Settings, lr: float) -> 
     return found, found.lengths(like, -outside * seen)
 
 
+def projected(frozen: Frozen, gradients: Rows, settings: Settings, lr: float) -> tuple[Rows, Tensor]:
+    """What u_b of sources has on the basis, and how long that is."""
+    seen = along(gradients, frozen.basis)
+    coefficients = -response(frozen.values, settings, lr).to(seen) * seen
+    return Rows({}, {}, {}, coefficients, frozen.basis), coefficients.double().norm(dim=1)
+
+
 def refuse_unstable(frozen: Frozen, settings: Settings, lr: float, index: int) -> None:
     """A frozen recursion that grows without bound is refused."""
     top, lowest = frozen.largest + settings.damping, frozen.smallest

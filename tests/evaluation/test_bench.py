@@ -162,7 +162,9 @@ def test_runs_on_halves_are_others(made: Bench) -> None:
     assert float((half["weight"] - full["weight"]).norm()) > 0.05
 
 
-@pytest.mark.parametrize("changed", [{"name": "other"}, {"halves": 13}, {"draws": (1, 2, 3)}])
+@pytest.mark.parametrize(
+    "changed", [{"name": "other"}, {"halves": 13}, {"draws": (1, 2, 3)}, {"checkpoints": (2,)}, {"path": PLAN}]
+)
 def test_another_benchmark_in_the_same_folder_is_refused(made: Bench, changed: dict[str, Any]) -> None:
     with pytest.raises(StoreError, match="holds another benchmark: give a new folder"):
         Bench(replace(made.protocol, **changed), made.out)
@@ -191,7 +193,30 @@ def test_the_table_has_the_best_first_and_the_undefined_last(comparison: Compari
     assert f"about {comparison.ceiling:.2f} against one retraining" in comparison.markdown()
     assert "0.5 s | 0.25 s" in comparison.markdown() and "LOO" not in comparison.markdown()
     singles = replace(comparison, loo={"Imprint": comparison.lds["Imprint"]}).markdown().splitlines()
-    assert singles[0].startswith("| method | LDS | LOO |") and len({line.count("|") for line in singles[:5]}) == 1
+    assert (
+        singles[0].startswith("| method | LDS | behind | LOO | behind |")
+        and len({line.count("|") for line in singles[:5]}) == 1
+    )
+
+
+def test_what_a_method_is_behind_the_first_is_told_of_pairs(comparison: Comparison) -> None:
+    assert comparison.first == "random"
+    behind = comparison.ahead("random", "Imprint")
+    assert behind.high < 0  # the first is worse than the second, query by query
+    row = next(line for line in comparison.markdown().splitlines() if line.startswith("| Imprint"))
+    assert f"{behind.value:.3f} [{behind.low:.3f}, {behind.high:.3f}]" in row
+    assert comparison.to_json()["methods"]["Imprint"]["behind"]["lds"]["high"] == behind.high
+    assert "behind" not in comparison.to_json()["methods"]["random"]
+    one = next(line for line in comparison.markdown().splitlines() if line.startswith("| random"))
+    assert one.split(" | ")[2] == ""
+
+
+def test_one_process_at_a_time(tmp_path: Path) -> None:
+    bench = Bench(toy(), tmp_path, progress=False)
+    with bench.alone(), pytest.raises(StoreError, match=r"another process .* is writing to"), again(bench).alone():
+        pass
+    with again(bench).alone():
+        pass
 
 
 def test_json_is_strict(comparison: Comparison) -> None:
