@@ -140,7 +140,7 @@ def test_what_a_projection_loses_is_said_and_with_every_direction_it_is_nothing(
 ) -> None:
     one = task()
     few = store(one, PROJECTED, out=tmp_path / "few")
-    assert f"on 7 directions imprints lose {100 * few.checkpoints[0].figures['lost']:.0f}% of their" in caplog.text
+    assert f"on 7 directions imprints lose {few.checkpoints[0].figures['lost']:.2g} of their" in caplog.text
     shown = CliRunner().invoke(app, ["inspect", str(few.path)], env={"COLUMNS": "200"}).output
     assert "projected to 7 directions" in shown and "lost" in shown
     every = sum(p.numel() for p in one.model.parameters())

@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from torch.func import grad, jvp
+from torch.func import grad, jvp, vjp
 
 from imprint.data import Collate
 from imprint.dropout import dropouts
@@ -141,14 +141,18 @@ def _trace(
 ) -> float:
     """The trace of the curvature of the loss: exact in the basis, by random probes outside of it."""
     flat, product = Flat(theta), curvature_product(task, theta, batches, "gauss-newton")
-    total = float(frozen.values.sum())
+
+    def regulariser(vector: Tensor) -> float:
+        if task.task.regulariser is None:
+            return 0.0
+        pull = flat.vector(regulariser_gradient_along(task, theta, flat.parameters(vector)))
+        return float(vector.double() @ pull.double())
+
+    total = float(frozen.values.sum()) - sum(map(regulariser, basis))
     for _ in range(_PROBES):
         signs = (torch.randint(0, 2, (flat.size,), generator=generator) * 2 - 1).to(flat.device, flat.dtype)
         outside = signs - (basis @ signs) @ basis
-        total += float(outside.double() @ product(outside).double()) / _PROBES
-        if task.task.regulariser is not None:
-            pull = flat.vector(regulariser_gradient_along(task, theta, flat.parameters(signs)))
-            total -= float(signs.double() @ pull.double()) / _PROBES
+        total += (float(outside.double() @ product(outside).double()) - regulariser(outside)) / _PROBES
     return max(total, 0.0)
 
 
@@ -180,8 +184,11 @@ def _outputs(
         z = task.outputs(theta, batch)
         return z.flatten()[chosen] if classes is None else margin(z, classes)
 
+    found, pull, *_ = vjp(values, theta)
+    push = vjp(lambda u: pull(u)[0], torch.zeros_like(found))[1]  # v ↦ J v, of u ↦ Jᵀu
+
     def one(direction: Parameters) -> Tensor:
-        moved: Tensor = jvp(values, (theta,), (direction,))[1]
+        moved: Tensor = push(direction)[0]
         return moved.double() / unit
 
     def derivative(directions: Parameters) -> Tensor:

@@ -6,7 +6,7 @@ the outputs z_i, leaves out how the model itself curves: it has no negative dire
 
 import logging
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from itertools import islice
 
@@ -16,9 +16,10 @@ from torch import Tensor
 from imprint.errors import SimulationError, first_line
 from imprint.memory import activation_bytes, budget
 from imprint.simulation.derivatives import (
-    Along,
+    Product,
     Weighted,
     gauss_newton_along,
+    gauss_newton_kept,
     gauss_newton_product,
     gradient,
     hessian_product,
@@ -30,6 +31,7 @@ from imprint.vectors import Flat, norm
 
 logger = logging.getLogger(__name__)
 ENDED = 100  # times rounding: what remains below it is noise, and the Krylov space is complete
+_GRAPHS = 4  # times the activations of a batch: what its graphs keep, of the outputs and of their derivative
 _DIFFERENCE = 1e-3  # relative step of the gradient difference that stands in for forward mode
 
 
@@ -158,19 +160,24 @@ def curvature_product(
     return lambda vector: flat.vector(gauss_newton_product(task, theta, products(), flat.parameters(vector)))
 
 
-def _linearised(
-    task: Functional, theta: Parameters, batches: Iterable[Weighted]
-) -> Callable[[], Iterable[tuple[Weighted, Along]]]:
+def _linearised(task: Functional, theta: Parameters, batches: Iterable[Weighted]) -> Callable[[], Iterable[Product]]:
     """The model made linear on every batch: once for all products if that fits memory, else whenever it is wanted."""
 
-    def made() -> Iterator[tuple[Weighted, Along]]:
-        return ((part, gauss_newton_along(task, theta, part.weights, part.batch)) for part in batches)
+    def one(part: Weighted) -> Product:
+        along = gauss_newton_along(task, theta, part.weights, part.batch)
+        return lambda v: along(v, part.weights.new_zeros(len(part)))
 
     first, size = next(iter(batches)), sum(1 for _ in batches)
     each = activation_bytes(lambda: task.outputs(theta, first.batch))
-    if 2 * each * size > budget(None, first.weights.device) // 4:
-        return made
-    kept = list(made())
+    if _GRAPHS * each * size > budget(None, first.weights.device) // 4:
+        return lambda: (one(part) for part in batches)
+    try:
+        gauss_newton_kept(task, theta, first)(theta)
+        kept = [gauss_newton_kept(task, theta, part) for part in batches]
+    except torch.OutOfMemoryError:
+        raise
+    except (RuntimeError, NotImplementedError):  # a layer whose backward pass has no derivative
+        kept = [one(part) for part in batches]
     return lambda: kept
 
 

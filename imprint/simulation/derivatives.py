@@ -86,31 +86,49 @@ def hessian_product(task: Functional, theta: Parameters, batches: Iterable[Weigh
     return total
 
 
-Along = Callable[[Parameters, Tensor], Parameters]
-"""(v, d) ↦ G v + Σ_i d_i ∇ℓ_i on one batch."""
+Product = Callable[[Parameters], Parameters]
+"""v ↦ G v on one batch."""
 
 
-def gauss_newton_product(
-    task: Functional, theta: Parameters, parts: Iterable[tuple[Weighted, Along]], v: Parameters
-) -> Parameters:
+def gauss_newton_product(task: Functional, theta: Parameters, products: Iterable[Product], v: Parameters) -> Parameters:
     """G v with G = Σ_i c_i J_iᵀ ∇²ℓ(z_i) J_i + ∇²r: the Hessian without the curvature of the model itself."""
     total = {name: tensor.new_zeros(tensor.shape) for name, tensor in v.items()}
-    for part, along in parts:
-        add_scaled_(total, along(v, part.weights.new_zeros(len(part))), 1.0)
+    for product in products:
+        add_scaled_(total, product(v), 1.0)
     if task.task.regulariser is not None:
         add_scaled_(total, regulariser_gradient_along(task, theta, v), 1.0)
     return total
 
 
-def gauss_newton_along(task: Functional, theta: Parameters, weights: Tensor, batch: Batch) -> Along:
+def gauss_newton_along(
+    task: Functional, theta: Parameters, weights: Tensor, batch: Batch
+) -> Callable[[Parameters, Tensor], Parameters]:
     """(v, d) ↦ G v + Σ_i d_i ∇ℓ_i: as `gradient_along`, but with the outputs z(θ) made linear at θ."""
     z, pull, *_ = vjp(lambda theta: task.outputs(theta, batch), theta)
-
-    def slope(z: Tensor, weights: Tensor) -> Tensor:
-        return grad(lambda z: (weights * task.output_losses(z, batch, len(weights))).sum())(z)  # type: ignore[no-any-return]
+    slope = _output_slope(task, batch)
 
     def along(v: Parameters, d: Tensor) -> Parameters:
         moved = jvp(lambda theta: task.outputs(theta, batch), (theta,), (v,))[1]
         return pull(jvp(slope, (z, weights), (moved, d))[1])[0]  # type: ignore[no-any-return]
 
     return along
+
+
+def gauss_newton_kept(task: Functional, theta: Parameters, part: Weighted) -> Product:
+    """v ↦ G v for very many v: the graphs are made once, and every product only runs backward through them.
+
+    u ↦ Jᵀu is linear, so that its own transposed derivative is v ↦ J v; ∇²ℓ is its own transpose.
+    """
+    z, pull, *_ = vjp(lambda theta: task.outputs(theta, part.batch), theta)
+    push = vjp(lambda u: pull(u)[0], torch.zeros_like(z))[1]
+    bend = vjp(lambda z: _output_slope(task, part.batch)(z, part.weights), z)[1]
+    return lambda v: pull(bend(push(v)[0])[0])[0]
+
+
+def _output_slope(task: Functional, batch: Batch) -> Callable[[Tensor, Tensor], Tensor]:
+    """(z, c) ↦ ∇_z Σ_i c_i ℓ_i(z)."""
+
+    def slope(z: Tensor, weights: Tensor) -> Tensor:
+        return grad(lambda z: (weights * task.output_losses(z, batch, len(weights))).sum())(z)  # type: ignore[no-any-return]
+
+    return slope

@@ -90,10 +90,10 @@ class Spectral:
         kept, before = (sum(length**2 for length in lengths) for lengths in (norms, whole))
         lost = max(1 - kept / before, 0.0) if before else 0.0
         logger.warning(
-            "checkpoint %d: on %d directions imprints lose %.0f%% of their squared length",
+            "checkpoint %d: on %d directions imprints lose %.2g of their squared length",
             self.index,
             self.inputs.plan.directions,
-            100 * lost,
+            lost,
         )
         return {"norms": spread(norms), "lost": float(f"{lost:.4g}")}
 
@@ -182,7 +182,8 @@ class Spectral:
                 tensors = {key: torch.cat([part[key] for part, _, _ in parts]) for key in tensors}
             lengths = [length for _, lengths, _ in parts for length in lengths]
             before = [length for _, _, before in parts for length in before]
-            files.append(self.writer.tensors(name, tensors, span, {"norms": lengths, "whole": before}))
+            about = {"norms": lengths, **({"whole": before} if self._projected else {})}
+            files.append(self.writer.tensors(name, tensors, span, about))
             norms += lengths
             whole += before
             self.on_work(sum(chunk.sizes))
