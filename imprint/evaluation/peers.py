@@ -179,9 +179,9 @@ def _tracin(runs: int, normalised: bool) -> Method:
             device=setting.device,
         )
         attributor.projector_kwargs = None  # by itself it would project to 512 dimensions
-        begin = time.monotonic()
+        begin = _now(setting)
         scores = attributor.attribute(setting.train, setting.queries)
-        return Scored(scores.T, 0.0, time.monotonic() - begin)
+        return Scored(scores.T, 0.0, _now(setting) - begin)
 
     return method
 
@@ -208,11 +208,18 @@ def _rps(bench: Bench, run: int) -> Scored:
 
 
 def _timed(attributor: Any, setting: _Setting, attribute: Callable[[], Tensor] | None = None) -> Scored:
-    begin = time.monotonic()
+    begin = _now(setting)
     attributor.cache(setting.train)
-    ready = time.monotonic()
+    ready = _now(setting)
     scores = attribute() if attribute else attributor.attribute(setting.train, setting.queries)
-    return Scored(scores.detach().T, ready - begin, time.monotonic() - ready)
+    return Scored(scores.detach().T, ready - begin, _now(setting) - ready)
+
+
+def _now(setting: _Setting) -> float:
+    """The time at which the device has done all that was asked of it."""
+    if setting.device.startswith("cuda"):
+        torch.cuda.synchronize()
+    return time.monotonic()
 
 
 def _best(bench: Bench, name: str, values: Iterable[float], tried: Callable[[float], Scored]) -> Scored:
