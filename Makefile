@@ -3,6 +3,8 @@
 # saves a download of several gigabytes.
 PYTHON ?= python3
 TORCH_INDEX ?=
+# WORKERS: processes that tests run in, each with one thread.
+WORKERS ?= 2
 VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet --constraint constraints.txt \
@@ -15,7 +17,7 @@ demo: $(VENV)/.report
 	$(BIN)/imprint demo
 
 test: lint
-	$(BIN)/pytest -m "not long" --cov --cov-report=term
+	$(BIN)/pytest -m "not long" -n $(WORKERS) --dist loadfile --cov --cov-report=term
 
 test-long: $(VENV)/.test
 	$(BIN)/pytest -m long

@@ -31,3 +31,4 @@ if not find_spec("dattri"):
     collect_ignore = ["imprint/evaluation/dattri.py", "imprint/evaluation/peers.py"]
 
 os.environ.setdefault("MPLBACKEND", "Agg")
+os.environ.pop("COLUMNS", None)  # workers of pytest-xdist have it, and a console would keep what it was made with

@@ -16,7 +16,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from imprint.evaluation.bench import Bench, imprints
+from imprint.evaluation.bench import Bench
+from imprint.evaluation.methods import imprints
 from imprint.evaluation.metrics import lds
 from imprint.evaluation.sweep import Filterable
 from imprint.settings.catalogue import SETTINGS, protocol
@@ -64,7 +65,7 @@ def main() -> None:
     bench = Bench(made, options.out / options.setting)
     ratios = []
     for run in range(DRAW, DRAW + options.runs):
-        scored = imprints()(bench, run)
+        scored = bench.score(imprints(), run)
         chosen = lds(scored.scores.double().cpu(), bench.once[0]).estimate.value
         best, where = best_of_grid(bench, run)
         ratios.append(chosen / best)

@@ -17,8 +17,8 @@ import time
 from collections.abc import Callable
 from functools import partial
 
-import numpy as np
 import torch
+from simulation_cost import slope
 from torch import Tensor, nn
 
 import imprint
@@ -60,35 +60,14 @@ def median_ms(call: Callable[[], object], device: torch.device, repeats: int) ->
     return statistics.median(times[1:])
 
 
-def slope(x: tuple[int, ...], y: list[float]) -> float:
-    """Of log y on log x over the upper half of the range."""
-    half = len(x) // 2
-    return float(np.polyfit(np.log(x[half:]), np.log(y[half:]), 1)[0])
-
-
 def trak(task: imprint.Task, examples: int, device: torch.device) -> Callable[[tuple[Tensor, Tensor]], object] | None:
     """dattri's TRAK of one model, made ready for queries; None where dattri is not installed."""
     try:
-        from dattri.algorithm.trak import TRAKAttributor
-        from dattri.task import AttributionTask
+        from imprint.evaluation.peers import Setting, loader
     except ImportError:
         return None
-    functional, theta = task.at(task.state())
-
-    def loss(params: dict[str, Tensor], data_target_pair: tuple[Tensor, Tensor]) -> Tensor:
-        x, y = data_target_pair
-        return functional.losses(params, (x.unsqueeze(0), y.unsqueeze(0).long()), 1).mean()
-
-    def loader(columns: tuple[Tensor, Tensor]) -> torch.utils.data.DataLoader[tuple[Tensor, ...]]:
-        return torch.utils.data.DataLoader(torch.utils.data.TensorDataset(*columns), batch_size=len(columns[1]))
-
-    attributor = TRAKAttributor(
-        task=AttributionTask(loss_func=loss, model=task.model, checkpoints=[dict(theta)]),
-        correct_probability_func=lambda p, sample: torch.exp(-loss(p, sample)),
-        projector_kwargs={"proj_dim": 512, "proj_max_batch_size": 32, "proj_seed": 0, "device": str(device)},
-        device=str(device),
-    )
-    attributor.cache(loader(data(examples, device)))
+    attributor = Setting(task).trak([task.state()])
+    attributor.cache(loader(data(examples, device), 500))
     return lambda queries: attributor.attribute(loader(queries))
 
 

@@ -8,20 +8,22 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from itertools import islice
-from typing import Any, get_args
+from typing import Any, Literal, get_args
 
 import torch
 from torch.utils.data import Subset
 
 from imprint.data import Collate, as_tensors, is_columns, map_tensors, query_batches
-from imprint.errors import ImprintError, first_line
+from imprint.errors import ImprintError, SimulationError, first_line
 from imprint.files import nearest_folder
 from imprint.progress import duration
 from imprint.readout import Kind, Reader
+from imprint.simulation.descent import FullBatch
 from imprint.simulation.estimate import Estimate, estimate
 from imprint.simulation.inputs import Inputs
 from imprint.simulation.plan import Engine, Plan
 from imprint.simulation.run import simulate
+from imprint.simulation.spectral import freeze, refuse_unstable
 from imprint.simulation.states import State
 from imprint.sources import Sources
 from imprint.store import Store
@@ -30,6 +32,8 @@ from imprint.task import Batch, Parameters, Task
 _EXAMPLES = 32  # on which engines and readouts are tried
 _QUERIES = 4
 _DIRECTIONS = 4
+_PATIENCE = 120.0  # seconds of a simulation up to which the curvature is measured as it will be
+_LOOKED = 50  # directions otherwise
 
 
 def size(count: float | None) -> str:
@@ -47,6 +51,21 @@ def size(count: float | None) -> str:
     return f"{count:,.0f} PB"
 
 
+def shown_plan(plan: Plan) -> str:
+    """What a plan says of engine and checkpoints, for a person.
+
+    >>> shown_plan(Plan(engine="spectral", steps="infinite", damping=(0.1, 0.02)))
+    'spectral, Gauss–Newton; steps infinite; lr auto; damping 0.1, 0.02; weight 1'
+    """
+    head = [plan.engine] + (["Gauss–Newton"] if plan.seen_curvature == "gauss-newton" else [])
+    parts = [", ".join(head + (["dropout"] if plan.dropout else []))]
+    for name in ("steps", "lr", "damping", "weight"):
+        values = getattr(plan, name)
+        every = values if isinstance(values, tuple) else (values,)
+        parts.append(f"{name} {', '.join(f'{v:.4g}' if isinstance(v, float) else str(v) for v in every)}")
+    return "; ".join(parts)
+
+
 @dataclass(frozen=True)
 class Possibility:
     """Whether an engine or a readout works on the task; `remark` says why not, or what it costs."""
@@ -61,6 +80,7 @@ class Check:
     """What `check` found. `problems` is empty if the simulation can begin.
 
     parameters: shapes of the selected parameters; `values` of them are simulated, of `values_in_all` in the model.
+    plan: that of the simulation, also where it was chosen.
     estimate: None where the simulation cannot begin.
     """
 
@@ -90,6 +110,7 @@ class Check:
                 f"about {duration(found.seconds)}, at most {size(found.peak_bytes)} of memory, a store of "
                 f"{size(found.store_bytes)}"
             )
+        lines.append(f"plan: {shown_plan(self.plan)}")
         for kind, possibilities in (("engine", self.engines), ("readout", self.readouts)):
             lines += [f"{kind} {p.name}: {'works' if p.works else 'no'}, {p.remark}" for p in possibilities]
         return "\n".join(lines)
@@ -104,7 +125,7 @@ def check(
     task: Task,
     data: Any,
     sources: Sources,
-    plan: Plan | None = None,
+    plan: Plan | Literal["auto"] | None = None,
     *,
     queries: Any = None,
     checkpoints: Sequence[State] | None = None,
@@ -122,6 +143,9 @@ def check(
     """
     options: dict[str, Any] = {"batch_size": batch_size, "collate_fn": collate_fn, "device": device, "dtype": dtype}
     data = as_tensors(data)
+    if plan == "auto":
+        given = (task, data, sources, checkpoints)
+        plan = Plan.auto(*given, batch_size=batch_size, collate_fn=collate_fn, progress=False)
     inputs = Inputs.checked(task, data, sources, plan, checkpoints, **options)
     problems: list[str] = []
     expected: Estimate | None = None
@@ -137,7 +161,12 @@ def check(
         try:
             if isinstance(chosen, Exception):
                 raise chosen
-            expected = estimate(inputs, memory, out)
+            try:
+                expected = estimate(inputs, memory, out)
+            except SimulationError:  # if for its curvature, then by what more directions say of it
+                _refuse_zero_curvature(inputs, _LOOKED, memory)
+                raise
+            _refuse_zero_curvature(inputs, None if expected.seconds <= _PATIENCE else _LOOKED, memory)
             problems += _obstacles(expected, out)
         except (ImprintError, torch.OutOfMemoryError) as error:
             problems.append(_told(error))
@@ -180,6 +209,23 @@ def _tried(
         )
     except (ImprintError, torch.OutOfMemoryError) as error:
         return error
+
+
+def _refuse_zero_curvature(inputs: Inputs, directions: int | None, memory: int | str | None) -> None:
+    """Refuse infinitely many steps where the simulation would, by the curvature on so many directions or all of them.
+
+    The estimate knows a few of them, and with more the least curvature can only fall. It is measured where nothing
+    else keeps it from zero: without damping, and where the Hessian may be negative.
+    """
+    many = min(directions or inputs.plan.directions, inputs.plan.directions)
+    for index, settings in enumerate(inputs.settings):
+        safe = settings.damping > 0 and inputs.plan.seen_curvature == "gauss-newton"
+        if settings.steps != "infinite" or settings.weight == 0 or safe:
+            continue
+        descent = inputs.descent(index, inputs.state(index))
+        parts = FullBatch(descent.data, descent.dtype)
+        found = freeze(descent.task, descent.start, parts, inputs.plan.seen_curvature, many, memory=memory)
+        refuse_unstable(found, settings, 0.0, index)
 
 
 def _told(error: Exception) -> str:

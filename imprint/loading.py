@@ -17,7 +17,7 @@ from types import ModuleType
 from typing import Any
 
 from imprint.data import Data, as_tensors, is_columns, length_of
-from imprint.errors import ConfigurationError, ImprintError, first_line
+from imprint.errors import ConfigurationError, ImprintError, PlanError, first_line
 from imprint.experiment import Experiment, close_matches
 from imprint.settings.catalogue import SETTINGS, Ready, ready
 from imprint.simulation.plan import Plan
@@ -118,10 +118,17 @@ class Objects:
         if base is not None and not isinstance(base, Plan):
             raise ConfigurationError(f"plan in {self._place} is no imprint.Plan: it has type {type(base).__name__}.")
         given = dict(self.experiment.plan)
+        chosen: list[str] = []
         if given.pop("auto", False):
             options = {name: value for name, value in self.options.items() if name in ("batch_size", "collate_fn")}
             base = Plan.auto(self.task, self.data, self.sources, self.checkpoints, **options)
-        return Plan.from_json({**(base or Plan()).to_json(), **given})
+            chosen = [name for name, value in vars(base).items() if value != getattr(Plan, name) and name not in given]
+        try:
+            return Plan.from_json({**(base or Plan()).to_json(), **given})
+        except PlanError as error:
+            if not chosen:
+                raise
+            raise PlanError(f"{error} (Chosen by auto: {', '.join(chosen)}.)") from error
 
     @property
     def options(self) -> dict[str, Any]:
@@ -169,6 +176,8 @@ class Objects:
         for part in name.split("."):
             if not hasattr(found, part):
                 known = [name for name in dir(found) if not name.startswith("_")]
+                if what == "sources":
+                    known.append(_PER_EXAMPLE)
                 raise ConfigurationError(f"{string} ({what}): there is no {part!r}{close_matches(part, known)}")
             found = getattr(found, part)
         return _made(found, string, what) if call else found

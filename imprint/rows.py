@@ -64,6 +64,16 @@ class Rows:
         outputs = {name: scale * tensor for name, tensor in self.outputs.items()}
         return Rows(self.inputs, outputs, {name: scale * tensor for name, tensor in self.dense.items()})
 
+    def rounded(self, dtype: torch.dtype, scale: float) -> "Rows":
+        """Rows without a basis, such that `scale` times them loses nothing when it is kept in another dtype."""
+
+        def back(tensor: Tensor) -> Tensor:
+            return (scale * tensor).to(dtype).to(tensor) / scale
+
+        inputs = {name: tensor.to(dtype).to(tensor) for name, tensor in self.inputs.items()}
+        outputs = {name: back(tensor) for name, tensor in self.outputs.items()}
+        return Rows(inputs, outputs, {name: back(tensor) for name, tensor in self.dense.items()})
+
     def multiplied_out(self, like: Parameters) -> Parameters:
         """The rows in full, (rows, *shape) for each parameter of `like`."""
         full = dict(self.dense)
@@ -147,6 +157,17 @@ def along(rows: Rows, basis: Parameters, at_once: int = MULTIPLIED) -> Tensor:
         products = [_matrix(full[name]) @ _matrix(directions).T for name, directions in basis.items()]
         parts.append(torch.stack(products).sum(0))
     return torch.cat(parts)
+
+
+def orthonormal(basis: Parameters) -> tuple[Parameters, Tensor]:
+    """The orthonormal basis T · basis that is nearest to one which rounding has left almost orthonormal, and T.
+
+    T = (Q Qᵀ)^(−1/2): what is found on the new basis is kept on the given one as coefficients · T.
+    """
+    gram = torch.stack([_matrix(directions) @ _matrix(directions).T for directions in basis.values()]).sum(0)
+    squares, turned = torch.linalg.eigh(gram.double())
+    turn = ((turned / squares.sqrt()) @ turned.T).to(gram)
+    return {name: (turn @ _matrix(q)).reshape(q.shape) for name, q in basis.items()}, turn
 
 
 def gradients(values: Values, theta: Parameters, batch: Batch, count: int, task: Task, layers: Sequence[str]) -> Rows:

@@ -23,13 +23,29 @@ from imprint.rows import Rows, parameters_of
 from imprint.task import Functional, Parameters, Task
 from imprint.values import read_json, shown
 
-__all__ = ["DTYPES", "FINGERPRINTS", "SCHEMA", "Checkpoint", "File", "Manifest", "Probes", "Store", "describe"]
+__all__ = [
+    "DTYPES",
+    "FINGERPRINTS",
+    "SCHEMA",
+    "Checkpoint",
+    "File",
+    "Manifest",
+    "Probes",
+    "Store",
+    "coefficients_dtype",
+    "describe",
+]
 
 JOURNAL = "unfinished.json"
 _DTYPES = {"F16": torch.float16, "BF16": torch.bfloat16, "F32": torch.float32, "F64": torch.float64}
 
-_Layout = dict[str, tuple[list[int], torch.dtype | None]]
-"""Shapes and dtypes of tensors by name; None for a dtype that parameters do not have."""
+_Layout = dict[str, tuple[list[int], tuple[torch.dtype | None, ...]]]
+"""Shapes of tensors by name, and the dtypes they may have, today's first; None for one that parameters do not have."""
+
+
+def coefficients_dtype(stored: torch.dtype) -> torch.dtype:
+    """Of the coefficients beside factors: what both have along a sharp direction cancels, which takes digits."""
+    return torch.promote_types(stored, torch.float32)
 
 
 def describe(task: Task) -> dict[str, dict[str, Any]]:
@@ -228,17 +244,18 @@ class Store:
         return self._stacked_layout(last - first)
 
     def _stacked_layout(self, rows: int) -> _Layout:
-        dtype = DTYPES[self.manifest.dtype]
+        dtype = (DTYPES[self.manifest.dtype],)
         return {name: ([rows, *about["shape"]], dtype) for name, about in self.manifest.parameters.items()}
 
     def _basis_layout(self, checkpoint: int) -> _Layout:
         return self._stacked_layout(self.checkpoints[checkpoint].figures["directions"])
 
     def _factored_layout(self, checkpoint: int, rows: int) -> _Layout:
-        about, dtype = self.checkpoints[checkpoint], DTYPES[self.manifest.dtype]
+        about, dtype = self.checkpoints[checkpoint], (DTYPES[self.manifest.dtype],)
         layout: _Layout = {"coefficients": ([rows, about.figures["directions"]], dtype)}
         if self.manifest.plan.form == "projected":
             return layout
+        layout["coefficients"] = (layout["coefficients"][0], (coefficients_dtype(*dtype), *dtype))  # once as the rest
         covered = set()
         for layer in about.layers:
             weight = self.manifest.parameters.get(parameters_of(layer)[0], {"shape": []})["shape"]
@@ -253,7 +270,7 @@ class Store:
         return {**layout, **{f"dense/{name}": (shape, dtype) for name, shape in rest.items()}}
 
     def _base_layout(self) -> _Layout:
-        return {name: (about["shape"], _dtype(about)) for name, about in self.manifest.parameters.items()}
+        return {name: (about["shape"], (_dtype(about),)) for name, about in self.manifest.parameters.items()}
 
     def _check(self, file: File) -> None:
         if file.path in self._verified:
@@ -283,7 +300,7 @@ class Store:
             with safe_open(place, framework="pt") as tensors:
                 found = _layout(tensors) if layout else {}
                 for name, expected in (layout or {}).items():
-                    if found.get(name) != expected:
+                    if not _fits(found.get(name), expected):
                         was = f"{_shown(found[name])}" if name in found else "missing"
                         raise StoreError(
                             f"{place} does not fit the manifest: tensor {name!r} is {was}, not {_shown(expected)}"
@@ -326,8 +343,15 @@ def _dtype(parameter: dict[str, Any]) -> torch.dtype:
 
 def _layout(tensors: Any) -> _Layout:
     slices = {name: tensors.get_slice(name) for name in tensors.keys()}  # noqa: SIM118
-    return {name: (piece.get_shape(), _DTYPES.get(piece.get_dtype())) for name, piece in slices.items()}
+    return {name: (piece.get_shape(), (_DTYPES.get(piece.get_dtype()),)) for name, piece in slices.items()}
 
 
-def _shown(tensor: tuple[list[int], torch.dtype | None]) -> str:
-    return f"{tuple(tensor[0])} of {tensor[1] or 'another dtype'}"
+def _fits(
+    found: tuple[list[int], tuple[torch.dtype | None, ...]] | None,
+    expected: tuple[list[int], tuple[torch.dtype | None, ...]],
+) -> bool:
+    return found is not None and found[0] == expected[0] and found[1][0] in expected[1]
+
+
+def _shown(tensor: tuple[list[int], tuple[torch.dtype | None, ...]]) -> str:
+    return f"{tuple(tensor[0])} of {tensor[1][0] or 'another dtype'}"

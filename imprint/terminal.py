@@ -13,7 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from imprint.attribution import Top
-from imprint.checking import Check, Possibility, size
+from imprint.checking import Check, Possibility, shown_plan, size
 from imprint.experiment import noted
 from imprint.progress import Advance, duration
 from imprint.values import is_number
@@ -54,8 +54,16 @@ def shown_store(values: dict[str, Any]) -> RenderableType:
     table = Table("checkpoint", *(str(index) for index in range(len(values["checkpoints"]))))
     for name, *cells in zip(_FIGURES, *(_figures(checkpoint) for checkpoint in values["checkpoints"]), strict=True):
         if name not in _SPECTRAL or set(cells) != {"–"}:
-            table.add_row(name, *cells)
+            table.add_row(_CURVATURES[_measured_curvature(values["plan"])] if name == "curvature" else name, *cells)
     return Group(head, table)
+
+
+_CURVATURES = {"hessian": "curvature (Hessian)", "gauss-newton": "curvature (Gauss–Newton)"}
+
+
+def _measured_curvature(plan: dict[str, Any]) -> str:
+    """Of a path it is the objective's, by which its step is chosen, whatever its responses see."""
+    return "gauss-newton" if plan["engine"] == "spectral" and plan["curvature"] != "hessian" else "hessian"
 
 
 def _imprints(values: dict[str, Any]) -> str:
@@ -96,7 +104,7 @@ def _figures(checkpoint: dict[str, Any]) -> list[str]:
     figures = checkpoint["figures"]
     low, high = figures.get("curvature", (None, None))
     values = [checkpoint[name] for name in ("weight", "steps", "lr", "damping", "epsilon")]
-    cells = ["–" if value is None else value if isinstance(value, str) else f"{value:.4g}" for value in values]
+    cells = [_figure(value, 4) for value in values]
     cells.append("–" if low is None else f"{low:.3g} … {high:.3g}")
     more = (
         figures.get("stability"),
@@ -105,7 +113,12 @@ def _figures(checkpoint: dict[str, Any]) -> list[str]:
         checkpoint.get("imprint_norms", {}).get("median"),
         *(figures.get(name) for name in ("directions", "rest", "share", "lost")),
     )
-    return cells + ["–" if value is None else f"{value:.3g}" for value in more]
+    return cells + [_figure(value, 3) for value in more]
+
+
+def _figure(value: Any, digits: int) -> str:
+    """A measured number to so many digits; counts and words as they are."""
+    return "–" if value is None else f"{value:.{digits}g}" if isinstance(value, float) else str(value)
 
 
 def shown_check(check: Check) -> RenderableType:
@@ -116,6 +129,7 @@ def shown_check(check: Check) -> RenderableType:
         ("parameters", f"{check.values:,} of {check.values_in_all:,} values: {shown}"),
         ("sources", f"{check.sources:,} over {check.examples:,} training examples"),
         ("checkpoints", str(check.checkpoints)),
+        ("plan", shown_plan(check.plan)),
     ]
     if check.estimate is not None:
         found = check.estimate

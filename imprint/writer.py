@@ -319,16 +319,11 @@ def _shard(file: File) -> tuple[str, int]:
 
 
 def difference(before: dict[str, Any], now: dict[str, Any]) -> str | None:
-    """What two requests differ in first, in words."""
-    for key, what in (("plan", "the plan's"), ("parameters", "the selected parameters'")):
-        for name in {**before[key], **now[key]}:
-            was, value = before[key].get(name), now[key].get(name)
-            if was != value:
-                return f"{what} {name} was {was}, is {value}"
+    """What two requests differ in first, in words. The plan may be chosen from all that stands before it."""
+    if different := _other_field("the selected parameters'", before["parameters"], now["parameters"]):
+        return different
     if before["n"] != now["n"]:
         return f"the training data had {before['n']} examples, has {now['n']}"
-    if before["dtype"] != now["dtype"]:
-        return f"imprints were kept as {before['dtype']}, now as {now['dtype']}"
     if len(before["states"]) != len(now["states"]):
         return f"there were {len(before['states'])} checkpoints, are {len(now['states'])}"
     for index, (was, value) in enumerate(zip(before["states"], now["states"], strict=True)):
@@ -338,6 +333,10 @@ def difference(before: dict[str, Any], now: dict[str, Any]) -> str | None:
         return "the sources changed (their ids, names or members)"
     if before["data"] != now["data"]:
         return "the training data changed"
+    if different := _other_field("the plan's", before["plan"], now["plan"]):
+        return different
+    if before["dtype"] != now["dtype"]:
+        return f"imprints were kept as {before['dtype']}, now as {now['dtype']}"
     if len(before["losses"]) != len(now["losses"]):
         return f"losses were kept of {len(before['losses'])} probe examples, now of {len(now['losses'])}"
     if different := changed_loss(before["losses"], now["losses"]):
@@ -346,4 +345,11 @@ def difference(before: dict[str, Any], now: dict[str, Any]) -> str | None:
         for was, value in zip_longest(before["regulariser"], now["regulariser"], fillvalue=math.inf):
             if not abs(was - value) <= 1e-3 * max(abs(was), abs(value)):
                 return f"the regulariser changed: its value was {was:.4g} where it is {value:.4g}"
+    return None
+
+
+def _other_field(what: str, before: dict[str, Any], now: dict[str, Any]) -> str | None:
+    for name in {**before, **now}:
+        if before.get(name) != now.get(name):
+            return f"{what} {name} was {before.get(name)}, is {now.get(name)}"
     return None

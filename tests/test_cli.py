@@ -725,7 +725,7 @@ def test_a_benchmark_leaves_a_table_a_picture_and_json(command: Command, empty: 
 
     swept = command("sweep", "digits", "--checkpoint", 1, "--directions", 5, "-o", "bench/digits", "--json").values
     assert len(swept) == len(GRID) and {point["steps"] for point in swept} >= {1, 3000, None}
-    assert Path("bench/digits/sweep-1.png").read_bytes().startswith(b"\x89PNG")
+    assert Path("bench/digits/sweep-1-5.png").read_bytes().startswith(b"\x89PNG")
     best = command("sweep", "digits", "--checkpoint", 1, "--directions", 5, "-o", "bench/digits")
     assert re.match(rf"The best of {len(GRID)} settings: LDS [\d.]+ with (T|λ) = ", best.out)
 
@@ -798,6 +798,19 @@ def test_auto_goes_over_the_plan_of_a_file_or_a_store(command: Command, here: Pa
     config.write_text(f'task = "{here / "model.py"}:task"\n[plan]\nauto = true\n')
     assert command("simulate", "--config", config, "--no-check", "-o", tmp_path / "three").code == 0
     assert Store(tmp_path / "three").manifest.plan == Store(tmp_path / "one").manifest.plan
+
+
+def test_the_chosen_plan_is_shown(command: Command, here: Path, tmp_path: Path) -> None:
+    checked = command("check", "model.py:task", "--sources", "per-example", "-p", "auto")
+    assert re.search(r"plan +│ spectral, Gauss–Newton; steps infinite; lr auto; damping 0\.\d+; weight 1 ", checked.out)
+    simulated = command("simulate", "model.py:task", "-p", "auto", "-o", tmp_path / "store")
+    plan = Store(tmp_path / "store").manifest.plan
+    assert isinstance(plan.steps, tuple) and f"tangent, Gauss–Newton; steps {plan.steps[0]}; lr " in simulated.err
+
+
+def test_per_example_is_suggested_where_it_is_misspelt(command: Command, here: Path) -> None:
+    found = command("check", "model.py:task", "--sources", "per_example")
+    assert found.code == 1 and "there is no 'per_example'; did you mean per-example?" in found.err
 
 
 # --- in a process of its own

@@ -1,5 +1,6 @@
 """Stores with factored imprints: they say what dense ones say, by every readout, for every kind of model."""
 
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -7,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors import safe_open
 from torch import Tensor, nn
 from typer.testing import CliRunner
 
@@ -14,6 +16,7 @@ from imprint import Plan, Sources, Store, Task, TaskError, attribute, check, sel
 from imprint.cli import app
 from imprint.inspection import inspected
 from imprint.readout import Kind, Reader, query_gradients
+from imprint.simulation import frozen
 from imprint.vectors import Flat
 from tests.test_rows import CASES, Make, mlp
 from tests.zoo import EXAMPLES, ZOO
@@ -147,6 +150,7 @@ def test_what_a_projection_loses_is_said_and_with_every_direction_it_is_nothing(
     whole = replace(PROJECTED, directions=every), replace(DENSE, directions=every)
     projected, dense = (store(one, plan) for plan in whole)
     assert projected.checkpoints[0].figures["lost"] < 1e-6
+    assert "on 43 directions" not in caplog.text
     close(scores(one, projected), scores(one, dense), 1e-6)
     assert inspected(few)["bytes_per_source"] < inspected(dense)["bytes_per_source"]
 
@@ -171,6 +175,63 @@ def test_bfloat16_keeps_two_digits_and_a_fourth_of_the_size() -> None:
     half.verify()
 
 
+def sharp() -> tuple[Task, tuple[Tensor, Tensor]]:
+    """A trained model, at which gradients lie along sharp directions for the most part, and its data."""
+    torch.manual_seed(0)
+    x = torch.randn(60, 8)
+    y = (x @ torch.randn(8, 3)).argmax(1)
+    y[::10] = (y[::10] + 1) % 3
+    model = nn.Sequential(nn.Linear(8, 12), nn.Tanh(), nn.Linear(12, 3))
+    optimiser = torch.optim.Adam(model.parameters(), lr=0.01)
+    for _ in range(200):
+        optimiser.zero_grad()
+        nn.functional.cross_entropy(model(x), y).backward()
+        optimiser.step()
+    return Task.classifier(model, measure="margin"), (x, y)
+
+
+@pytest.mark.parametrize("form", ["factored", "projected"])
+def test_parts_that_cancel_are_rounded_together(form: Any) -> None:
+    one, data = sharp()
+    plan = Plan(engine="spectral", steps="infinite", damping=1e-4, directions=80, form=form)
+    half, whole = (
+        simulate(one, data, Sources.per_example(60), plan, dtype=dtype, progress=False)
+        for dtype in (torch.bfloat16, None)
+    )
+    close(scores(one, half, data), scores(one, whole, data), 0.05)
+    with safe_open(half.path / half.checkpoints[0].imprints[0].path, framework="pt") as tensors:
+        kept = {name: tensors.get_slice(name).get_dtype() for name in tensors.keys()}  # noqa: SIM118
+    assert kept.pop("coefficients") == ("F32" if form == "factored" else "BF16")
+    assert set(kept.values()) <= {"BF16"}
+
+
+def test_a_store_whose_coefficients_are_bfloat16_is_still_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As the first versions wrote them."""
+    with monkeypatch.context() as earlier:
+        earlier.setattr(frozen, "coefficients_dtype", lambda stored: stored)
+        old = store(task(), dtype=torch.bfloat16, out=tmp_path / "store")
+    old.verify()
+    assert old.factored(0, 0, N, {}, CPU).coefficients is not None
+    close(scores(task(), old), scores(task(), store(task())), 0.02)
+
+
+def test_parameters_of_two_dtypes_are_refused_in_words() -> None:
+    class Mixed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.last = nn.Linear(4, 5), nn.Linear(5, 3).double()
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.last(self.first(x.float()).tanh().double())  # type: ignore[no-any-return]
+
+    mixed = Task.classifier(Mixed())
+    words = r"parameter 'first.weight' is torch.float32 and 'last.weight' is torch.float64: the spectral engine takes"
+    with pytest.raises(TaskError, match=words):
+        store(mixed)
+    assert re.match(words, check(mixed, columns(), Sources.per_example(N), PLAN).problems[0])
+    store(Task.classifier(Mixed(), parameters="last.*"))
+
+
 def test_float32_agrees_with_float64_to_rounding() -> None:
     torch.manual_seed(0)
     single = Task.classifier(mlp(), measure="margin")
@@ -189,7 +250,30 @@ def test_batches_and_memory_do_not_change_the_imprints(form: str) -> None:
         found = store(task(), plan, **options)
         close(scores(task(), found), expected, 1e-9)
         close(scores(task(), found, memory="1kB", batch_size=2), expected, 1e-9)
-    assert len(store(task(), plan, memory="1kB").checkpoints[0].imprints) == N
+
+
+@pytest.mark.parametrize("plan", [PLAN, DENSE, PROJECTED], ids=["factored", "dense", "projected"])
+def test_little_memory_makes_no_more_files(plan: Plan, caplog: pytest.LogCaptureFixture) -> None:
+    """Few sources are in memory at once, and many in a file."""
+    data, each = (torch.randn(600, 4).double(), torch.randint(0, 3, (600,))), Sources.per_example(600)
+    little, much = (store(task(), plan, data, sources=each, memory=memory) for memory in ("5kB", "1GB"))
+    figures = little.checkpoints[0].figures
+    assert figures["rows_in_memory"] < 10 and figures["rows_at_once"] == 256
+    assert [file.rows for file in little.checkpoints[0].imprints] == [(0, 256), (256, 512), (512, 600)]
+    assert len(much.checkpoints[0].imprints) == 1
+    for name, tensor in much.imprints(0, 0, 600, CPU).items():
+        torch.testing.assert_close(little.imprints(0, 0, 600, CPU)[name], tensor, rtol=1e-9, atol=1e-10)
+    assert "the basis of 7" not in caplog.text
+
+
+def test_a_basis_that_does_not_fit_the_memory_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
+    states = [{name: scale * tensor for name, tensor in task().state().items()} for scale in (0.5, 1.0)]
+    found = store(task(), PLAN, memory="1kB", checkpoints=states)
+    told = [record.getMessage() for record in caplog.records if "the basis" in record.getMessage()]
+    assert told == [
+        "the basis of 7 directions takes 2408 bytes, more than the memory budget: going on with few sources at once"
+    ]
+    close(scores(task(), found), scores(task(), store(task(), PLAN, checkpoints=states)))
 
 
 def test_checkpoints_are_averaged_and_one_of_weight_0_is_left_out() -> None:

@@ -1,6 +1,7 @@
 """A store can be looked at and checked from the command line."""
 
 import json
+import re
 import shutil
 from pathlib import Path
 
@@ -32,6 +33,22 @@ def test_a_store_is_shown_with_its_plan_and_figures(engine: Engine, tmp_path: Pa
     assert result.exit_code == 0, result.output
     for text in ("a [store]", "3 of 12 training examples", f"engine={engine}", "jvp, central", "curvature"):
         assert text in result.output
+
+
+def test_counts_are_whole_numbers_and_the_curvature_is_named(tmp_path: Path) -> None:
+    task = Task.classifier(nn.Linear(40, 30))
+    data, each = (torch.randn(60, 40), torch.randint(0, 30, (60,))), Sources.per_example(60)
+    spectral = Plan(engine="spectral", steps=12345, damping=0.1, directions=1150, curvature="gauss-newton")
+    path = Plan(steps=2, lr=0.1, curvature="gauss-newton")
+    for name, plan, label in (("spectral", spectral, "Gauss–Newton"), ("path", path, "Hessian")):
+        simulate(task, data, each, plan, out=tmp_path / name, progress=False)
+        shown = CliRunner().invoke(app, ["inspect", str(tmp_path / name)], env={"COLUMNS": "200"}).output
+        assert f"curvature ({label})" in shown
+        assert not re.search(r"(steps|directions) +│ [\d.]+e", shown)
+    count = inspected(Store(tmp_path / "spectral"))["checkpoints"][0]["figures"]["directions"]
+    shown = CliRunner().invoke(app, ["inspect", str(tmp_path / "spectral")], env={"COLUMNS": "200"}).output
+    assert count > 999
+    assert re.search(rf"directions +│ {count} ", shown) and re.search(r"steps +│ 12345 ", shown)
 
 
 def test_programs_get_the_same_as_json(tmp_path: Path) -> None:

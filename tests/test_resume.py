@@ -97,7 +97,7 @@ def run(out: Path, plan: Plan, **changes: Any) -> Store:
         "progress": False,
         **changes,
     }
-    memory = given.pop("memory", "12kB")
+    memory = given.pop("memory", 600 if plan.engine == "spectral" else "12kB")  # so that there are several files
     return simulate(given.pop("task", task()), given.pop("data", data()), plan=plan, out=out, memory=memory, **given)
 
 

@@ -10,7 +10,7 @@ from torch.func import grad, vmap
 from torch.nn import functional as F
 
 from imprint import Task
-from imprint.rows import Rows, along, factorable, forward_along, gradients
+from imprint.rows import Rows, along, factorable, forward_along, gradients, orthonormal
 from imprint.task import Parameters
 
 N = 6
@@ -206,6 +206,25 @@ def test_lengths_are_those_of_the_rows_in_full() -> None:
     full = torch.cat([t.reshape(4, -1) for t in rows.multiplied_out(like).values()], 1)
     seen = along(Rows(rows.inputs, rows.outputs, rows.dense), rows.basis)
     torch.testing.assert_close(rows.lengths(like, seen), full.norm(dim=1), rtol=1e-12, atol=0)
+
+
+def test_a_rounded_basis_is_made_orthonormal_with_least_change() -> None:
+    rows, _ = some_rows()
+    rounded = {name: q.bfloat16().double() for name, q in rows.basis.items()}
+    found, turn = orthonormal(rounded)
+    flat, before = (torch.cat([q.reshape(6, -1) for q in basis.values()], 1) for basis in (found, rounded))
+    torch.testing.assert_close(flat @ flat.T, torch.eye(6, dtype=torch.float64), rtol=0, atol=1e-12)
+    torch.testing.assert_close(turn @ before, flat, rtol=0, atol=1e-12)
+    assert 1e-4 < float((flat - before).norm()) < 1e-2
+    torch.testing.assert_close(flat @ before.T, (flat @ before.T).T, rtol=0, atol=1e-12)  # as of the nearest one
+
+
+def test_rounded_rows_lose_nothing_when_they_are_kept() -> None:
+    rows, _ = some_rows()
+    plain = Rows(rows.inputs, rows.outputs, rows.dense).rounded(torch.bfloat16, -0.3)
+    for tensor in plain.scaled(-0.3).tensors().values():
+        torch.testing.assert_close(tensor.bfloat16().double(), tensor, rtol=1e-14, atol=0)
+    torch.testing.assert_close(plain.outputs["0"], rows.outputs["0"], rtol=0.004, atol=0)
 
 
 def test_rows_are_taken_apart_and_put_together_again() -> None:

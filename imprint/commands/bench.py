@@ -10,8 +10,9 @@ from rich.markup import escape
 
 from imprint.commands.options import AsJson
 from imprint.errors import ConfigurationError
-from imprint.evaluation.bench import Bench, Method, imprints, paths
-from imprint.evaluation.sweep import draw
+from imprint.evaluation.bench import Bench, Method
+from imprint.evaluation.methods import imprints, paths
+from imprint.evaluation.sweep import called, draw
 from imprint.evaluation.sweep import sweep as swept
 from imprint.files import write
 from imprint.settings.catalogue import SETTINGS, protocol
@@ -89,7 +90,7 @@ def sweep(
             raise ConfigurationError(f"{setting} has checkpoints 0 to {last}, not {checkpoint}.")
         with made.alone():
             points = swept(made, checkpoint, directions=directions, leave_one_out=loo)
-        picture = out / f"sweep-{checkpoint}.png"
+        picture = out / f"{called(checkpoint, directions, loo)}.png"
         draw(points, picture, f"{setting}, checkpoint {checkpoint}")
     if json:
         typer.echo(dumps([vars(point) for point in points]))

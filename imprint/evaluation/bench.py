@@ -6,13 +6,12 @@ that attribution starts from. Everything is kept in a folder, so that a benchmar
 
 import json
 import os
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
@@ -20,20 +19,20 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from imprint.attribution import attribute
-from imprint.errors import MissingExtra, StoreError
+from imprint.data import query_batches
+from imprint.errors import StoreError
+from imprint.evaluation.comparison import Comparison, Scored, over_queries
 from imprint.evaluation.metrics import lds, loo, predicted_lds
 from imprint.evaluation.retraining import Together, retrain
-from imprint.evaluation.statistics import Array, Estimate, ceiling, mean_estimate, ranks
+from imprint.evaluation.statistics import Array, ceiling, ranks
 from imprint.evaluation.subsets import ORDER, Subsets, derived
-from imprint.evaluation.training import train_together
+from imprint.evaluation.training import initialised, train_together
 from imprint.evaluation.truth import Truth
 from imprint.files import Lock, nearest_folder, write
+from imprint.fingerprint import of_batches, of_data, of_tensors
 from imprint.memory import Peak
 from imprint.progress import Advance
 from imprint.simulation.plan import Plan
-from imprint.simulation.run import simulate
-from imprint.sources import Sources
 from imprint.task import Batch, Parameters, Task
 
 DRAWS = (1, 2, 3)  # seeds of halves and of their retraining; whatever was tuned was tuned on seeds from 100 on
@@ -74,28 +73,41 @@ class Protocol:
             measure=measure,
         )
 
+    def to_json(self) -> dict[str, Any]:
+        """What it is, in plain JSON values: whatever is kept of another one cannot be used."""
+        train, data = self.train, self.train.examples
+        queries = query_batches(self.queries, device=data.device, batch_size=500, collate_fn=None)
+        return {
+            **{"protocol": self.name, "draws": self.draws, "halves": self.halves, "epochs": self.epochs},
+            "path": self.path and self.path.to_json(),
+            "training": asdict(train.training),
+            "model": of_tensors(initialised(train.build, 0).state_dict()),
+            "data": of_data(data),
+            "queries": of_batches(queries),
+        }
+
+
+Runs = list[list[Parameters]]
+"""The checkpoints of each training run."""
+
 
 @dataclass(frozen=True)
-class Scored:
-    """Scores of every training example on every query, (queries, examples), where positive helps; and what they took.
+class Method:
+    """How examples are scored.
 
-    halves: the scores are of the halves of all draws instead, (queries, draws × halves): a half is a source too.
-    prepare: seconds before any query is known; `query` seconds for all queries. bytes: what is kept in between.
+    score: gives scores from training runs, under one setting or several, of which the best counts.
+    key: what scores depend on beside the benchmark, in plain JSON values: under another key they are made anew.
+    runs: from how many training runs; `halves`: of models that were trained on random halves of the data.
     """
 
-    scores: Tensor
-    prepare: float
-    query: float
-    peak_bytes: int | None = None
-    bytes: int = 0
-    note: str = ""
+    score: Callable[["Bench", Runs], Iterable[Scored]]
+    key: dict[str, Any]
+    runs: int = 1
     halves: bool = False
 
-
-Kind = Literal["lds", "loo"]
-_KINDS: tuple[Kind, ...] = ("lds", "loo")
-Method = Callable[["Bench", int], Scored]
-"""scores from training run number i, and where it wants more runs from those after it."""
+    def told(self) -> str:
+        """Its key as a text."""
+        return json.dumps({**self.key, "runs": self.runs, "halves": self.halves}, sort_keys=True)
 
 
 class Bench:
@@ -105,15 +117,7 @@ class Bench:
         self.protocol, self.out, self._progress = protocol, Path(out), progress
         nearest_folder(out)  # refuses a file
         self.out.mkdir(parents=True, exist_ok=True)
-        about = json.dumps(
-            {
-                "protocol": protocol.name,
-                "draws": protocol.draws,
-                "halves": protocol.halves,
-                "epochs": protocol.epochs,
-                "path": protocol.path and protocol.path.to_json(),
-            }
-        )
+        about = json.dumps(protocol.to_json())
         place = self.out / "bench.json"
         if place.is_file() and place.read_text() != about:
             raise StoreError(f"{self.out} holds another benchmark: give a new folder.")
@@ -195,36 +199,69 @@ class Bench:
     def _state(self, run: int, halves: bool) -> Path:
         return self.out / "runs" / f"{'half' if halves else 'full'}-{run:03}.safetensors"
 
-    def scored(self, name: str, method: Method, run: int) -> Scored:
+    def score(self, method: Method, run: int, leave_one_out: bool = False) -> Scored:
+        """Scores of a method, made now; where it takes several training runs, every number has its own."""
+        states = self.states(range(run * method.runs, (run + 1) * method.runs), method.halves)
+        peak = Peak(self.protocol.train.examples.device)
+        found = [replace(each, scores=each.scores.cpu()) for each in method.score(self, states)]
+        peak_bytes = peak.bytes
+        return replace(self._best(found, leave_one_out), peak_bytes=peak_bytes)
+
+    def _best(self, found: list[Scored], leave_one_out: bool) -> Scored:
+        """The best by LDS and, apart from it, by LOO; scores that are not finite do not count."""
+        finite = [each for each in found if bool(each.scores.isfinite().all())]
+        if not finite:
+            blind = torch.zeros_like(found[0].scores)
+            single_blind = blind if leave_one_out else None
+            return replace(found[0], scores=blind, note="not finite", tried=len(found), loo_scores=single_blind)
+        if len(found) == 1:
+            return found[0]
+        best = max(finite, key=lambda each: _height(self._lds(each)))
+        if not leave_one_out:
+            return replace(best, note=f"{best.note}, the best of {len(finite)}", tried=len(found))
+        single = max(finite, key=lambda each: _height(self._loo(each)))
+        note = f"{best.note} by LDS and {single.note} by LOO, the best of {len(finite)}"
+        return replace(best, note=note, tried=len(found), loo_scores=single.scores)
+
+    def scored(self, name: str, method: Method, run: int, leave_one_out: bool = False) -> Scored:
         """The scores of a method from one training run, as kept or made now."""
         place = self.out / "scores" / f"{name}-{run}.safetensors"
-        if place.is_file():
-            with safe_open(place, framework="pt") as file:
-                return Scored(file.get_tensor("scores"), **json.loads(file.metadata()["imprint"]))
-        peak = Peak(self.protocol.train.examples.device)
-        found = method(self, run)
-        found = replace(
-            found, scores=found.scores.float().cpu().contiguous(), peak_bytes=found.peak_bytes or peak.bytes
-        )
-        about = {key: value for key, value in asdict(replace(found, scores=torch.empty(0))).items() if key != "scores"}
-        metadata = {"imprint": json.dumps(about)}
-        write(place, lambda path: save_file({"scores": found.scores}, path, metadata))
-        return found
+        kept = _kept(place, method) if place.is_file() else None
+        if kept and (kept.tried == 1 or not leave_one_out or kept.loo_scores is not None):
+            return kept
+        found = self.score(method, run, leave_one_out)
+        tensors = {"scores": _single(found.scores)}
+        if found.loo_scores is not None:
+            tensors["loo_scores"] = _single(found.loo_scores)
+        about = {key: value for key, value in vars(found).items() if key not in ("scores", "loo_scores")}
+        metadata = {"imprint": json.dumps(about), "method": method.told()}
+        write(place, lambda path: save_file(tensors, path, metadata))
+        return replace(found, scores=tensors["scores"], loo_scores=tensors.get("loo_scores"))
 
-    def compared(self, methods: dict[str, Method], runs: Sequence[int], leave_one_out: bool = False) -> "Comparison":
+    def compared(self, methods: dict[str, Method], runs: Sequence[int], leave_one_out: bool = False) -> Comparison:
         """Every method from every run against every truth."""
-        scored = {name: [self.scored(name, method, run) for run in runs] for name, method in methods.items()}
+        limits = [ceiling(ranks(truth.values.transpose(1, 2).numpy()), 1) for truth in self.truths]
+        scored = {
+            name: [self.scored(name, method, run, leave_one_out) for run in runs] for name, method in methods.items()
+        }
         values = {name: np.concatenate([self._lds(each) for each in found]) for name, found in scored.items()}
         singles = {}
-        if leave_one_out:  # positive helps, that is, lowers the loss
+        if leave_one_out:
             singles = {
-                name: np.stack([loo(-each.scores.double(), self.loo_truth).per_query for each in found])
+                name: np.concatenate([self._loo(each) for each in found])
                 for name, found in scored.items()
                 if not any(each.halves for each in found)
             }
-        limits = [ceiling(ranks(truth.values.transpose(1, 2).numpy()), 1) for truth in self.truths]
-        costs = {name: [replace(each, scores=torch.empty(0)) for each in found] for name, found in scored.items()}
+        costs = {
+            name: [replace(each, scores=torch.empty(0), loo_scores=None) for each in found]
+            for name, found in scored.items()
+        }
         return Comparison(self.protocol.name, values, singles, costs, float(np.mean(limits)))
+
+    def _loo(self, scored: Scored) -> Array:
+        """Against models without each example, shape (1, queries): positive helps, that is, lowers the loss."""
+        scores = scored.scores if scored.loo_scores is None else scored.loo_scores
+        return loo(-scores.double(), self.loo_truth).per_query[None]
 
     def _lds(self, scored: Scored) -> Array:
         """Against the first retraining of each half, shape (draws, queries)."""
@@ -236,177 +273,25 @@ class Bench:
         )
 
 
-@dataclass(frozen=True)
-class Comparison:
-    """What a benchmark found: correlations of each method, (runs × draws, queries), and what its scores took."""
-
-    name: str
-    lds: dict[str, Array]
-    loo: dict[str, Array]
-    costs: dict[str, list[Scored]]
-    ceiling: float
-
-    @property
-    def first(self) -> str:
-        """The method that the others are held against."""
-        return next(iter(self.lds))
-
-    def estimate(self, method: str, kind: Kind = "lds") -> Estimate:
-        """The mean over runs and draws, with an interval over queries."""
-        return mean_estimate(_over_runs(getattr(self, kind)[method]))
-
-    def ahead(self, method: str, other: str, kind: Kind = "lds") -> Estimate:
-        """By how much a method is ahead of another: the mean difference on the same queries."""
-        table = getattr(self, kind)
-        return mean_estimate(_over_runs(table[method]) - _over_runs(table[other]))
-
-    def to_json(self) -> dict[str, Any]:
-        """As plain JSON values, None for what is undefined."""
-        methods = {}
-        for name, costs in self.costs.items():
-            found: dict[str, Any] = {"lds": _plain(self.estimate(name))}
-            if name in self.loo:
-                found["loo"] = _plain(self.estimate(name, "loo"))
-            if name != self.first:
-                found["behind"] = {
-                    kind: _plain(self.ahead(self.first, name, kind))
-                    for kind in _KINDS
-                    if name in getattr(self, kind) and self.first in getattr(self, kind)
-                }
-            found |= {
-                key: [getattr(cost, key) for cost in costs] for key in ("prepare", "query", "peak_bytes", "bytes")
-            }
-            methods[name] = {**found, "notes": sorted({cost.note for cost in costs if cost.note})}
-        limit = None if np.isnan(self.ceiling) else self.ceiling
-        return {"benchmark": self.name, "ceiling": limit, "methods": methods}
-
-    def markdown(self) -> str:
-        """As a table, the best first: of each correlation also how far it is behind the first method's."""
-        head = ["method", "LDS", "behind", *(["LOO", "behind"] if self.loo else [])]
-        lines = [
-            f"| {' | '.join(head)} | before queries | all queries | peak memory | kept |",
-            f"|{'---|' * len(head)}---:|---:|---:|---:|",
-        ]
-        for name in _best_first({name: self.estimate(name) for name in self.lds}):
-            costs = self.costs[name]
-            found = [*self._cells(name, "lds", 3), *(self._cells(name, "loo", 4) if self.loo else [])]
-            seconds = [f"{np.median([getattr(cost, key) for cost in costs]):.3g} s" for key in ("prepare", "query")]
-            sizes = [
-                f"{max(getattr(cost, key) or 0 for cost in costs) / 1e6:,.0f} MB" for key in ("peak_bytes", "bytes")
-            ]
-            lines.append(f"| {' | '.join([name, *found, *seconds, *sizes])} |")
-        if not np.isnan(self.ceiling):
-            lines.append(
-                f"\nA perfect predictor would reach an LDS of about {self.ceiling:.2f} against one retraining."
-            )
-        return "\n".join(lines)
-
-    def _cells(self, name: str, kind: Kind, digits: int) -> list[str]:
-        """A correlation with its interval, and how far it is behind the first method's on the same queries."""
-        table = getattr(self, kind)
-        if name not in table:
-            return ["", ""]
-        own = _shown(self.estimate(name, kind), digits)
-        if name == self.first or self.first not in table:
-            return [own, ""]
-        return [own, _shown(self.ahead(self.first, name, kind), digits)]
-
-    def plot(self, path: str | os.PathLike[str]) -> None:
-        """Bars with their intervals, as a picture."""
-        try:
-            from matplotlib import pyplot as plt
-        except ImportError as error:
-            raise MissingExtra("plot", "report") from error
-        kinds = _KINDS if self.loo else _KINDS[:1]
-        figure, axes = plt.subplots(1, len(kinds), figsize=(5.5 * len(kinds), 0.4 * len(self.lds) + 1.4), squeeze=False)
-        for axis, kind in zip(axes[0], kinds, strict=True):
-            every = {name: self.estimate(name, kind) for name in getattr(self, kind)}
-            names = _best_first(every)[::-1]
-            found = [every[name] for name in names]
-            away = np.array([[e.value - e.low for e in found], [e.high - e.value for e in found]])
-            colours = ["#2a6f97" if name.startswith("Imprint") else "0.7" for name in names]
-            axis.barh(names, [e.value for e in found], xerr=away, color=colours, error_kw={"elinewidth": 1})
-            axis.set_xlabel(kind.upper())
-            if kind == "lds" and not np.isnan(self.ceiling):
-                axis.axvline(self.ceiling, color="#c8553d", linestyle="--", linewidth=1)
-                axis.annotate("ceiling", (self.ceiling, -0.4), color="#c8553d", ha="right", fontsize=8)
-        figure.tight_layout()
-        figure.savefig(path, dpi=140)
-        plt.close(figure)
+def _height(values: Array) -> float:
+    """By which settings are compared: the mean over queries, the lowest of all where it is undefined."""
+    return float(np.nan_to_num(over_queries(values).value, nan=-np.inf))
 
 
-def _over_runs(values: Array) -> Array:
-    """The mean of each query over runs and draws, NaN where none is defined."""
-    there = ~np.isnan(values)
-    with np.errstate(invalid="ignore"):
-        return np.asarray(np.where(there, values, 0.0).sum(0) / there.sum(0))
+def _single(scores: Tensor) -> Tensor:
+    """A copy as it is kept: in single precision, with memory of its own."""
+    return scores.to(torch.float32, copy=True, memory_format=torch.contiguous_format)
 
 
-def _best_first(found: dict[str, Estimate]) -> list[str]:
-    """Names by value; what is undefined comes last."""
-    return sorted(found, key=lambda name: -np.nan_to_num(found[name].value, nan=-np.inf))
-
-
-def _plain(found: Estimate) -> dict[str, float | None]:
-    return {key: None if np.isnan(value) else value for key, value in asdict(found).items()}
-
-
-def _shown(found: Estimate, digits: int) -> str:
-    if np.isnan(found.value):
-        return "undefined"
-    return f"{found.value:.{digits}f} [{found.low:.{digits}f}, {found.high:.{digits}f}]"
+def _kept(place: Path, method: Method) -> Scored | None:
+    """The scores in a file, if they are of this method."""
+    with safe_open(place, framework="pt") as file:
+        about = file.metadata()
+        if about.get("method") != method.told():
+            return None
+        tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  (it is no dictionary)
+    return Scored(**tensors, **json.loads(about["imprint"]))
 
 
 def _below(prefix: str, tensors: Parameters) -> Parameters:
     return {name.removeprefix(prefix): t for name, t in tensors.items() if name.startswith(prefix)}
-
-
-def imprints(plan: Plan | None = None, *, runs: int = 1) -> Method:
-    """Our own scores: imprints of every example at all checkpoints of one or several runs; by default `Plan.auto`."""
-
-    def method(bench: Bench, run: int) -> Scored:
-        protocol = bench.protocol
-        task, data = protocol.task("margin"), protocol.train.examples
-        columns, sources = data.gather(torch.arange(len(data))), Sources.per_example(len(data))
-        states = [state for kept in bench.states(range(run * runs, (run + 1) * runs)) for state in kept]
-        begin = time.monotonic()
-        chosen = plan or Plan.auto(task, columns, sources, states, progress=False)
-        store = simulate(task, columns, sources, chosen, checkpoints=states, progress=False)
-        ready = time.monotonic()
-        result = attribute(task, store, protocol.queries, readout="gradient", batch_size=500, progress=False)
-        return Scored(result.scores, ready - begin, time.monotonic() - ready, bytes=store.bytes, note=_told(chosen))
-
-    return method
-
-
-def paths(plan: Plan, checkpoint: int) -> Method:
-    """Our path engines at one checkpoint (by number), the halves themselves being the sources: the response is linear
-    in the source, so that the imprint of a half is the sum of its examples'.
-    """
-
-    def method(bench: Bench, run: int) -> Scored:
-        protocol = bench.protocol
-        task, data = protocol.task("margin"), protocol.train.examples
-        kept = torch.cat([truth.subsets.kept() for truth in bench.truths])
-        sources = Sources.groups({str(index): row.nonzero().flatten().tolist() for index, row in enumerate(kept)})
-        begin = time.monotonic()
-        store = simulate(
-            task,
-            data.gather(torch.arange(len(data))),
-            sources,
-            plan,
-            checkpoints=[bench.states([run])[0][checkpoint]],
-            batch_size=len(data),
-            progress=False,
-        )
-        ready = time.monotonic()
-        result = attribute(task, store, protocol.queries, readout="gradient", batch_size=500, progress=False)
-        took = time.monotonic() - ready
-        return Scored(result.scores, ready - begin, took, bytes=store.bytes, note=f"{plan.engine}, halves", halves=True)
-
-    return method
-
-
-def _told(plan: Plan) -> str:
-    values = ", ".join(f"{name} {value}" for name, value in plan.to_json().items() if isinstance(value, list))
-    return f"{plan.engine}, {values}"

@@ -107,6 +107,11 @@ GRID: tuple[tuple[int | None, float, float], ...] = (
 )
 
 
+def called(checkpoint: int, directions: int, leave_one_out: bool) -> str:
+    """The name of a sweep's files, without the ending."""
+    return f"sweep-{checkpoint}-{directions}{'-loo' if leave_one_out else ''}"
+
+
 def sweep(
     bench: Bench,
     checkpoint: int = 0,
@@ -116,8 +121,10 @@ def sweep(
     progress: bool | Advance = True,
 ) -> list[Point]:
     """Every setting of the grid at one checkpoint (by number) of the first run; kept in the benchmark's folder."""
-    place = bench.out / f"sweep-{checkpoint}-{directions}{'-loo' if leave_one_out else ''}.json"
+    place = bench.out / f"{called(checkpoint, directions, leave_one_out)}.json"
     points = [Point(**each) for each in json.loads(place.read_text())] if place.is_file() else []
+    if [(point.steps, point.relative, point.damping) for point in points] != list(GRID[: len(points)]):
+        points = []  # of another grid
     with closing(Progress("sweeping", len(GRID), "settings", progress)) as bar:
         bar.skip(len(points))
         if len(points) == len(GRID):

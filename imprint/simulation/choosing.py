@@ -4,6 +4,7 @@
 on single examples; take one away and the frozen H is wrong there, so the response must not trust it. λ is kept inside a
 trust region: what a random half of the data is predicted to do to the outputs must be neither nothing nor more than a
 linear prediction can hold, from a quarter to one nat of the margins (in other tasks, of the noise of the outputs).
+Where data is plentiful a half does move little: λ stays above a tenth of tr(H)/N, and above what rounding hides.
 
 **Weight.** A checkpoint far from where training comes to rest, in units of what sampling the data does to it, says
 little of the models that retraining ends with: 1/(1 + snr), snr = N ḡᵀ(H+λ)⁻¹ḡ / mean_i g_iᵀ(H+λ)⁻¹g_i. A silent one
@@ -48,6 +49,8 @@ HALVES = 16
 EXAMPLES = 256  # on which the effect of halves is predicted
 OUTPUTS = 65_536  # of them, where they have more, such as the tokens of a vocabulary
 _PROBES = 4  # for the trace outside the basis
+_BELOW = 10  # by how much λ may fall below tr(H)/N for the sake of the trust region
+_STEPS = 1000  # of a path, at most: beyond, H is not what it was
 
 
 @dataclass(frozen=True)
@@ -64,6 +67,7 @@ class Look:
     n: int
     values: Tensor
     rest: float
+    rounding: float
     trace: float
     halves: Tensor
     halves_rest: Tensor
@@ -84,7 +88,8 @@ class Look:
     @cached_property
     def damping(self) -> float:
         """λ."""
-        return min(max(self.trace / self.n, self._crossing(MOST)), self._crossing(LEAST))
+        one = self.trace / self.n
+        return max(min(max(one, self._crossing(MOST)), max(self._crossing(LEAST), one / _BELOW)), 2 * self.rounding)
 
     def _crossing(self, size: float) -> float:
         """The damping at which effects have a size, between a millionth of the largest curvature and four times it."""
@@ -121,6 +126,7 @@ def look(descent: Descent, on_work: Callable[[int], None]) -> Look:
         n=len(data),
         values=frozen.values.to(flat.device),
         rest=frozen.rest,
+        rounding=frozen.rounding,
         trace=_trace(task, theta, batches, frozen, basis, generator),
         halves=inside.double(),
         halves_rest=(sums.double().square().sum(1) - inside.double().square().sum(1)).clamp(min=0),
@@ -218,7 +224,8 @@ def weights(looks: Sequence[Look]) -> list[float]:
     agreement = torch.tensor([[float((a * b).sum(0).mean()) for b in unit] for a in unit])
     found = []
     for index, one in enumerate(looks):
-        others = (float(agreement[index].sum()) - 1) / (len(looks) - 1) if len(looks) > 1 else 1.0
+        with_others = float(agreement[index].sum() - agreement[index, index])
+        others = with_others / (len(looks) - 1) if len(looks) > 1 else 1.0
         vote = 1 / max(one.size(one.damping), 1e-300)
         found.append(vote * max(others, 0.0) ** 2 / (1 + one.signal(one.damping)))
     top = max(found)
@@ -258,7 +265,9 @@ def plan_for(
         return Plan(engine="spectral", steps="infinite", damping=tuple(dampings), weight=tuple(shares))
     sizes = [float(f"{1 / float(one.values[-1]):.4g}") for one in looks]
     return Plan(
-        steps=tuple(max(1, round(1 / (damping * size))) for damping, size in zip(dampings, sizes, strict=True)),
+        steps=tuple(
+            min(max(1, round(1 / (damping * size))), _STEPS) for damping, size in zip(dampings, sizes, strict=True)
+        ),
         lr=tuple(sizes),
         weight=tuple(shares),
         curvature="gauss-newton",

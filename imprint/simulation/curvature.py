@@ -106,32 +106,47 @@ def lanczos_basis(
     start: Tensor,
     directions: int,
     on_step: Callable[[int], None] = lambda steps: None,
+    more: Callable[[], Tensor | None] = lambda: None,
 ) -> Basis:
     """The Ritz pairs of a symmetric operator on the Krylov space of `start`, with full reorthogonalisation.
 
-    They are fewer than `directions` where the space ends before.
+    A Krylov space has one direction for each curvature, so that it ends early where several have the same: then it goes
+    on from what a vector of `more` has outside of it, if there is something. Whatever the dtype of `start`, which is
+    that of the products, directions are made orthogonal in float32 at least.
     """
-    count = min(directions, len(start))
-    basis = start.new_empty(count, len(start))
-    basis[0] = start / start.norm()
+    count, work = min(directions, len(start)), torch.promote_types(start.dtype, torch.float32)
+    tiny = ENDED * torch.finfo(work).eps
+    basis = start.new_empty(count, len(start), dtype=work)
+    basis[0] = start.to(work) / start.to(work).norm()
     matrix = torch.zeros(count, count, dtype=torch.float64)
-    for step in range(count):
-        image = product(basis[step])
-        matrix[step, step] = float(image.double() @ basis[step].double())
+
+    def outside(vector: Tensor, step: int) -> Tensor:
         for _ in range(2):  # twice is enough for orthogonality to rounding
-            image = image - (basis[: step + 1] @ image) @ basis[: step + 1]
+            vector = vector - (basis[: step + 1] @ vector) @ basis[: step + 1]
+        return vector
+
+    for step in range(count):
+        image = product(basis[step].to(start.dtype)).to(work)
+        matrix[step, step] = float(image.double() @ basis[step].double())
+        image = outside(image, step)
         remaining = float(image.norm())
         if not math.isfinite(remaining):
             raise SimulationError("the curvature is not finite: look for NaN or infinity in the data or the weights.")
         on_step(1)
-        noise = ENDED * torch.finfo(start.dtype).eps * float(matrix.diagonal().abs().max())
-        if step + 1 == count or remaining <= noise:
+        if step + 1 == count:
+            break
+        if remaining > tiny * float(matrix.diagonal().abs().max()):
+            matrix[step, step + 1] = matrix[step + 1, step] = remaining
+            basis[step + 1] = image / remaining
+            continue
+        another = more()
+        rest = None if another is None else outside(another.to(work), step)
+        if another is None or rest is None or not float(rest.norm()) > tiny * float(another.to(work).norm()):
             count = step + 1
             break
-        matrix[step, step + 1] = matrix[step + 1, step] = remaining
-        basis[step + 1] = image / remaining
+        basis[step + 1] = rest / rest.norm()
     values, turn = torch.linalg.eigh(matrix[:count, :count])
-    return Basis(values, turn.T.to(basis) @ basis[:count])
+    return Basis(values, (turn.T.to(basis) @ basis[:count]).to(start.dtype))
 
 
 def spectrum(task: Functional, theta: Parameters, batches: Iterable[Weighted], iterations: int = 30) -> Spectrum:
@@ -150,17 +165,23 @@ def spectrum(task: Functional, theta: Parameters, batches: Iterable[Weighted], i
 
 
 def curvature_product(
-    task: Functional, theta: Parameters, batches: Iterable[Weighted], kind: Curvature
+    task: Functional,
+    theta: Parameters,
+    batches: Iterable[Weighted],
+    kind: Curvature,
+    memory: int | str | None = None,
 ) -> Callable[[Tensor], Tensor]:
     """v ↦ H v on flat vectors, H the Gauss–Newton matrix or the Hessian."""
     flat = Flat(theta)
     if kind == "hessian":
         return lambda vector: flat.vector(hessian_product(task, theta, batches, flat.parameters(vector)))
-    products = _linearised(task, theta, batches)
+    products = _linearised(task, theta, batches, memory)
     return lambda vector: flat.vector(gauss_newton_product(task, theta, products(), flat.parameters(vector)))
 
 
-def _linearised(task: Functional, theta: Parameters, batches: Iterable[Weighted]) -> Callable[[], Iterable[Product]]:
+def _linearised(
+    task: Functional, theta: Parameters, batches: Iterable[Weighted], memory: int | str | None
+) -> Callable[[], Iterable[Product]]:
     """The model made linear on every batch: once for all products if that fits memory, else whenever it is wanted."""
 
     def one(part: Weighted) -> Product:
@@ -169,7 +190,7 @@ def _linearised(task: Functional, theta: Parameters, batches: Iterable[Weighted]
 
     first, size = next(iter(batches)), sum(1 for _ in batches)
     each = activation_bytes(lambda: task.outputs(theta, first.batch))
-    if _GRAPHS * each * size > budget(None, first.weights.device) // 4:
+    if _GRAPHS * each * size > budget(memory, first.weights.device) // 4:
         return lambda: (one(part) for part in batches)
     try:
         gauss_newton_kept(task, theta, first)(theta)

@@ -21,7 +21,7 @@ from imprint.rows import Rows
 from imprint.simulation.curvature import spectrum
 from imprint.simulation.descent import Descent, FullBatch
 from imprint.simulation.engines import sides, simulated, trial_epsilon
-from imprint.simulation.frozen import COPIES, layers_of, source_gradients, values_of_a_row
+from imprint.simulation.frozen import COPIES, layers_of, rows_in_memory, source_gradients, values_of_a_row
 from imprint.simulation.frozen import rows_at_once as rows_at_once_frozen
 from imprint.simulation.frozen import together_or_alone as together_or_alone_frozen
 from imprint.simulation.inputs import Inputs
@@ -31,7 +31,7 @@ from imprint.simulation.spectral import Frozen, freeze, imprints, refuse_unstabl
 from imprint.simulation.step import LOOK_ITERATIONS, LOOKS, starting_curvature
 from imprint.simulation.trajectories import choose_epsilon
 from imprint.sources import Sources
-from imprint.store import DTYPES
+from imprint.store import DTYPES, coefficients_dtype
 from imprint.tensorfile import save
 from imprint.vectors import Flat
 
@@ -104,17 +104,20 @@ def _of_spectral(inputs: Inputs, memory: int | str | None, out: str | os.PathLik
     freezing, frozen = _freezing(descent, directions)
     refuse_unstable(frozen, settings, descent.lr if settings.lr != "auto" else 0.0, inputs.first)
     rows = rows_at_once_frozen(descent, directions, layers, memory)
-    few = inputs.sources.spread(min(rows, _SAMPLE))
+    fit = rows_in_memory(descent, directions, layers, memory)
+    few = inputs.sources.spread(min(fit, _SAMPLE))
     each_source = _source_seconds(descent.with_sources(few), directions, layers) / len(few)
 
     projected = inputs.plan.form == "projected"
     basis = directions * flat.size
     values = directions if projected else values_of_a_row(descent, directions, layers)
-    kept = basis * DTYPES[inputs.stored_as].itemsize + _VALUE * directions if layers or projected else 0
-    each, store = sizes(inputs, values, used * kept)
+    stored = DTYPES[inputs.stored_as]
+    kept = basis * stored.itemsize + _VALUE * directions if layers or projected else 0
+    wider = directions * (coefficients_dtype(stored).itemsize // stored.itemsize - 1) if layers and not projected else 0
+    each, store = sizes(inputs, values + wider, used * kept)
     simulating = trying + finding + freezing + each_source * len(inputs.sources)
     total = preparing + used * simulating + store * _write_seconds(out)
-    more = descent.dtype.itemsize * (2 * basis + COPIES * values * (rows - len(few)))  # than was measured
+    more = descent.dtype.itemsize * (2 * basis + COPIES * values * (fit - len(few)))  # than was measured
     most = None if peak.bytes is None else peak.bytes + more
     beside = 0 if layers or projected else basis * descent.dtype.itemsize
     return Estimate(total, most, store, store + beside, each, rows, alone)

@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 
-from imprint.errors import ImprintError, SimulationError, first_line
+from imprint.errors import ImprintError, SimulationError, TaskError, first_line
 from imprint.memory import budget, tensor_bytes
-from imprint.rows import MULTIPLIED, Rows, factorable, gradients, parameters_of
+from imprint.rows import MULTIPLIED, Rows, factorable, gradients, orthonormal, parameters_of
 from imprint.simulation.curvature import Spectrum, curvature_product
 from imprint.simulation.descent import Descent, FullBatch
 from imprint.simulation.inputs import Inputs
@@ -18,7 +18,7 @@ from imprint.simulation.plan import Settings
 from imprint.simulation.preflight import refuse_loss, why_not_together
 from imprint.simulation.settling import refitted
 from imprint.simulation.spectral import Frozen, freeze, imprints, projected, refuse_unstable
-from imprint.store import DTYPES, Checkpoint, File
+from imprint.store import DTYPES, Checkpoint, File, coefficients_dtype
 from imprint.task import Parameters
 from imprint.vectors import Flat, spread
 from imprint.writer import Writer
@@ -26,7 +26,10 @@ from imprint.writer import Writer
 logger = logging.getLogger(__name__)
 PASSES = 3  # over the data, in units of a gradient of every example, that a product with the curvature takes
 COPIES = 5  # of the numbers of a source that are alive at once: its gradient, its imprint, and what is written
-_SHARD = 4096  # sources in one file, where memory does not say fewer
+_SHARD = 4096  # sources in one file at most
+_FILE = 256, 64 << 20  # sources or bytes that a file has at least, however few sources are in memory at once
+_BESIDE = 4  # the part of the size of the basis that sources may take where the budget leaves them less
+_ROUNDING = 1e-5  # a share of squared lengths that rounding may make
 _TRIED = 32  # examples on which factors are tried
 
 
@@ -46,6 +49,10 @@ class Spectral:
         return self.inputs.settings[self.index]
 
     @property
+    def _stored(self) -> torch.dtype:
+        return DTYPES[self.inputs.stored_as]
+
+    @property
     def folder(self) -> str:
         return f"checkpoint-{self.index:03}"
 
@@ -59,20 +66,25 @@ class Spectral:
             frozen = self._frozen(descent)
             settled = self._settle(descent, frozen, alone)
             self.writer.settle(self.index, settled)
-            fit = settled.figures["rows_at_once"]
+            fit = settled.figures["rows_in_memory"]
         else:
             descent = replace(descent, vectorise=settled.figures["vectorised"])
             frozen = self._left(descent, settled) or self._frozen(descent)
             fit = self._fit(descent, frozen, settled)
         base = self._kept("base", state)
-        frozen, basis = self._keep(descent, frozen, settled)
-        files, norms, whole = self._shards(descent, frozen, settled, fit)
+        frozen, basis, turn = self._keep(descent, frozen, settled)
+        files, norms, whole = self._shards(descent, frozen, turn, settled, fit)
         return replace(
             settled,
             base=base,
             basis=basis if self._on_basis(settled) else None,
             imprints=tuple(files),
-            figures={**settled.figures, **_figures(frozen), "drift": 0.0, **self._lengths(norms, whole)},
+            figures={
+                **settled.figures,
+                **_figures(frozen),
+                "drift": 0.0,
+                **self._lengths(norms, whole, len(frozen.values)),
+            },
         )
 
     def _on_basis(self, settled: Checkpoint) -> bool:
@@ -83,29 +95,37 @@ class Spectral:
     def _projected(self) -> bool:
         return self.inputs.plan.form == "projected"
 
-    def _lengths(self, norms: list[float], whole: list[float]) -> dict[str, Any]:
+    def _lengths(self, norms: list[float], whole: list[float], directions: int) -> dict[str, Any]:
         """Figures of the imprints: how long they are, and which share of their squared length a projection lost."""
         if not self._projected:
             return {"norms": spread(norms)}
         kept, before = (sum(length**2 for length in lengths) for lengths in (norms, whole))
         lost = max(1 - kept / before, 0.0) if before else 0.0
-        logger.warning(
-            "checkpoint %d: on %d directions imprints lose %.2g of their squared length",
-            self.index,
-            self.inputs.plan.directions,
-            lost,
-        )
+        if lost > _ROUNDING:
+            logger.warning(
+                "checkpoint %d: on %d directions imprints lose %.2g of their squared length",
+                *(self.index, directions, lost),
+            )
         return {"norms": spread(norms), "lost": float(f"{lost:.4g}")}
 
-    def _keep(self, descent: Descent, frozen: Frozen, settled: Checkpoint) -> tuple[Frozen, File]:
+    def _keep(self, descent: Descent, frozen: Frozen, settled: Checkpoint) -> tuple[Frozen, File, torch.Tensor | None]:
         """Write the curvature, so that a killed run need not measure it again; what is read later is what counts now.
 
-        Imprints that are kept in full do without it: then the file goes when the store is complete.
+        A basis that is rounded is orthonormal no more: imprints are found on the one nearest to it that is, and its
+        matrix leads their coefficients to what is kept. Imprints that are kept in full do without the basis: then the
+        file goes when the store is complete.
         """
         about = {"values": frozen.values.tolist(), "rest": frozen.rest, "share": frozen.share}
         kept = self._cast(frozen.basis) if self._on_basis(settled) else frozen.basis
         basis = {name: tensor.to(descent.dtype).contiguous() for name, tensor in kept.items()}
-        return replace(frozen, basis=basis), self._kept(self._basis(settled), kept, about)
+        file, turn = self._kept(self._basis(settled), kept, about), None
+        if self._on_basis(settled) and self._rounds(descent):
+            basis, turn = orthonormal(basis)
+        return replace(frozen, basis=basis), file, turn
+
+    def _rounds(self, descent: Descent) -> bool:
+        """Whether the store keeps fewer digits than the parameters have."""
+        return self._stored.itemsize < descent.dtype.itemsize
 
     def _left(self, descent: Descent, settled: Checkpoint) -> Frozen | None:
         """The curvature as an earlier run has left it."""
@@ -140,25 +160,28 @@ class Spectral:
         step = curvature.step(settings.damping) if settings.lr == "auto" else settings.lr
         refuse_unstable(frozen, settings, step, self.index)
         layers = layers_of(descent)
+        if self.index == self.inputs.first:
+            warn_of_memory(descent, len(frozen.values), self.memory)
         figures = {
             "curvature": [curvature.smallest, curvature.largest],
             "stability": curvature.norm_of_step(step, settings.damping),
             **_figures(frozen),
             "vectorised": descent.vectorise,
             "rows_at_once": rows_at_once(descent, len(frozen.values), layers, self.memory),
+            "rows_in_memory": rows_in_memory(descent, len(frozen.values), layers, self.memory),
         }
         if alone is not None:
             figures["one_by_one"] = alone
         return Checkpoint(settings.weight, settings.steps, step, settings.damping, None, figures, layers=layers)
 
     def _fit(self, descent: Descent, frozen: Frozen, settled: Checkpoint) -> int:
-        rows: int = settled.figures["rows_at_once"]
+        rows: int = settled.figures.get("rows_in_memory", settled.figures["rows_at_once"])
         if self.memory is None:
             return rows
-        return refitted(rows, rows_at_once(descent, len(frozen.values), settled.layers, self.memory), self.memory)
+        return refitted(rows, rows_in_memory(descent, len(frozen.values), settled.layers, self.memory), self.memory)
 
     def _shards(
-        self, descent: Descent, frozen: Frozen, settled: Checkpoint, fit: int
+        self, descent: Descent, frozen: Frozen, turn: torch.Tensor | None, settled: Checkpoint, fit: int
     ) -> tuple[list[File], list[float], list[float]]:
         """The files of all sources, of which `fit` are in memory at once; how long imprints are, and were in full."""
         files: list[File] = []
@@ -176,7 +199,7 @@ class Spectral:
                 whole += done[1].get("whole", done[1]["norms"])
                 continue
             pieces = [chunk.rows(first, first + fit) for first in range(0, len(chunk), fit)]
-            parts = [self._imprints(descent.with_sources(piece), frozen, settled) for piece in pieces]
+            parts = [self._imprints(descent.with_sources(piece), frozen, turn, settled) for piece in pieces]
             tensors = parts[0][0]
             if len(parts) > 1:
                 tensors = {key: torch.cat([part[key] for part, _, _ in parts]) for key in tensors}
@@ -190,15 +213,23 @@ class Spectral:
         return files, norms, whole
 
     def _imprints(
-        self, descent: Descent, frozen: Frozen, settled: Checkpoint
+        self, descent: Descent, frozen: Frozen, turn: torch.Tensor | None, settled: Checkpoint
     ) -> tuple[Parameters, list[float], list[float]]:
         """The tensors that keep the imprints of some sources; how long each is, and was before it was projected."""
         slopes = source_gradients(descent, settled.layers)
+        outside = frozen.outside(self.settings, settled.lr)
+        if turn is not None and not self._projected and outside:
+            # what lies along sharp directions cancels between factors and coefficients: the rounded ones must agree
+            slopes = slopes.rounded(self._stored, -outside)
         found, whole = imprints(frozen, slopes, self.settings, settled.lr)
         lengths = whole
         if self._projected:
             found, lengths = projected(frozen, slopes, self.settings, settled.lr)
-        tensors = found.tensors() if self._on_basis(settled) else found.multiplied_out(descent.start)
+        if turn is not None and found.coefficients is not None:
+            found = replace(found, coefficients=found.coefficients @ turn)
+        tensors = self._cast(found.tensors() if self._on_basis(settled) else found.multiplied_out(descent.start))
+        if settled.layers and not self._projected and found.coefficients is not None:
+            tensors["coefficients"] = found.coefficients.to(coefficients_dtype(self._stored))
         for identity, length in zip(descent.sources.ids, whole.tolist(), strict=True):
             if not math.isfinite(length):
                 raise SimulationError(
@@ -207,7 +238,7 @@ class Spectral:
                     "fewer steps, or some damping."
                 )
         # six digits, as of the path engines: the last ones depend on where tensors lie in memory
-        return self._cast(tensors), _six_digits(lengths), _six_digits(whole)
+        return tensors, _six_digits(lengths), _six_digits(whole)
 
     def _kept(self, kind: str, tensors: Parameters, about: dict[str, Any] | None = None) -> File:
         """A file of this checkpoint, as an earlier run has left it or written now."""
@@ -216,7 +247,7 @@ class Spectral:
         return done[0] if done else self.writer.tensors(name, tensors, about=about)
 
     def _cast(self, tensors: Parameters) -> Parameters:
-        return {name: tensor.to(DTYPES[self.inputs.stored_as]) for name, tensor in tensors.items()}
+        return {name: tensor.to(self._stored) for name, tensor in tensors.items()}
 
     def _basis(self, settled: Checkpoint) -> str:
         """The name of the file with the curvature: a part of the store, or one that goes when it is complete."""
@@ -233,6 +264,7 @@ def _figures(frozen: Frozen) -> dict[str, Any]:
 
 def together_or_alone(descent: Descent) -> tuple[Descent, str | None]:
     """The descent for many sources at once if `vmap` takes the model; otherwise one by one, and the reason."""
+    refuse_mixed(descent.start)
     refuse_loss(descent, FullBatch(descent.data, descent.dtype))
     batch = [next(iter(FullBatch(descent.data, descent.dtype)))]
 
@@ -243,6 +275,17 @@ def together_or_alone(descent: Descent) -> tuple[Descent, str | None]:
 
     reason = why_not_together(descent, attempt)
     return replace(descent, vectorise=reason is None), reason
+
+
+def refuse_mixed(theta: Parameters) -> None:
+    """Refuse parameters that do not make one vector."""
+    (first, one), *others = theta.items()
+    for name, other in others:
+        if other.dtype != one.dtype:
+            raise TaskError(
+                f"parameter {first!r} is {one.dtype} and {name!r} is {other.dtype}: the spectral engine takes selected "
+                'parameters of one dtype. Convert the model, select fewer, or take engine="tangent".'
+            )
 
 
 def layers_of(descent: Descent) -> tuple[str, ...]:
@@ -288,7 +331,35 @@ def values_of_a_row(descent: Descent, directions: int, layers: tuple[str, ...]) 
 
 
 def rows_at_once(descent: Descent, directions: int, layers: tuple[str, ...], memory: int | str | None) -> int:
-    """How many sources fit the memory budget together."""
+    """How many sources are in one file: those in memory at once, or more, so that files are not too many."""
+    sources, size = _FILE
+    size = min(size, budget(memory, descent.data.device) // 4)  # a file is put together in memory
+    each = values_of_a_row(descent, directions, layers) * descent.dtype.itemsize
+    rows = max(rows_in_memory(descent, directions, layers, memory), min(sources, size // each))
+    return min(rows, len(descent.sources))
+
+
+def rows_in_memory(descent: Descent, directions: int, layers: tuple[str, ...], memory: int | str | None) -> int:
+    """How many sources fit the memory budget together, beside the basis.
+
+    Factors are multiplied out to be compared with the basis, MULTIPLIED rows at a time, or all where fewer fit.
+    """
+    room, out = _room(descent, directions, memory), 2 * tensor_bytes(descent.start) if layers else 0
+    room = max(room, directions * tensor_bytes(descent.start) // _BESIDE)
     each = COPIES * values_of_a_row(descent, directions, layers) * descent.dtype.itemsize
-    room = budget(memory, descent.data.device) - (directions + 2 * MULTIPLIED) * tensor_bytes(descent.start)
-    return int(max(1, min(room // each, len(descent.sources), _SHARD)))
+    fit = max(room // (each + out), (room - MULTIPLIED * out) // each)
+    return int(max(1, min(fit, len(descent.sources), _SHARD)))
+
+
+def warn_of_memory(descent: Descent, directions: int, memory: int | str | None) -> None:
+    """Say that the basis does not fit the memory budget, where it does not."""
+    if _room(descent, directions, memory) < 0:
+        logger.warning(
+            "the basis of %d directions takes %d bytes, more than the memory budget: going on with few sources at once",
+            *(directions, directions * tensor_bytes(descent.start)),
+        )
+
+
+def _room(descent: Descent, directions: int, memory: int | str | None) -> int:
+    """Bytes of the budget that the basis leaves."""
+    return budget(memory, descent.data.device) - directions * tensor_bytes(descent.start)

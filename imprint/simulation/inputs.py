@@ -50,7 +50,10 @@ class Inputs:
     ) -> "Inputs":
         """The inputs of a simulation as the user gave them; what does not fit together is refused."""
         if plan is not None and not isinstance(plan, Plan):
-            raise PlanError(f"plan must be an imprint.Plan, got {plan!r}: for a number of steps, Plan(steps=...).")
+            raise PlanError(
+                f"plan must be an imprint.Plan, got {plan!r}: for a number of steps Plan(steps=...), and "
+                '"auto" to have a plan chosen.'
+            )
         if not isinstance(sources, Sources):
             raise SourcesError(
                 f"sources must be an imprint.Sources, got a {type(sources).__name__}: Sources.by_label takes one label "
@@ -153,7 +156,8 @@ def _refuse_plan(task: Task, plan: Plan) -> None:
     if plan.seen_curvature == "gauss-newton" and task.outputs is None:
         raise PlanError(
             "the Gauss–Newton curvature needs to see the model's outputs: give the task outputs= and output_loss= "
-            'instead of loss= (Task.classifier does), or the plan curvature="hessian".'
+            "instead of loss= (Task.classifier and Task.regression do), or a plan that does without it, such as Plan() "
+            'or Plan(engine="spectral", curvature="hessian"), in place of "auto" too.'
         )
     if plan.dropout and not dropouts(task.model):
         raise PlanError("dropout=True asks for dropout along the path, and the model has no dropout module.")

@@ -39,7 +39,7 @@ class Frozen:
 
     @property
     def largest(self) -> float:
-        return float(self.values[-1])
+        return max(float(self.values[-1]), self.rest if self.share > 0 else -math.inf)
 
     @property
     def smallest(self) -> float:
@@ -53,7 +53,7 @@ class Frozen:
     @property
     def rounding(self) -> float:
         """Curvature that cannot be told from none."""
-        return ENDED * torch.finfo(next(iter(self.basis.values())).dtype).eps * abs(self.largest)
+        return _unknown(self.values, next(iter(self.basis.values())).dtype)
 
 
 def freeze(
@@ -63,12 +63,13 @@ def freeze(
     kind: Curvature,
     directions: int,
     on_product: Callable[[int], None] = lambda products: None,
+    memory: int | str | None = None,
 ) -> Frozen:
     """The curvature of the objective at θ, on `directions` of a Lanczos basis and in the mean outside of it."""
-    flat, product = Flat(theta), curvature_product(task, theta, batches, kind)
+    flat, product = Flat(theta), curvature_product(task, theta, batches, kind, memory)
     generator = torch.Generator().manual_seed(0)
     start = torch.randn(flat.size, generator=generator, dtype=torch.float64).to(flat.device, flat.dtype)
-    basis = lanczos_basis(product, start, directions, on_product)
+    basis = lanczos_basis(product, start, directions, on_product, lambda: signed_sum(task, theta, batches, generator))
     rest, share = _outside(task, theta, batches, basis, product, generator)
     return Frozen(basis.values, flat.parameters(basis.vectors), rest, share)
 
@@ -93,7 +94,13 @@ def _outside(
         bent += float(rest.double() @ product(rest).double())
     if outer <= _NOTHING * whole:
         return 0.0, 0.0
-    return max(bent / outer, 0.0), outer / whole
+    mean = bent / outer
+    return (0.0 if abs(mean) <= _unknown(basis.values, basis.vectors.dtype) else mean), outer / whole
+
+
+def _unknown(values: Tensor, dtype: torch.dtype) -> float:
+    """Curvature that cannot be told from none, beside these; directions are found in float32 at least."""
+    return ENDED * torch.finfo(torch.promote_types(dtype, torch.float32)).eps * float(values.abs().max())
 
 
 def signed_sum(task: Functional, theta: Parameters, batches: Iterable[Weighted], generator: torch.Generator) -> Tensor:
@@ -142,10 +149,10 @@ def refuse_unstable(frozen: Frozen, settings: Settings, lr: float, index: int) -
     if abs(lowest) <= frozen.rounding:  # a zero, of either sign
         lowest = 0.0
     if settings.steps == "infinite" and not lowest + settings.damping > frozen.rounding:
-        above = f" above {-lowest:.2g}" if lowest < 0 else ""
         raise SimulationError(
-            f"checkpoint {index}: infinitely many steps need positive curvature, and it goes down to {lowest:.3g}: "
-            f"give a damping{above}, or a number of steps."
+            f"checkpoint {index}: infinitely many steps need positive curvature, and with a damping of "
+            f"{settings.damping:.3g} it goes down to {lowest + settings.damping:.3g}: give a damping above "
+            f"{frozen.rounding - lowest:.2g}, or a number of steps."
         )
     if settings.steps != "infinite" and lr * top > 2:
         raise SimulationError(

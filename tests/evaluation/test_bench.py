@@ -1,6 +1,7 @@
 """A benchmark finds what was planted, keeps what it made, and goes on where it stood."""
 
 import json
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,8 +13,12 @@ from torch import Tensor
 
 from imprint import Plan, StoreError
 from imprint.evaluation import bench as module
-from imprint.evaluation.bench import Bench, Comparison, Method, Scored, imprints, paths
+from imprint.evaluation.bench import Bench, Method, Protocol, Runs
+from imprint.evaluation.comparison import Comparison, Scored
+from imprint.evaluation.methods import imprints, paths
 from imprint.evaluation.statistics import mean_estimate
+from imprint.evaluation.subsets import Subsets
+from imprint.evaluation.truth import Truth
 from tests.benches import little_digits, planted, toy
 
 PLAN = Plan(engine="spectral", steps="infinite", damping=0.05, weight=(0, 1))
@@ -21,7 +26,7 @@ AT_THE_END = replace(PLAN, weight=1.0)
 
 
 def given(scores: Tensor, **more: Any) -> Method:
-    return lambda bench, run: Scored(scores, prepare=0.5, query=0.25, **more)
+    return Method(lambda bench, runs: [Scored(scores, prepare=0.5, query=0.25, **more)], {})
 
 
 def drawn(seed: int, protocol: Any) -> Tensor:
@@ -97,11 +102,12 @@ def test_leave_one_out_is_of_the_loss_and_positive_helps(made: Bench) -> None:
 
 
 def test_halves_as_sources_have_the_summed_scores_of_their_examples(made: Bench) -> None:
-    each, halves = imprints(PLAN)(made, 0), paths(AT_THE_END, 1)(made, 0)
+    each, halves = made.score(imprints(PLAN), 0), made.score(paths(AT_THE_END, 1), 0)
     kept = torch.cat([truth.subsets.kept() for truth in made.truths]).double()
     assert halves.halves and halves.scores.dtype == torch.float64
     torch.testing.assert_close(halves.scores, each.scores @ kept.T, rtol=1e-9, atol=1e-9)
-    found = made.compared({"each, summed": lambda *_: each, "a half each": lambda *_: halves}, [0])
+    methods = {"each, summed": Method(lambda *_: [each], {}), "a half each": Method(lambda *_: [halves], {})}
+    found = made.compared(methods, [0])
     np.testing.assert_array_equal(found.lds["each, summed"], found.lds["a half each"])
     assert found.estimate("each, summed").value > 0.5
 
@@ -112,23 +118,118 @@ def test_halves_as_sources_have_the_summed_scores_of_their_examples(made: Bench)
 def test_scores_are_made_once_and_taken_again(tmp_path: Path) -> None:
     protocol = toy(halves=20)
     bench = planted(drawn(0, protocol), 0.1, tmp_path, protocol)
-    asked: list[int] = []
+    asked = 0
 
-    def once(bench: Bench, run: int) -> Scored:
-        assert run not in asked, "scored twice"
-        asked.append(run)
-        return Scored(drawn(run, protocol), 1.0, 2.0, bytes=3, note="mine")
+    def score(bench: Bench, runs: Runs) -> list[Scored]:
+        nonlocal asked
+        asked += 1
+        return [Scored(drawn(asked, protocol), 1.0, 2.0, bytes=3, note="mine")]
 
-    first = bench.compared({"mine": once}, range(3))
-    assert asked == [0, 1, 2]
-    second = bench.compared({"mine": once}, range(3))
+    mine = Method(score, {})
+    first = bench.compared({"mine": mine}, range(3))
+    assert asked == 3
+    second = bench.compared({"mine": mine}, range(3))
     np.testing.assert_array_equal(first.lds["mine"], second.lds["mine"])
     assert first.to_json() == second.to_json()
-    kept = bench.scored("mine", once, 1)
+    kept = bench.scored("mine", mine, 1, leave_one_out=True)  # there is nothing to choose
     assert (kept.prepare, kept.query, kept.bytes, kept.note, kept.halves) == (1.0, 2.0, 3, "mine", False)
-    torch.testing.assert_close(kept.scores, drawn(1, protocol))
-    bench.compared({"mine": once}, range(4))
-    assert asked == [0, 1, 2, 3]  # only what is missing
+    torch.testing.assert_close(kept.scores, drawn(2, protocol))
+    assert asked == 3
+    bench.compared({"mine": mine}, range(4))
+    assert asked == 4  # only what is missing
+
+
+@pytest.mark.parametrize(
+    "other", [imprints(replace(PLAN, damping=0.5)), imprints(), imprints(PLAN, runs=2), paths(PLAN, 1), paths(PLAN, 0)]
+)
+def test_under_the_same_name_another_method_is_scored_anew(tmp_path: Path, other: Method) -> None:
+    protocol = toy()
+    bench = planted(drawn(0, protocol), 0.1, tmp_path, protocol)
+    was, now = drawn(1, protocol), drawn(2, protocol)
+    first = replace(imprints(PLAN), score=given(was).score)
+    torch.testing.assert_close(bench.scored("Imprint", first, 0).scores, was)
+    assert first.told() == imprints(PLAN).told() != other.told()
+    torch.testing.assert_close(bench.scored("Imprint", replace(other, score=given(now).score), 0).scores, now)
+    torch.testing.assert_close(bench.scored("Imprint", replace(other, score=given(was).score), 0).scores, now)
+
+
+def test_memory_is_that_of_scoring_without_the_training_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[str] = []
+    bench = Bench(toy(), tmp_path, progress=False)
+    train = bench._train
+
+    def trained(runs: list[int], halves: bool) -> None:
+        told.append("trained")
+        train(runs, halves)
+
+    class Peak:
+        bytes = 7
+
+        def __init__(self, device: torch.device) -> None:
+            told.append("measured from here")
+
+    monkeypatch.setattr(module, "Peak", Peak)
+    monkeypatch.setattr(bench, "_train", trained)
+    method = replace(given(drawn(0, bench.protocol)), runs=3, halves=True)
+    assert bench.score(method, 1).peak_bytes == 7
+    assert told == ["trained", "measured from here"]
+    assert [path.stem for path in sorted((tmp_path / "runs").iterdir())] == ["half-003", "half-004", "half-005"]
+
+
+# --- the best of several settings
+
+
+def without_each(scores: Tensor) -> Truth:
+    """A truth in which examples with positive scores lower the loss."""
+    subsets = Subsets.without_each(scores.shape[1])
+    return Truth(subsets, -(subsets.kept().double() @ scores.double().T)[None], "loss")
+
+
+@pytest.fixture
+def chosen(tmp_path: Path) -> tuple[Bench, Method, list[int]]:
+    """A benchmark whose truths are planted, with a method that has one setting for each; and how often it scored."""
+    protocol = toy(halves=30)
+    groups, singles, count = drawn(0, protocol), drawn(1, protocol), [0]
+    bench = planted(groups, 0.1, tmp_path, protocol)
+    bench.__dict__["loo_truth"] = without_each(singles)
+
+    def score(bench: Bench, runs: Runs) -> list[Scored]:
+        count[0] += 1
+        broken = torch.full_like(groups, torch.nan)
+        every = {"λ=1": singles, "λ=2": groups, "λ=3": broken, "λ=4": torch.zeros_like(groups)}
+        return [Scored(each, float(i), 2.0, note=note) for i, (note, each) in enumerate(every.items())]
+
+    return bench, Method(score, {}), count
+
+
+def test_each_measure_has_its_own_best_setting(chosen: tuple[Bench, Method, list[int]]) -> None:
+    bench, method, count = chosen
+    found = bench.compared({"varied": method}, [0], leave_one_out=True)
+    assert found.estimate("varied").value > 0.9 and found.estimate("varied", "loo").value > 0.99
+    assert found.to_json()["methods"]["varied"]["notes"] == ["λ=2 by LDS and λ=1 by LOO, the best of 3"]
+    assert found.costs["varied"][0].prepare == 1.0  # of the best by LDS
+    assert bench.compared({"varied": method}, [0], leave_one_out=True).to_json() == found.to_json()
+    assert bench.compared({"varied": method}, [0]).estimate("varied") == found.estimate("varied")
+    assert count == [1]
+
+
+def test_what_was_chosen_by_lds_alone_is_chosen_again_for_loo(chosen: tuple[Bench, Method, list[int]]) -> None:
+    bench, method, count = chosen
+    first = bench.scored("varied", method, 0)
+    assert first.note == "λ=2, the best of 3" and first.loo_scores is None
+    assert bench.scored("varied", method, 0, leave_one_out=True).loo_scores is not None
+    assert count == [2]
+
+
+def test_one_setting_may_be_the_best_by_both(chosen: tuple[Bench, Method, list[int]]) -> None:
+    bench, _, _ = chosen
+    scores = drawn(0, bench.protocol)
+    both = Method(lambda *_: [Scored(scores, 0, 0, note="a"), Scored(0 * scores, 0, 0, note="b")], {})
+    bench.__dict__["loo_truth"] = without_each(scores)
+    assert bench.scored("both", both, 0, leave_one_out=True).note == "a by LDS and a by LOO, the best of 2"
+
+
+# --- what is refused
 
 
 def test_what_was_made_is_not_made_again(made: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -160,6 +261,30 @@ def test_a_run_is_the_same_whichever_are_trained_beside_it(made: Bench, tmp_path
 def test_runs_on_halves_are_others(made: Bench) -> None:
     half, full = made.states([0], halves=True)[0][-1], made.states([0])[0][-1]
     assert float((half["weight"] - full["weight"]).norm()) > 0.05
+
+
+def other_training(protocol: Protocol) -> Protocol:
+    return replace(protocol, train=replace(protocol.train, training=replace(protocol.train.training, lr=0.4)))
+
+
+def other_data(protocol: Protocol) -> Protocol:
+    x, y = protocol.train.examples.gather(torch.arange(40))
+    return replace(protocol, train=replace(protocol.train, data=(x + 0.1 * (torch.arange(40) == 7)[:, None], y)))
+
+
+def other_model(protocol: Protocol) -> Protocol:
+    return replace(protocol, train=replace(protocol.train, build=lambda: torch.nn.Linear(4, 3, bias=False).double()))
+
+
+def other_queries(protocol: Protocol) -> Protocol:
+    return replace(protocol, queries=tuple(part.flip(0) for part in protocol.queries))
+
+
+@pytest.mark.parametrize("other", [other_training, other_data, other_model, other_queries])
+def test_what_was_made_of_other_things_is_not_taken(made: Bench, other: Callable[[Protocol], Protocol]) -> None:
+    with pytest.raises(StoreError, match="holds another benchmark: give a new folder"):
+        Bench(other(made.protocol), made.out)
+    again(made)
 
 
 @pytest.mark.parametrize(
@@ -249,6 +374,6 @@ def test_a_small_benchmark_on_digits(tmp_path: Path) -> None:
 
 
 def test_several_runs_are_attributed_together(made: Bench) -> None:
-    scores = [imprints(PLAN)(made, run).scores for run in (0, 1)]
-    both = imprints(replace(PLAN, weight=(0, 1, 0, 1)), runs=2)(made, 0)
+    scores = [made.score(imprints(PLAN), run).scores for run in (0, 1)]
+    both = made.score(imprints(replace(PLAN, weight=(0, 1, 0, 1)), runs=2), 0)
     torch.testing.assert_close(both.scores, (scores[0] + scores[1]) / 2)

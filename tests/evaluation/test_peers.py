@@ -13,7 +13,8 @@ from torch import nn
 
 from imprint import DataError, MissingExtra
 from imprint.data import Data
-from imprint.evaluation.bench import Bench, Scored
+from imprint.evaluation.bench import Bench
+from imprint.evaluation.comparison import Scored
 from tests.benches import little_digits, toy
 
 pytest.importorskip("dattri", reason="dattri is not installed: the extra `peers` has it")
@@ -55,11 +56,42 @@ def test_they_are_known_by_name(small: Bench, monkeypatch: pytest.MonkeyPatch) -
 
 @pytest.mark.parametrize("name", NAMES)
 def test_each_scores_every_example(name: str, small: Bench) -> None:
-    found = peers(small)[name](small, 0)
+    found = small.score(peers(small)[name], 0)
     assert found.scores.shape == (10, 60)
-    assert found.scores.isfinite().all()
-    assert found.note == "not finite" or float(found.scores.std()) > 0
-    assert found.prepare >= 0 and found.query >= 0
+    if name == "IF-Arnoldi" and found.note == "not finite":  # where the Hessian has too few positive eigenvalues
+        assert not found.scores.any()
+        return
+    assert found.scores.isfinite().all() and (found.scores.std(dim=1) > 0).all()
+    once = name in ("TracIn", "Grad-Dot", "Grad-Cos")  # nothing is prepared
+    assert (found.prepare == 0) == once and 0 < found.query < 60
+    assert found.peak_bytes is not None and found.peak_bytes > 60 * 10 * 4
+
+
+@pytest.mark.parametrize(("name", "size"), [("TRAK-10", "_TRAK"), ("DataInf", "_DATAINF")])
+def test_scores_do_not_depend_on_batches(name: str, size: str, small: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = small.score(peers(small)[name], 0).scores
+    monkeypatch.setattr(module, size, 7)
+    asked: list[int | None] = []
+    made = module.loader
+
+    def told(columns: Any, size: int | None = None) -> Any:
+        asked.append(size)
+        return made(columns, size)
+
+    monkeypatch.setattr(module, "loader", told)
+    batched = small.score(peers(small)[name], 0).scores
+    assert 7 in asked
+    torch.testing.assert_close(batched, whole, rtol=1e-4, atol=1e-4 * float(whole.abs().max()))
+
+
+def test_every_method_is_known_by_what_its_scores_depend_on(small: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = {name: method.told() for name, method in peers(small).items()}
+    monkeypatch.setattr(module, "DAMPINGS", (0.1, 0.02))
+    after = {name: method.told() for name, method in peers(small).items()}
+    assert {name for name in NAMES if before[name] != after[name]} == {
+        *("IF explicit", "IF-CG", "IF-Arnoldi", "DataInf", "EK-FAC (dattri)"),
+    }
+    assert len({before[name] for name in ("TRAK-1", "TRAK-10", "TRAK-50")}) == 3
 
 
 @pytest.mark.parametrize("name", ["IF explicit", "IF-CG", "TRAK-10", "EK-FAC (dattri)", "TracIn", "Grad-Dot"])
@@ -69,15 +101,12 @@ def test_positive_helps(name: str, convex: Bench) -> None:
 
 
 def test_the_best_setting_is_taken_and_told(convex: Bench) -> None:
-    def tried(value: float) -> Scored:
-        good = torch.stack([truth.values[0].T @ truth.subsets.kept().double() for truth in convex.truths]).sum(0)
-        if value == 3:
-            return Scored(torch.full_like(good, torch.nan), 0, 0)
-        return Scored(good if value == 2 else -good, 1.0, 2.0)
-
-    found = module._best(convex, "λ", (1, 2, 3), tried)
-    assert found.note == "λ=2, the best of 2"
-    assert (found.prepare, found.query) == (1.0, 2.0)
+    every = {each.note: each for each in peers(convex)["IF-CG"].score(convex, convex.states([0]))}
+    assert list(every) == ["λ=0.1", "λ=0.01"]
+    found = convex.score(peers(convex)["IF-CG"], 0)
+    note, rest = found.note.split(", ")
+    assert rest == "the best of 2" and found.tried == 2
+    torch.testing.assert_close(found.scores, every[note].scores)
 
 
 def test_scores_that_are_not_finite_are_said_to_be_so(small: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -96,7 +125,7 @@ def test_data_of_another_form_is_refused(small: Bench, tmp_path: Path) -> None:
     train = replace(small.protocol.train, data=Data({"x": x, "labels": y, "more": y}, device=torch.device("cpu")))
     other = Bench(replace(small.protocol, train=train), tmp_path, progress=False)
     with pytest.raises(DataError, match=r"peers run on data of the form \(x, y\)"):
-        peers(other)["Grad-Dot"](other, 0)
+        peers(other)
 
 
 def test_without_dattri_the_extra_that_has_it_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

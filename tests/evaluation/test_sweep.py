@@ -139,6 +139,17 @@ def test_an_interrupted_sweep_goes_on(
         sweep(bench, 0, directions=FEW, progress=False)  # another checkpoint
 
 
+def test_points_of_another_grid_are_not_taken(made: Bench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    bench = copied(made, tmp_path)
+    monkeypatch.setattr(module, "GRID", ((1, 1.0, 0.0), (30, 1.0, 0.0)))
+    one, thirty = sweep(bench, 1, directions=FEW, progress=False)
+    monkeypatch.setattr(module, "GRID", ((30, 1.0, 0.0), (None, 0.0, 0.1)))
+    first, last = sweep(bench, 1, directions=FEW, progress=False)
+    assert first == thirty != one and (last.steps, last.damping) == (None, 0.1)
+    monkeypatch.setattr(module, "GRID", ((30, 1.0, 0.0),))
+    assert sweep(bench, 1, directions=FEW, progress=False) == [first]
+
+
 def test_a_picture_is_drawn(points: list[Point], tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     draw(points, tmp_path / "lds.png", "toy")

@@ -175,13 +175,39 @@ def test_damping_is_the_trace_over_n_where_that_can_be_trusted(make: Callable[[]
     assert found.damping == pytest.approx(found.trace / found.n)
 
 
-@pytest.mark.parametrize(("trace", "times", "size"), [(1e-9, 4, MOST), (1e9, 1, LEAST)])
-def test_damping_stays_where_predictions_are_neither_nothing_nor_too_much(
-    trace: float, times: float, size: float
-) -> None:
+def test_damping_stays_where_predictions_are_neither_nothing_nor_too_much() -> None:
     found = looked(softmax_regression())
-    found = replace(found, trace=trace, halves=times * found.halves)
-    assert found.size(found.damping) == pytest.approx(size, rel=1e-4)
+    wild = replace(found, trace=1e-9, halves=4 * found.halves)
+    assert wild.size(wild.damping) == pytest.approx(MOST, rel=1e-4)
+    shy = replace(found, trace=3 * found.n * _where(found, LEAST))
+    assert shy.size(shy.damping) == pytest.approx(LEAST, rel=1e-4)
+
+
+def _where(found: Look, size: float) -> float:
+    """The damping at which halves have an effect of some size."""
+    dampings = torch.logspace(-6, 3, 2000, dtype=torch.float64)
+    return float(min(dampings, key=lambda damping: abs(found.size(float(damping)) - size)))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_with_plentiful_data_damping_falls_with_its_number_and_the_plan_is_accepted(dtype: torch.dtype) -> None:
+    found = []
+    for n in (300, 3000, 30_000):
+        generator = torch.Generator().manual_seed(0)
+        y = torch.arange(n) % 3
+        x = (torch.randn(n, 4, generator=generator, dtype=torch.float64) + F.one_hot(y, 4)).to(dtype)
+        task = Task.classifier(nn.Linear(4, 3).to(dtype))
+        for parameter in task.model.parameters():
+            nn.init.zeros_(parameter)
+        each, groups = Sources.per_example(n), Sources.by_label(y)
+        plan = Plan.auto(task, (x, y), each, progress=False)
+        some = Sources.groups({index: [index] for index in range(20)})
+        assert simulate(task, (x, y), some, plan, progress=False).checkpoints[0].figures["norms"]["least"] > 0
+        steps = Plan.auto(task, (x, y), groups, progress=False).steps
+        assert isinstance(steps, tuple) and isinstance(steps[0], int) and 10 < steps[0] <= 1000
+        assert isinstance(plan.damping, tuple)
+        found.append(n * plan.damping[0])
+    assert max(found) < 12 * min(found)
 
 
 @pytest.mark.parametrize("scale", [0.01, 30.0])

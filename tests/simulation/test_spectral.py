@@ -163,7 +163,19 @@ def test_infinitely_many_steps_invert() -> None:
 # --- imprints
 
 
+@cache
+def several_outputs() -> Problem:
+    """Every curvature three times over: one for each output."""
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(24, 5, generator=generator, dtype=torch.float64)
+    y = torch.randn(24, 3, generator=generator, dtype=torch.float64)
+    task = Task.regression(nn.Linear(5, 3).double(), regulariser=squared_norm(0.1))
+    return converge(Problem(task, (x[:20], y[:20]), (x[20:], y[20:]), overlapping(20), lr=0.3))
+
+
 CASES: dict[str, tuple[Callable[[], Problem], Curvature, Steps, float]] = {
+    "several outputs": (several_outputs, "gauss-newton", 30, 0.0),
+    "several outputs, infinite": (several_outputs, "gauss-newton", "infinite", 0.1),
     "softmax": (softmax_regression, "gauss-newton", 9, 0.0),
     "softmax, damped": (softmax_regression, "gauss-newton", 40, 0.3),
     "softmax, infinite": (softmax_regression, "hessian", "infinite", 0.0),
@@ -199,7 +211,7 @@ def test_imprints_of_groups_are_the_sums_of_their_members() -> None:
     torch.testing.assert_close(imprints(groups), imprints(single) @ problem.indicator.T, rtol=1e-9, atol=1e-11)
 
 
-@pytest.mark.parametrize("make", [linear_regression, softmax_regression, tanh_mlp])
+@pytest.mark.parametrize("make", [linear_regression, several_outputs, softmax_regression, tanh_mlp])
 def test_at_an_optimum_the_tangent_engine_agrees(make: Callable[[], Problem]) -> None:
     """There the path stands still, and its curvature is the frozen one."""
     problem = make()
@@ -280,7 +292,7 @@ def unregularised(steps: Steps, **options: object) -> Store:
 
 
 def test_infinitely_many_steps_on_a_singular_curvature_are_refused_with_advice() -> None:
-    with pytest.raises(SimulationError, match=r"need positive curvature, .* down to 0: give a damping, or a number of"):
+    with pytest.raises(SimulationError, match=r"with a damping of 0 it goes down to 0: give a damping above .*, or a"):
         unregularised("infinite")
     assert len(unregularised("infinite", damping=0.01)) == 20
 
@@ -289,7 +301,7 @@ def test_infinitely_many_steps_on_negative_curvature_are_told_how_much_damping_t
     problem = unconverged_mlp()
     lowest = float(torch.linalg.eigvalsh(problem.hessian())[0])
     options = {"engine": "spectral", "steps": "infinite", "curvature": "hessian", "directions": EVERY}
-    with pytest.raises(SimulationError, match=rf"goes down to {lowest:.3g}: give a damping above {-lowest:.2g}"):
+    with pytest.raises(SimulationError, match=rf"goes down to {lowest / 2:.3g}: give a damping above {-lowest:.2g}"):
         problem.simulate(Plan(**options, damping=0.5 * -lowest))  # type: ignore[arg-type]
     problem.simulate(Plan(**options, damping=2 * -lowest))  # type: ignore[arg-type]
 
@@ -346,3 +358,25 @@ def test_plans_of_the_spectral_engine_survive_json() -> None:
     plan = Plan(engine="spectral", steps=("infinite", 5), damping=0.1, directions=7, form="dense", weight=(0.0, 1.0))
     assert Plan.from_json(plan.to_json()) == plan
     assert plan.seen_curvature == "gauss-newton" and Plan().seen_curvature == "hessian"
+
+
+@pytest.mark.parametrize("directions", [1, 2])
+def test_a_step_chosen_with_few_directions_suits_what_lies_outside_of_them(directions: int) -> None:
+    """The random start sees little of the sharpest direction, and gradients more."""
+    problem = unconverged_mlp()
+    plan = Plan(engine="spectral", steps=200, directions=directions)
+    (checkpoint,) = problem.simulate(plan).checkpoints
+    assert checkpoint.lr * checkpoint.figures["rest"] <= 1
+
+
+def test_a_model_in_half_precision_has_as_many_directions_as_others() -> None:
+    problem, found = unconverged_mlp(), []
+    for dtype in (torch.bfloat16, torch.float32):
+        model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 3)).to(dtype)
+        task, data = Task.classifier(model), (problem.data[0][:, :3].to(dtype), problem.data[1])
+        functional, theta = task.at(task.state())
+        with task.evaluating():
+            parts = FullBatch(Data(data, device=torch.device("cpu")), dtype)
+            found.append(freeze(functional, theta, parts, "gauss-newton", 8))
+    assert len(found[0].values) == len(found[1].values) == 8
+    assert found[0].basis["0.weight"].dtype == torch.bfloat16
