@@ -22,10 +22,10 @@ from imprint.errors import PlanError, StoreError
 from imprint.simulation.plan import Plan, Steps
 from imprint.values import Value, clipped, read_json, sealed, shown
 
-SCHEMA = 3
+SCHEMA = 4
 MANIFEST = "manifest.json"
 SOURCES = "sources.json"
-FINGERPRINTS = ("states", "sources", "data", "losses", "regulariser")
+FINGERPRINTS = ("states", "moments", "sources", "data", "losses", "regulariser")
 _ASKED = ("n", "dtype", "plan", "parameters")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
 _PARAMETER_DTYPES = {str(dtype) for dtype in (*DTYPES.values(), torch.float16)}
@@ -216,7 +216,7 @@ def _from_1(value: Value) -> dict[str, Any]:
     for name in _ASKED:
         if prints.content[name] != value.content.get(name):
             value.fail(f"{name} and fingerprints.{name} differ")
-    kept = {name: prints.content.get(name) for name in FINGERPRINTS}
+    kept = {name: prints.content.get(name) for name in ("states", "sources", "data", "losses", "regulariser")}
     return {**value.content, "schema": 2, "fingerprints": kept, "cost": {}, "note": None}
 
 
@@ -230,7 +230,14 @@ def _from_2(value: Value) -> dict[str, Any]:
     return {**value.content, "schema": 3, "checkpoints": grown}
 
 
-_UPGRADES: dict[int, Callable[[Value], dict[str, Any]]] = {1: _from_1, 2: _from_2}
+def _from_3(value: Value) -> dict[str, Any]:
+    """Schema 4 knows preconditioned paths, and the second moments that came with checkpoints."""
+    prints = value.mapping().get("fingerprints", Value(None, value.file, "fingerprints"))
+    states = prints.mapping().get("states", Value(None, value.file, "fingerprints.states")).items()
+    return {**value.content, "schema": 4, "fingerprints": {**prints.content, "moments": [None] * len(states)}}
+
+
+_UPGRADES: dict[int, Callable[[Value], dict[str, Any]]] = {1: _from_1, 2: _from_2, 3: _from_3}
 
 
 # --- each field for itself
@@ -277,6 +284,11 @@ def _check_cost(value: Value) -> None:
 def _check_fingerprints(values: dict[str, Value]) -> None:
     for state in values["states"].items():
         state.checksum()
+    for moments in values["moments"].items():
+        if moments.content is not None:
+            moments.checksum()
+    if len(values["moments"].content) != len(values["states"].content):
+        values["moments"].refuse("one for each checkpoint")
     values["sources"].checksum()
     values["data"].checksum()
     values["losses"].numbers()
@@ -295,12 +307,14 @@ def _plan(value: Value) -> Plan:
 def _check_figures(value: Value) -> None:
     """Look at the figures that others count on; what else is there stays as it is."""
     figures = value.mapping()
-    for name in figures.keys() & {"stability", "drift", "rest", "share"}:
+    for name in figures.keys() & {"stability", "drift", "rest", "share", "unmoved"}:
         figures[name].number()
     if "directions" in figures:
         figures["directions"].whole(1)
     if "curvature" in figures and len(figures["curvature"].numbers()) != 2:
         figures["curvature"].refuse("the smallest and the largest")
+    if "moments" in figures and figures["moments"].text() not in ("recorded", "estimated"):
+        figures["moments"].refuse("recorded or estimated")
     if "vectorised" in figures:
         figures["vectorised"].flag()
     if "rows_at_once" in figures:

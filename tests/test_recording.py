@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from imprint import Plan, PlanError, Sources, StoreError, Task, attribute, simulate
-from imprint.recording import Recorder
+from imprint.recording import Recorder, moments_beside, second_moments
 
 N = 12
 
@@ -40,9 +40,11 @@ class Normed(nn.Sequential):
         super().__init__(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 3))
 
 
-def train(model: nn.Module, recorder: Recorder, epochs: range) -> list[dict[str, Tensor]]:
+def train(
+    model: nn.Module, recorder: Recorder, epochs: range, optimiser: torch.optim.Optimizer | None = None
+) -> list[dict[str, Tensor]]:
     """A user's own loop. Gives the state after every epoch."""
-    optimiser = torch.optim.SGD(model.parameters(), 0.1)
+    optimiser = optimiser or torch.optim.SGD(model.parameters(), 0.1)
     x, y = data()
     states = []
     for epoch in epochs:
@@ -220,3 +222,139 @@ def test_simulating_from_a_recorder_itself_or_from_no_moment_says_what_to_give(t
         scores(model, recorder)  # type: ignore[arg-type]
     with pytest.raises(PlanError, match=r"checkpoints is empty: .*where none of its moments was reached"):
         scores(model, recorder.paths)
+
+
+# --- second moments
+
+
+@pytest.mark.parametrize("kind", [torch.optim.Adam, torch.optim.AdamW, torch.optim.NAdam])
+@pytest.mark.parametrize("model", [nn.Linear(4, 3), Tied()], ids=["linear", "tied"])
+def test_second_moments_are_those_of_the_optimiser_without_their_bias(
+    kind: type[torch.optim.Adam], model: nn.Module, tmp_path: Path
+) -> None:
+    optimiser = kind(model.parameters(), lr=0.01, betas=(0.9, 0.95))
+    recorder = Recorder(tmp_path, at=(1, 3), optimiser=optimiser)
+    train(model, recorder, range(1, 4), optimiser)
+    assert names(recorder) == [1, 3]
+    kept = load_file(moments_beside(recorder.paths[-1]))
+    assert kept.keys() == dict(model.named_parameters()).keys()  # which has tied weights once
+    for name, parameter in model.named_parameters():
+        about = optimiser.state[parameter]
+        torch.testing.assert_close(kept[name], about["exp_avg_sq"] / (1 - 0.95**3))
+    first = load_file(moments_beside(recorder.paths[0]))
+    assert all(bool((kept[name] != first[name]).any()) for name in kept)
+
+
+@pytest.mark.parametrize("amsgrad", [False, True])
+def test_second_moments_are_what_divides_the_steps_of_adam(amsgrad: bool) -> None:
+    torch.manual_seed(0)
+    model = nn.Linear(4, 3).double()
+    optimiser = torch.optim.AdamW(model.parameters(), lr=0.1, weight_decay=0.0, amsgrad=amsgrad)
+    x, y = data()
+    for scale in (3.0, 1.0, 0.1, 0.1):  # so that the largest of the past is not the latest
+        before = {name: p.detach().clone() for name, p in model.named_parameters()}
+        optimiser.zero_grad()
+        (scale * nn.functional.cross_entropy(model(x.double()), y)).backward()
+        optimiser.step()
+    for name, moments in second_moments(model, optimiser).items():
+        parameter = model.get_parameter(name)
+        mean = optimiser.state[parameter]["exp_avg"] / (1 - 0.9**4)
+        expected = before[name] - 0.1 * mean / (moments.sqrt() + 1e-8)
+        torch.testing.assert_close(parameter.detach(), expected, rtol=1e-10, atol=1e-12)
+
+
+def test_simulations_find_the_second_moments_that_were_kept(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = Tied()
+    optimiser = torch.optim.AdamW(model.parameters(), lr=0.01)
+    recorder = Recorder(tmp_path, at=(2, 4), optimiser=optimiser)
+    train(model, recorder, range(1, 5), optimiser)
+    task, sources = Task.classifier(model), Sources.per_example(N)
+    plan = Plan(steps=5, preconditioner="adam")
+    store = simulate(task, data(), sources, plan, checkpoints=recorder.paths, progress=False)
+    assert [checkpoint.figures["moments"] for checkpoint in store.checkpoints] == ["recorded", "recorded"]
+    assert all(store.manifest.fingerprints["moments"])
+    pair = (recorder.paths[1], second_moments(model, optimiser))
+    again = simulate(task, data(), sources, plan, checkpoints=[recorder.paths[0], pair], progress=False)
+    assert again.manifest.fingerprints == store.manifest.fingerprints
+
+
+def test_files_of_second_moments_are_no_checkpoints(tmp_path: Path) -> None:
+    model = nn.Linear(4, 3)
+    optimiser = torch.optim.Adam(model.parameters())
+    recorder = Recorder(tmp_path, optimiser=optimiser)
+    train(model, recorder, range(1, 3), optimiser)
+    assert len(list(tmp_path.iterdir())) == 4
+    assert names(recorder) == [1, 2]
+    assert names(Recorder(tmp_path)) == [1, 2]
+
+
+def test_parameters_without_a_gradient_have_no_second_moments(tmp_path: Path) -> None:
+    model = Tied()
+    model.out.weight.requires_grad_(False)
+    optimiser = torch.optim.Adam(model.parameters())
+    recorder = Recorder(tmp_path, optimiser=optimiser)
+    recorder(model, 0)  # before the first step there are none at all
+    assert not moments_beside(recorder.paths[0]).exists()
+    train(model, recorder, range(1, 2), optimiser)
+    kept = load_file(moments_beside(recorder.paths[1]))
+    assert kept.keys() == dict(model.named_parameters()).keys() - {"out.weight"}
+
+
+def test_second_moments_are_there_before_their_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Killed in between, a recording leaves no checkpoint that has no moments, or those of another."""
+    model = nn.Linear(4, 3)
+    optimiser = torch.optim.Adam(model.parameters())
+    recorder = Recorder(tmp_path, optimiser=optimiser)
+    train(model, recorder, range(1, 2), optimiser)
+    (place,) = recorder.paths
+    before = moments_beside(place).read_bytes()
+
+    def killed(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr("imprint.recording.save_model", killed)
+        with pytest.raises(KeyboardInterrupt):
+            train(model, recorder, range(1, 2), optimiser)
+    assert moments_beside(place).read_bytes() != before
+    assert not place.exists()
+    train(model, recorder, range(1, 2), optimiser)
+    assert place.exists()
+
+
+def test_a_checkpoint_that_is_written_anew_without_an_optimiser_loses_the_moments_of_the_earlier_one(
+    tmp_path: Path,
+) -> None:
+    model = nn.Linear(4, 3)
+    optimiser = torch.optim.Adam(model.parameters())
+    train(model, Recorder(tmp_path, optimiser=optimiser), range(1, 2), optimiser)
+    recorder = Recorder(tmp_path)
+    with pytest.warns(UserWarning, match="of an earlier training"):
+        train(model, recorder, range(1, 2))
+    assert [path.name for path in tmp_path.iterdir()] == ["checkpoint-000001.safetensors"]
+
+
+class Lion(torch.optim.Optimizer):
+    """An optimiser with betas that keeps no second moments."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {"betas": (0.9, 0.99)})
+
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                self.state[parameter]["exp_avg"] = parameter.grad
+
+
+def test_optimisers_without_second_moments_are_refused(tmp_path: Path) -> None:
+    model = nn.Linear(4, 3)
+    for given in (torch.optim.SGD(model.parameters(), 0.1), "adam", model):
+        with pytest.raises(PlanError, match="optimiser is Adam, AdamW or another with betas"):
+            Recorder(tmp_path, optimiser=given)  # type: ignore[arg-type]
+    lion = Lion(model.parameters())
+    with pytest.raises(PlanError, match="Lion, keeps no second moments: of parameter 'weight' it has exp_avg, where"):
+        train(model, Recorder(tmp_path, optimiser=lion), range(1, 2), lion)
+    with pytest.raises(PlanError, match="has none of the model's parameters"):
+        Recorder(tmp_path, optimiser=torch.optim.Adam(nn.Linear(4, 3).parameters()))(model, 1)
+    assert not list(tmp_path.iterdir())

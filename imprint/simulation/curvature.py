@@ -149,8 +149,20 @@ def lanczos_basis(
     return Basis(values, (turn.T.to(basis) @ basis[:count]).to(start.dtype))
 
 
-def spectrum(task: Functional, theta: Parameters, batches: Iterable[Weighted], iterations: int = 30) -> Spectrum:
-    """The curvature extremes of the objective on `batches`, at θ."""
+def spectrum(
+    task: Functional,
+    theta: Parameters,
+    batches: Iterable[Weighted],
+    iterations: int = 30,
+    *,
+    preconditioner: Parameters | None = None,
+    damping: float = 0.0,
+) -> Spectrum:
+    """The curvature extremes of the objective on `batches`, at θ.
+
+    preconditioner: the diagonal of M: the extremes are then those of M⁻¹(H + λI), which are those of the symmetric
+        M^{-1/2}(H + λI)M^{-1/2}.
+    """
     flat = Flat(theta)
     generator = torch.Generator().manual_seed(0)
     start = torch.randn(flat.size, generator=generator, dtype=torch.float64).to(flat.device)
@@ -161,7 +173,15 @@ def spectrum(task: Functional, theta: Parameters, batches: Iterable[Weighted], i
         image = hessian_product(task, theta, batches, v) if exact else _by_difference(task, theta, batches, v)
         return flat.vector(image).double()
 
-    return lanczos(product, start, iterations)
+    if preconditioner is None:
+        return lanczos(product, start, iterations)
+    root = flat.vector(preconditioner).double().sqrt()
+
+    def preconditioned(vector: Tensor) -> Tensor:
+        vector = vector / root
+        return (product(vector) + damping * vector) / root
+
+    return lanczos(preconditioned, start, iterations)
 
 
 def curvature_product(

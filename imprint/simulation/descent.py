@@ -4,6 +4,7 @@ import zlib
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from itertools import islice
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -18,6 +19,9 @@ from imprint.simulation.snapshot import Moment, Snapshot
 from imprint.sources import Sources
 from imprint.task import Batch, Functional, Parameters
 from imprint.vectors import add_scaled_, norm, row, row_norms
+
+if TYPE_CHECKING:
+    from imprint.simulation.preconditioner import Preconditioner
 
 _RUNAWAY = 1e3  # times what a steady pull, as strong as at the beginning, would have given by now
 _BEGINNING = 3  # steps in which the pull of a source shows
@@ -74,7 +78,7 @@ def joined(parts: list[Simulated]) -> Simulated:
 
 @dataclass(frozen=True)
 class Descent:
-    """One simulated descent: T steps of size η from θ*, for a chunk of sources."""
+    """One simulated descent: T steps of size η from θ*, for a chunk of sources, each divided by M if there is one."""
 
     task: Functional
     start: Parameters
@@ -84,6 +88,7 @@ class Descent:
     steps: int
     lr: float
     damping: float = 0.0
+    preconditioner: "Preconditioner | None" = None
     vectorise: bool = True
     advice: str = ""
     on_step: Callable[[int], None] = field(default=lambda rows: None)
@@ -102,6 +107,11 @@ class Descent:
     def dtype(self) -> torch.dtype:
         return next(iter(self.start.values())).dtype
 
+    @property
+    def shift(self) -> float:
+        """What damping adds to measured curvatures: λ, or nothing where they are of M⁻¹(H + λI) already."""
+        return self.damping if self.preconditioner is None else 0.0
+
     def with_sources(self, sources: Sources) -> "Descent":
         """The same descent for other sources."""
         return replace(self, sources=sources)
@@ -114,13 +124,14 @@ class Descent:
             return
         drawn = minibatches(self.n, self.plan.batch_size, self.plan.seed)
         for examples in islice(drawn, start, self.steps):
-            yield self._weighted(examples)
+            yield self.weighted(examples)
 
     @property
     def is_full_batch(self) -> bool:
         return self.plan.batch_size is None or self.plan.batch_size >= self.n
 
-    def _weighted(self, examples: Tensor) -> list[Weighted]:
+    def weighted(self, examples: Tensor) -> list[Weighted]:
+        """A mini-batch with the weight that each of its examples has in it."""
         weights = torch.full((len(examples),), 1 / len(examples), dtype=self.dtype, device=self.data.device)
         size = self.data.batch_size
         pieces = zip(torch.split(examples, size), torch.split(weights, size), strict=True)
@@ -137,6 +148,12 @@ class Descent:
         if self.task.task.regulariser is not None:
             add_scaled_(total, regulariser_gradient(self.task, theta, plain=True), 1.0)
         return total
+
+    def precondition_(self, step: Parameters) -> None:
+        """M⁻¹ of what a step is made of, or of each row of it, in place."""
+        if self.preconditioner is not None:
+            for name, tensor in step.items():
+                tensor.div_(self.preconditioner.diagonal[name])
 
     def refuse_gradients(self, parts: Iterable[Weighted]) -> None:
         """Name the example whose gradient is not finite."""
@@ -272,7 +289,7 @@ def follow(
 ) -> tuple[Parameters, Parameters]:
     """T steps of the base path and of every row beside it; both at the end.
 
-    moving: what moves the rows, from (base, rows, batches, step); it is scaled by −η, after damping.
+    moving: what moves the rows, from (base, rows, batches, step); it is scaled by −ηM⁻¹, after damping.
     responses: how far each row is displaced by its source, from (base, rows); `removal` times that is a removal.
     """
     base = {name: p.clone() for name, p in descent.start.items()}
@@ -288,6 +305,8 @@ def follow(
         change = moving(base, rows, parts, step)
         if descent.damping:
             add_scaled_(change, responses(base, rows), descent.damping)
+        descent.precondition_(change)
+        descent.precondition_(downhill)
         add_scaled_(rows, change, -descent.lr)
         add_scaled_(base, downhill, -descent.lr)
         watch(responses(base, rows), step)

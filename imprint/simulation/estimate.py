@@ -18,7 +18,6 @@ from imprint.files import nearest_folder, write
 from imprint.fingerprint import probe_examples
 from imprint.memory import Peak, tensor_bytes
 from imprint.rows import Rows
-from imprint.simulation.curvature import spectrum
 from imprint.simulation.descent import Descent, FullBatch
 from imprint.simulation.engines import sides, simulated, trial_epsilon
 from imprint.simulation.frozen import COPIES, layers_of, rows_in_memory, source_gradients, values_of_a_row
@@ -28,7 +27,7 @@ from imprint.simulation.inputs import Inputs
 from imprint.simulation.plan import Settings
 from imprint.simulation.settling import advice, rows_at_once, together_or_alone
 from imprint.simulation.spectral import Frozen, freeze, imprints, refuse_unstable
-from imprint.simulation.step import LOOK_ITERATIONS, LOOKS, starting_curvature
+from imprint.simulation.step import LOOK_ITERATIONS, LOOKS, curvature_at, starting_curvature
 from imprint.simulation.trajectories import choose_epsilon
 from imprint.sources import Sources
 from imprint.store import DTYPES, coefficients_dtype
@@ -75,8 +74,8 @@ def estimate(inputs: Inputs, memory: int | str | None, out: str | os.PathLike[st
 
     trying, (descent, alone) = _timed(lambda: together_or_alone(inputs.descent(inputs.first, state)))
     seconds, curvature = _timed(lambda: starting_curvature(descent))
-    step = curvature.step(descent.damping) if inputs.settings[inputs.first].lr == "auto" else descent.lr
-    descent = replace(descent, lr=step, advice=advice(curvature, step, descent.damping))
+    step = curvature.step(descent.shift) if inputs.settings[inputs.first].lr == "auto" else descent.lr
+    descent = replace(descent, lr=step, advice=advice(curvature, step, descent.shift))
     rows = rows_at_once(descent, memory)
     chunk = descent.with_sources(inputs.sources.spread(rows))
     settling = len(used) * (trying + seconds) + sum(_settling(descent, list(used.values())))
@@ -199,7 +198,7 @@ def _settling(descent: Descent, every: list[Settings]) -> Iterator[float]:
     if any(settings.lr == "auto" for settings in every):
         parts = next(descent.batches())
         gradient = min(_timed(lambda: descent.base_gradient(descent.start, parts, 0))[0] for _ in range(2))
-        look, _ = _timed(lambda: spectrum(descent.task, descent.start, parts, LOOK_ITERATIONS))
+        look, _ = _timed(lambda: curvature_at(descent, descent.start, parts, LOOK_ITERATIONS))
         for settings in every:
             if settings.lr == "auto":
                 yield _WALKS * (settings.path * gradient + min(len(LOOKS), settings.path) * look)

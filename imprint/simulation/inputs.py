@@ -1,9 +1,10 @@
 """What a simulation is made from: checked when put together, and hashed so that it can be recognised again."""
 
+import logging
 import math
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -14,12 +15,14 @@ from imprint.errors import PlanError, SimulationError, SourcesError
 from imprint.fingerprint import of_data, of_sources, of_tensors, probe_examples, probe_losses, regulariser_values
 from imprint.simulation.descent import Descent
 from imprint.simulation.plan import Plan, Settings
+from imprint.simulation.preconditioner import BATCHES, Preconditioner, estimated_moments
 from imprint.simulation.preflight import check_device, own, refuse_nonfinite, warn_half_precision
 from imprint.simulation.states import State, States
 from imprint.sources import Sources
 from imprint.store import DTYPES, describe
 from imprint.task import Parameters, Task, require_task
 
+logger = logging.getLogger(__name__)
 BATCH, LARGE_BATCH = 1024, 8192  # examples evaluated at once, where the caller does not say: on a CPU, on a GPU
 
 
@@ -100,7 +103,7 @@ class Inputs:
         functional, theta = self.task.at(state)
         settings = self.settings[index]
         step = 1.0 if settings.lr == "auto" else settings.lr
-        return Descent(
+        descent = Descent(
             functional,
             theta,
             self.data,
@@ -111,6 +114,22 @@ class Inputs:
             damping=settings.damping,
             on_step=on_step,
         )
+        return replace(descent, preconditioner=self._preconditioner(index, descent))
+
+    def _preconditioner(self, index: int, descent: Descent) -> Preconditioner | None:
+        if self.plan.preconditioner is None:
+            return None
+        recorded = self.states.moments(index)
+        if recorded is not None:
+            return Preconditioner.adam(recorded, "recorded")
+        logger.info("checkpoint %d: second moments are estimated from the gradients of %d batches", index, BATCHES)
+        return Preconditioner.adam(estimated_moments(descent), "estimated")
+
+    def _moments(self, index: int) -> str | None:
+        """A hash of the second moments that came with a checkpoint; None where none are wanted, or none came."""
+        wanted = self.plan.preconditioner is not None and self.settings[index].weight > 0
+        recorded = self.states.moments(index) if wanted else None
+        return None if recorded is None else of_tensors(recorded)
 
     def request(self) -> dict[str, Any]:
         """The inputs as far as they can be known, as JSON: a store is continued and reused for the same only."""
@@ -132,6 +151,7 @@ class Inputs:
             "plan": self.plan.to_json(),
             "parameters": describe(self.task),
             "states": states,
+            "moments": [self._moments(index) for index in every],
             "sources": of_sources(self.sources),
             "losses": losses,
             "regulariser": pulls,

@@ -55,6 +55,8 @@ class Plan:
     weight: of a checkpoint in the mean over checkpoints; 0 skips it.
     curvature: that responses see: the "hessian", or the "gauss-newton" matrix, which leaves out how the model itself
         curves and so has no negative directions; "auto" is the Hessian along paths, and Gauss–Newton for "spectral".
+    preconditioner: of the path engines: "adam" divides every step, of the path and of responses, by √v̂ + 1e-8 with
+        Adam's second moments v̂ at the checkpoint, as they were recorded with it or else estimated from gradients there.
     dropout: of the path engines: draw the model's dropout anew in every step, as training does; the same for all
         sources.
     directions: of "spectral": how many directions of the curvature are told apart.
@@ -78,6 +80,7 @@ class Plan:
     damping: float | tuple[float, ...] = 0.0
     weight: float | tuple[float, ...] = 1.0
     curvature: Curvature | Literal["auto"] = "auto"
+    preconditioner: Literal["adam"] | None = None
     dropout: bool = False
     directions: int = 300
     form: Form = "factored"
@@ -120,6 +123,7 @@ class Plan:
             if self.engine not in engines and getattr(self, field) != getattr(type(self), field):
                 raise PlanError(f"{field} belongs to {_quoted(engines)}; the {self.engine} engine has no such thing.")
         _one_of("curvature", self.curvature, ("auto", *get_args(Curvature)))
+        _require(self.preconditioner in (None, "adam"), "preconditioner", self.preconditioner, 'None or "adam"')
         _one_of("form", self.form, get_args(Form))
         _require(_whole(self.directions) and self.directions >= 1, "directions", self.directions, "at least 1")
         if self.keep_pair and self.variant != "two_sided":
@@ -190,7 +194,7 @@ class Plan:
 
 _BELONGS: dict[str, tuple[Engine, ...]] = {
     **dict.fromkeys(("variant", "epsilon", "accept_drift", "keep_pair"), ("trajectories",)),
-    **dict.fromkeys(("batch_size", "source_sample", "dropout"), ("tangent", "trajectories")),
+    **dict.fromkeys(("batch_size", "source_sample", "dropout", "preconditioner"), ("tangent", "trajectories")),
     **dict.fromkeys(("directions", "form"), ("spectral",)),
     "curvature": ("tangent", "spectral"),
 }

@@ -56,7 +56,9 @@ def simulate(
 
     plan: how; "auto" lets `Plan.auto` choose from curvature and gradients at the checkpoints.
     data: the training data: a map-style dataset, or a tuple or mapping of tensors with one row per example.
-    checkpoints: state dicts or .safetensors files; by default the model as it is.
+    checkpoints: state dicts or .safetensors files; by default the model as it is. A pair (checkpoint, moments) brings
+        Adam's second moments for a plan with that preconditioner, as a dict by parameter or a .safetensors file; those
+        that a `Recorder` has kept beside a file are found without being named.
     out: folder of the store; without it the store is temporary and vanishes with the returned object. A simulation
         that was killed goes on where it stood when the same call is made again; a finished one is returned.
     batch_size: how many examples are evaluated at once, by default 1,024, on a GPU 8,192; memory and speed only (the
@@ -199,7 +201,7 @@ class _Run:
             on_skip=self.bar.skip,
             lr=checkpoint.lr,
             vectorise=figures["vectorised"],
-            advice=advice(Spectrum(*figures["curvature"]), checkpoint.lr, settings.damping),
+            advice=advice(Spectrum(*figures["curvature"]), checkpoint.lr, descent.shift),
         )
         fit = figures["rows_at_once"]
         if not fresh and self.memory is not None:

@@ -6,6 +6,7 @@
 import logging
 import warnings
 from dataclasses import replace
+from typing import Any
 
 from imprint.memory import activation_bytes, budget, tensor_bytes
 from imprint.simulation.curvature import Spectrum
@@ -28,17 +29,19 @@ def settled(descent: Descent, settings: Settings, index: int, memory: int | str 
     descent, alone = together_or_alone(descent)
     curvature = starting_curvature(descent)
     step, curvature = settle(descent, curvature) if settings.lr == "auto" else (settings.lr, curvature)
-    stability = curvature.norm_of_step(step, settings.damping)
-    descent = replace(descent, lr=step, advice=advice(curvature, step, settings.damping))
+    stability = curvature.norm_of_step(step, descent.shift)
+    descent = replace(descent, lr=step, advice=advice(curvature, step, descent.shift))
     if stability > 1 + 1e-6:
-        _warn_unstable(index, stability, curvature, step, settings.damping)
+        _warn_unstable(index, stability, curvature, step, descent.shift)
     epsilon, disagreement = _epsilon(descent)
-    figures = {
+    figures: dict[str, Any] = {
         "curvature": [curvature.smallest, curvature.largest],
         "stability": stability,
         "vectorised": descent.vectorise,
         "rows_at_once": rows_at_once(descent, memory),
     }
+    if descent.preconditioner is not None:
+        figures |= {"moments": descent.preconditioner.moments, "unmoved": descent.preconditioner.unmoved}
     if alone is not None:
         figures["one_by_one"] = alone
     if disagreement:

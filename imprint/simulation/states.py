@@ -1,17 +1,23 @@
-"""The checkpoints of a training run as complete states of the model."""
+"""The checkpoints of a training run as complete states of the model, and the second moments that came with them."""
 
+import logging
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
+import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from imprint.errors import PlanError, TaskError
+from imprint.recording import MOMENTS, moments_beside
 from imprint.task import Parameters, Task
 
-State = Mapping[str, Tensor] | str | os.PathLike[str]
+logger = logging.getLogger(__name__)
+Tensors = Mapping[str, Tensor] | str | os.PathLike[str]
+State = Tensors | tuple[Tensors, Tensors]
+"""A checkpoint: a state dict or a .safetensors file; or a pair of one and of Adam's second moments, given likewise."""
 
 
 class States:
@@ -32,6 +38,11 @@ class States:
                 "checkpoints is empty: leave it out to take the model as it is. (The paths of a Recorder are empty "
                 "where none of its moments was reached, or it was never called.)"
             )
+        for index, given in enumerate(checkpoints or []):
+            if isinstance(given, tuple) and len(given) != 2:
+                raise PlanError(
+                    f"checkpoint {index} is a tuple of {len(given)}, where a pair (checkpoint, second moments) may be."
+                )
         self._task = task
         self._checkpoints: Sequence[State] = checkpoints if checkpoints is not None else [task.state()]
 
@@ -40,20 +51,79 @@ class States:
 
     def __getitem__(self, index: int) -> Parameters:
         given = self._checkpoints[index]
-        if isinstance(given, str | os.PathLike):
-            if not Path(given).is_file():
-                raise TaskError(f"checkpoint file {given} does not exist.")
-            try:
-                given = load_file(given)
-            except (OSError, SafetensorError) as error:
+        state = given[0] if isinstance(given, tuple) else given
+        if isinstance(state, str | os.PathLike):
+            if Path(state).name.endswith(MOMENTS):
                 raise TaskError(
-                    f"checkpoint file {given} cannot be read as safetensors: {error}. (What torch.save wrote is not "
-                    "taken: load it and give the state dict.)"
-                ) from error
-        if not isinstance(given, Mapping):
-            hint = ": give its state_dict()" if isinstance(given, nn.Module) else ""
+                    f"{state} holds the second moments of a checkpoint, not its weights: give the checkpoint beside it."
+                )
+            state = _tensors_in("checkpoint", state)
+        if not isinstance(state, Mapping):
+            hint = ": give its state_dict()" if isinstance(state, nn.Module) else ""
             raise TaskError(
-                f"checkpoint {index} has type {type(given).__name__}, where a state dict or the path of a "
+                f"checkpoint {index} has type {type(state).__name__}, where a state dict or the path of a "
                 f".safetensors file is needed{hint}."
             )
-        return self._task.complete(given)
+        return self._task.complete(state)
+
+    def moments(self, index: int) -> Parameters | None:
+        """Second moments of the selected parameters as they came with a checkpoint, or lie beside its file."""
+        given = self._checkpoints[index]
+        if isinstance(given, tuple):
+            found = _tensors_in("second moments", given[1]) if isinstance(given[1], str | os.PathLike) else given[1]
+            if not isinstance(found, Mapping):
+                raise TaskError(
+                    f"the second moments of checkpoint {index} have type {type(found).__name__}, where a dict by "
+                    "parameter or the path of a .safetensors file is needed."
+                )
+            if lacking := self._lacking(found):
+                raise TaskError(
+                    f"the second moments of checkpoint {index} lack {lacking}: every selected parameter needs its own. "
+                    "Give the checkpoint alone to have them estimated."
+                )
+        elif isinstance(given, str | os.PathLike) and moments_beside(Path(given)).is_file():
+            found = _tensors_in("second moments", moments_beside(Path(given)))
+            if lacking := self._lacking(found):
+                logger.warning(
+                    "%s has no second moments of %s: those of all parameters are estimated",
+                    *(moments_beside(Path(given)), lacking),
+                )
+                return None
+        else:
+            return None
+        return {name: self._checked(index, name, found[name]) for name in self._task.names}
+
+    def _lacking(self, moments: Mapping[str, Tensor]) -> str:
+        """The first selected parameter of which there are no moments, and how many others there are."""
+        lacking = [name for name in self._task.names if name not in moments]
+        more = f" and {len(lacking) - 1} more" if len(lacking) > 1 else ""
+        return f"parameter {lacking[0]!r}{more}" if lacking else ""
+
+    def _checked(self, index: int, name: str, moments: Tensor) -> Tensor:
+        """The second moments of a parameter on its device, in its precision or a finer one."""
+        parameter = self._task.model.get_parameter(name)
+        if not isinstance(moments, Tensor) or moments.shape != parameter.shape or not moments.is_floating_point():
+            found = tuple(moments.shape) if isinstance(moments, Tensor) else type(moments).__name__
+            raise TaskError(
+                f"the second moments of parameter {name!r} at checkpoint {index} are {found}, where real numbers of "
+                f"shape {tuple(parameter.shape)} are needed."
+            )
+        if not bool((moments.isfinite() & (moments >= 0)).all()):
+            raise TaskError(
+                f"the second moments of parameter {name!r} at checkpoint {index} are not all finite and at least 0: "
+                "they are means of squared gradients."
+            )
+        return moments.detach().to(parameter.device, torch.promote_types(parameter.dtype, torch.float32), copy=True)
+
+
+def _tensors_in(what: str, file: str | os.PathLike[str]) -> dict[str, Tensor]:
+    """The tensors of a file."""
+    if not Path(file).is_file():
+        raise TaskError(f"{what} file {file} does not exist.")
+    try:
+        return load_file(file)
+    except (OSError, SafetensorError) as error:
+        raise TaskError(
+            f"{what} file {file} cannot be read as safetensors: {error}. (What torch.save wrote is not "
+            "taken: load it and give the state dict.)"
+        ) from error

@@ -27,14 +27,25 @@ def starting_curvature(descent: Descent) -> Spectrum:
     """Of the objective the descent starts with: the full batch, or the sharpest of its first two mini-batches."""
     batches = descent.batches()
     looks = 1 if descent.is_full_batch else min(2, descent.steps)
-    return _widest([spectrum(descent.task, descent.start, next(batches)) for _ in range(looks)])
+    return _widest([curvature_at(descent, descent.start, next(batches)) for _ in range(looks)])
+
+
+def curvature_at(descent: Descent, theta: Parameters, parts: Iterable[Weighted], iterations: int = 30) -> Spectrum:
+    """The extremes of the curvature H that responses see at θ, to which damping adds; or those of M⁻¹(H + λI)."""
+    if descent.preconditioner is None:
+        return spectrum(descent.task, theta, parts, iterations)
+    diagonal = descent.preconditioner.diagonal
+    return spectrum(descent.task, theta, parts, iterations, preconditioner=diagonal, damping=descent.damping)
 
 
 def settle(descent: Descent, start: Spectrum) -> tuple[float, Spectrum]:
-    """A step of 1/(|μ| + λ) for the sharpest curvature on the path it makes, and the extremes met there."""
+    """A step of 1/(|μ| + λ) for the sharpest curvature on the path it makes, and the extremes met there.
+
+    Under a preconditioner μ is a curvature of M⁻¹(H + λI), and the step 1/|μ|.
+    """
     assumed = start
     for _ in range(_TRIES):
-        step = assumed.step(descent.damping)
+        step = assumed.step(descent.shift)
         along = _walk(replace(descent, lr=step))
         if along is None:  # not even the unperturbed path holds at this step
             assumed = Spectrum(8 * assumed.smallest, 8 * assumed.largest)
@@ -57,12 +68,14 @@ def _walk(descent: Descent) -> Spectrum | None:
     begin = _mean_loss(descent, theta, reference)
     for step, parts in enumerate(descent.batches(), start=1):
         try:
-            add_scaled_(theta, descent.base_gradient(theta, parts, step), -descent.lr)
+            downhill = descent.base_gradient(theta, parts, step)
+            descent.precondition_(downhill)
+            add_scaled_(theta, downhill, -descent.lr)
             descent.on_step(0)
             if step in looks:
                 if _mean_loss(descent, theta, reference) - begin > _UPHILL * max(abs(begin), 1e-3):
                     return None
-                found.append(spectrum(descent.task, theta, parts, iterations=LOOK_ITERATIONS))
+                found.append(curvature_at(descent, theta, parts, LOOK_ITERATIONS))
         except SimulationError:
             return None
     return _widest(found)

@@ -1,7 +1,7 @@
 """The tangent engine: the exact response of the path to a source's weight, by forward-over-reverse.
 
 v_0 = 0,  v_{t+1} = v_t − η [(H(θ_t⁰) + λI) v_t + g_b(θ_t⁰)],  u_b = v_T, read out at θ_T⁰. By choice H is the
-Gauss–Newton matrix, for which nothing but the response changes.
+Gauss–Newton matrix, for which nothing but the response changes; a preconditioner divides each step by M.
 """
 
 from collections.abc import Callable, Iterable

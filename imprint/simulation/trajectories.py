@@ -1,6 +1,7 @@
 """The trajectories engine: the perturbed descents themselves, with first derivatives only.
 
-θ_{t+1}^± = θ_t^± − η [∇L(θ_t^±) ± (ε/N) ∇ℓ_b(θ_t^±) + λ(θ_t^± − θ_t⁰)], all from θ*, beside the unperturbed θ_t⁰.
+θ_{t+1}^± = θ_t^± − η [∇L(θ_t^±) ± (ε/N) ∇ℓ_b(θ_t^±) + λ(θ_t^± − θ_t⁰)], all from θ*, beside the unperturbed θ_t⁰;
+a preconditioner divides each step by M.
 `two_sided` takes (θ⁺ − θ⁻)/(2ε/N), `one_sided` (θ⁺ − θ⁰)/(ε/N), the paper's `mirrored` (θ⁺ − θ*)/(ε/N).
 """
 
