@@ -21,11 +21,11 @@ LAYERS = {
     "vectors": ("task",),
     "rows": ("errors", "task", "data"),
     "files": ("errors",),
-    "recording": ("errors", "files"),
+    "recording": ("errors", "files", "tensorfile"),
     "fingerprint": ("data", "sources", "task"),
     "simulation": (
         *("errors", "progress", "memory", "dropout", "task", "sources", "data", "vectors", "rows"),
-        *("files", "fingerprint", "tensorfile", "values", "store", "writer"),
+        *("files", "recording", "fingerprint", "tensorfile", "values", "store", "writer"),
     ),
     "values": ("errors",),
     "manifest": ("errors", "values", "simulation.plan"),
@@ -46,6 +46,8 @@ LAYERS = {
         *("manifest", "simulation", "store", "readout", "attribution"),
     ),
     "settings": ("errors", "progress", "task", "sources", "data", "simulation.plan", "evaluation"),
+    "language": ("errors", "task", "sources", "recording", "store", "readout", "attribution"),
+    "export": ("errors", "files", "values", "task", "data", "tensorfile", "store", "readout"),
     "experiment": ("errors", "store"),
     "loading": ("errors", "task", "sources", "data", "simulation.plan", "store", "experiment", "settings.catalogue"),
     "terminal": (
@@ -54,13 +56,13 @@ LAYERS = {
     ),
     "commands": (
         *("imprint", "errors", "data", "files", "manifest", "store", "inspection", "experiment", "loading", "terminal"),
-        *("demo.experiment", "demo.report", "evaluation", "settings.catalogue"),
+        *("demo.experiment", "demo.report", "evaluation", "export", "settings.catalogue"),
     ),
     "cli": ("imprint", "errors", "loading", "commands", "terminal"),
 }
 """What each module may import. Only `simulation.run`, and `simulation.frozen` for it, write stores."""
 SHELL = (
-    *("attribution", "inspection", "evaluation", "settings"),
+    *("attribution", "inspection", "evaluation", "settings", "language", "export"),
     *("experiment", "loading", "terminal", "commands", "cli"),
 )
 CORE = tuple(module for module in LAYERS if module not in SHELL)

@@ -1,0 +1,329 @@
+"""The task of a causal language model: the loss of documents, and the log-likelihood of completions."""
+
+import logging
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from imprint.errors import TaskError
+from imprint.language.checkpointing import checkpointing
+from imprint.language.head import chosen, in_full_precision, log_likelihoods, token_log_probs
+from imprint.language.presets import Preset, adapter_names, blocks, causal, text_config, with_adapter
+from imprint.task import Batch, Parameters, Task
+
+logger = logging.getLogger(__name__)
+
+Compute = Literal["bfloat16"] | None
+_PROBE = 6  # tokens on which a model shows that it is causal, and what its head is
+
+
+def task(
+    model: nn.Module,
+    tokenizer: Any = None,
+    *,
+    parameters: str | Sequence[str] | None = None,
+    compute: Compute = None,
+) -> "LanguageTask":
+    """The task of a causal language model of transformers, or of one with a PEFT adapter.
+
+    Its examples are the windows of `Documents`: the loss of one is Σ_t weight_t · (−log p(token_t | tokens before)).
+    Its queries are `Completions`: what is measured is the log-likelihood of the completion, in nats.
+
+    tokenizer: where given, one that is not the model's is refused here and not in the middle of a simulation.
+    parameters: what carries the imprint. None: everything that is trainable; of a model with an adapter, the adapter.
+        "last:K": the last K blocks. "lora:R", "lora:R:last:K": an adapter of rank R on the linear layers of all or of
+        the last K blocks, made for this task in a twin of the model that shares its weights. Or globs of names.
+    compute: "bfloat16" evaluates the model in half precision; parameters and imprints stay as they are.
+
+    An adapter that was loaded for inference has `requires_grad` set on its parameters, and keeps it.
+    """
+    return LanguageTask(model, tokenizer, parameters=parameters, compute=compute)
+
+
+class LanguageTask(Task):
+    """A `Task` on batches of tokens and weights; `language.task` makes it.
+
+    adapter: the configuration of the adapter that was made for it by "lora:R", else None.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        tokenizer: Any = None,
+        *,
+        parameters: str | Sequence[str] | None = None,
+        compute: Compute = None,
+    ) -> None:
+        if compute not in (None, "bfloat16"):
+            raise TaskError(f'compute is None or "bfloat16", got {compute!r}.')
+        _refuse_model(model)
+        _refuse_tokenizer(model, tokenizer)
+        self.adapter: Any = None
+        self.compute = compute
+        preset = Preset.read(parameters) if isinstance(parameters, str) else None
+        if preset is not None and preset.rank is not None:
+            model, self.adapter = with_adapter(model, preset.rank, preset.last)
+        self._adapter_names = adapter_names(model)
+        for name in self._adapter_names if self.adapter is None else ():
+            model.get_parameter(name).requires_grad_()
+        self._vocabulary = causal(model).get_input_embeddings().weight.shape[0]
+        self._context = getattr(text_config(model), "max_position_embeddings", None)
+        self._contracts = False
+        super().__init__(
+            model,
+            outputs=self._logits_before,
+            output_loss=_weighted_loss,
+            measure=self._log_likelihood,
+            parameters=self._globs(model, parameters),
+        )
+        self.measure_name, self.better = "log-likelihood", "higher"
+        self._probe()
+
+    def _globs(self, model: nn.Module, parameters: str | Sequence[str] | None) -> list[str]:
+        """What was asked for as globs of parameter names."""
+        if self.adapter is not None:
+            return [name for name in self._adapter_names if ".lora_B." in name]
+        if parameters is None:
+            return list(self._adapter_names) or ["*"]
+        globs = []
+        for glob in [parameters] if isinstance(parameters, str) else parameters:
+            preset = Preset.read(glob)
+            if preset is None:
+                globs.append(glob)
+            elif preset.rank is not None:
+                raise TaskError(f"parameters={glob!r} stands alone: an adapter carries the whole imprint.")
+            else:
+                globs += [f"{name}.*" for name, _ in blocks(model, preset.last)]
+        return globs
+
+    def complete(self, state: Mapping[str, Tensor]) -> Parameters:
+        """A checkpoint as a complete state, which for models with adapters need not hold everything.
+
+        With an adapter made by "lora:R", a state of the plain model will do. With an adapter of the model's own, its
+        tensors alone will do, as peft writes them: the weights under it are taken as they are.
+        """
+        if self._adapter_names:
+            state = self._spelt_out(dict(state))
+        return super().complete(state)
+
+    def _spelt_out(self, state: dict[str, Tensor]) -> dict[str, Tensor]:
+        own = self.state()
+        for name in own:
+            written = self._adapter_names.get(name, name.replace(".base_layer.", "."))
+            if name not in state and written in state:
+                state[name] = state.pop(written)
+        under = {name: tensor for name, tensor in own.items() if name not in self._adapter_names}
+        adapter = {name: own[name] for name in self._adapter_names}
+        if self.adapter is not None and not any(name in state for name in adapter):
+            fresh = {name: t.zero_() if name in self.names else t for name, t in adapter.items()}
+            return {**fresh, **state}
+        if self.adapter is None and all(name in state for name in adapter):
+            return {**under, **state}
+        return state
+
+    @contextmanager
+    def evaluating(self) -> Iterator[None]:
+        """As of any task; attention is computed in the open too, and blocks are recomputed if the model says so.
+
+        Fused attention has no forward mode, and torch's own fallback takes no autocast under `vmap`.
+        """
+        with ExitStack() as stack:
+            stack.enter_context(super().evaluating())
+            stack.enter_context(_eager_attention(self.model))
+            stack.enter_context(_inputs_as_they_are(self.model))
+            if getattr(causal(self.model), "is_gradient_checkpointing", False):
+                stack.enter_context(checkpointing([block for _, block in blocks(self.model)]))
+            yield
+
+    def _computing(self) -> Any:
+        if self.compute is None:
+            return nullcontext()
+        return torch.autocast(self.device.type, torch.bfloat16, cache_enabled=False)  # cached casts outlive transforms
+
+    def _logits_before(self, model: nn.Module, batch: Batch) -> Tensor:
+        """What the model says of each token but the first from those before it, (n, length − 1, vocabulary)."""
+        ids, _ = self._read(batch)
+        with self._computing():
+            return in_full_precision(_logits(model, ids)[:, :-1])
+
+    def _log_likelihood(self, model: nn.Module, batch: Batch) -> Tensor:
+        """Σ_t weight_t · log p(token_t | tokens before), (n,)."""
+        ids, weights = self._read(batch)
+        if not self._contracts:
+            return -_weighted_loss(self._logits_before(model, batch), batch)
+        first, last = _counted(weights)
+        with self._computing():
+            hidden, head = _hidden(model, ids)[:, first - 1 : last - 1], causal(model).get_output_embeddings()
+            weights = weights[:, first:last].to(hidden.dtype)
+            return log_likelihoods(hidden, head.weight, head.bias, ids[:, first:last], weights)
+
+    def token_log_probs(self, model: nn.Module, batch: Batch) -> Tensor:
+        """log p of each token from those before it, (n, length); 0 for the first, which nothing predicts."""
+        ids, _ = self._read(batch)
+        with self._computing():
+            if self._contracts:
+                hidden, head = _hidden(model, ids)[:, :-1], causal(model).get_output_embeddings()
+                each = token_log_probs(hidden, head.weight, head.bias, ids[:, 1:])
+            else:
+                logits = in_full_precision(_logits(model, ids)[:, :-1])
+                each = chosen(logits.log_softmax(-1), ids[:, 1:])
+        return F.pad(each, (1, 0))
+
+    def _read(self, batch: Batch) -> tuple[Tensor, Tensor]:
+        """The columns of a batch, which the model must be able to take."""
+        if not isinstance(batch, Mapping) or not {"input_ids", "weights"} <= set(batch):
+            raise TaskError(
+                "a language task takes the columns input_ids and weights: documents.columns of language.Documents to "
+                f"train on, completions.columns of language.Completions to ask; got {_kind(batch)}."
+            )
+        ids, weights = batch["input_ids"], batch["weights"]
+        length = ids.shape[-1]
+        if self._context is not None and length > self._context:
+            raise TaskError(
+                f"rows of {length} tokens are {length - self._context} more than the model's context of "
+                f"{self._context}: give length={self._context} to Documents or Completions."
+            )
+        if _has_values(ids):
+            highest = int(ids.max())
+            if highest >= self._vocabulary:
+                raise TaskError(
+                    f"there is a token {highest}, and the model knows tokens below {self._vocabulary}: the texts were "
+                    "made with another tokenizer than the model's?"
+                )
+        return ids, weights
+
+    def _probe(self) -> None:
+        """Refuse a model that looks ahead, and see whether its head is a matrix that can be contracted."""
+        length = min(_PROBE, self._context or _PROBE)
+        ids = torch.arange(length, device=self.device).remainder(self._vocabulary).repeat(2, 1)
+        ids[1, -1] = (ids[1, -1] + 1) % self._vocabulary
+        with torch.no_grad(), self.evaluating():
+            found = _logits(self.model, ids)
+            if found.dim() != 3 or found.shape[:2] != ids.shape:
+                raise TaskError(
+                    f"{type(causal(self.model)).__name__} gives outputs of shape {tuple(found.shape)} for tokens of "
+                    f"shape {tuple(ids.shape)}, not logits for each of them: a causal language model is needed."
+                )
+            if not _close(found[0, :-1], found[1, :-1]):
+                raise TaskError(
+                    f"{type(causal(self.model)).__name__} looks ahead: what it says of a token changes with the tokens "
+                    "after it. A causal language model is needed, not a masked one."
+                )
+            reason = _why_not_contracted(self.model, ids, found)
+        if reason:
+            logger.warning("the output head is computed for every source, because %s", reason)
+        self._contracts = reason is None
+
+
+def _has_values(tensor: Tensor) -> bool:
+    """Whether numbers can be read from a tensor: not under a transform, and not while a graph of the model is made."""
+    return not torch._C._functorch.is_functorch_wrapped_tensor(tensor) and not torch.compiler.is_compiling()
+
+
+def _counted(weights: Tensor) -> tuple[int, int]:
+    """From where and up to where tokens count in any row; the first, which nothing predicts, never does."""
+    if not _has_values(weights):
+        return 1, weights.shape[1]
+    columns = weights[:, 1:].any(0).nonzero().flatten() + 1
+    return (int(columns[0]), int(columns[-1]) + 1) if len(columns) else (1, weights.shape[1])
+
+
+def _weighted_loss(logits: Tensor, batch: Batch) -> Tensor:
+    """Σ_t weight_t · (−log p(token_t)), (n,), from the logits before each token but the first."""
+    ids, weights = batch["input_ids"][:, 1:], batch["weights"][:, 1:]
+    each = F.cross_entropy(logits.flatten(0, 1), ids.flatten(), reduction="none").view_as(ids)
+    total: Tensor = (weights.to(each.dtype) * each).sum(1)
+    return total
+
+
+def _logits(model: nn.Module, ids: Tensor) -> Tensor:
+    found: Tensor = model(input_ids=ids, use_cache=False).logits
+    return found
+
+
+def _hidden(model: nn.Module, ids: Tensor) -> Tensor:
+    """What the output head is applied to, (n, length, width)."""
+    found: Tensor = causal(model).base_model(input_ids=ids, use_cache=False)[0]
+    return found
+
+
+def _why_not_contracted(model: nn.Module, ids: Tensor, logits: Tensor) -> str | None:
+    """Why the head must be computed as the model does; None where its weight times the hidden states says the same."""
+    head = causal(model).get_output_embeddings()
+    if type(head) is not nn.Linear:  # such as one with an adapter on it
+        return f"it is a {type(head).__name__}"
+    if causal(model).base_model is causal(model):
+        return "the model has no part without it"
+    hidden = _hidden(model, ids)
+    if hidden.shape[:2] != ids.shape or hidden.shape[-1] != head.in_features:
+        return "the hidden states before it are not those of the tokens"
+    return None if _close(head(hidden), logits) else "the model does more to the logits than a matrix"
+
+
+def _close(left: Tensor, right: Tensor) -> bool:
+    """Equal up to the rounding of their dtype."""
+    tolerance = 64 * torch.finfo(left.dtype).eps
+    return left.shape == right.shape and bool((left - right).abs().max() <= tolerance * right.abs().max())
+
+
+@contextmanager
+def _eager_attention(model: nn.Module) -> Iterator[None]:
+    """Attention computed step by step for a while, in every part of a transformers model."""
+    found = {id(config): config for module in model.modules() if (config := getattr(module, "config", None))}
+    before = {
+        key: config._attn_implementation for key, config in found.items() if hasattr(config, "_attn_implementation")
+    }
+    try:
+        for key in before:
+            found[key]._attn_implementation = "eager"
+        yield
+    finally:
+        for key, implementation in before.items():
+            found[key]._attn_implementation = implementation
+
+
+@contextmanager
+def _inputs_as_they_are(model: nn.Module) -> Iterator[None]:
+    """Without the hooks that have embeddings require gradients for checkpointing, which torch.func refuses to run."""
+    removed: list[tuple[Any, int, Any]] = []
+    for module in model.modules():
+        for key, hook in list(module._forward_hooks.items()):
+            if getattr(hook, "__name__", "").startswith("make_inputs_require_grad"):
+                removed.append((module._forward_hooks, key, module._forward_hooks.pop(key)))
+    try:
+        yield
+    finally:
+        for hooks, key, hook in removed:
+            hooks[key] = hook
+
+
+def _refuse_model(model: object) -> None:
+    inner = causal(model) if isinstance(model, nn.Module) else None
+    if inner is None or not hasattr(inner, "config") or not hasattr(inner, "get_output_embeddings"):
+        raise TaskError(
+            f"language.task takes a causal language model of transformers, or one with a PEFT adapter, got a "
+            f"{type(model).__name__}: for other models write an imprint.Task."
+        )
+    if getattr(inner.config, "is_encoder_decoder", False):
+        raise TaskError(f"{type(inner).__name__} has an encoder and a decoder: a causal language model is needed.")
+
+
+def _refuse_tokenizer(model: nn.Module, tokenizer: Any) -> None:
+    """Tokens added to a tokenizer without the model's knowledge, such as one for padding, are no reason to."""
+    known, rows = getattr(tokenizer, "vocab_size", 0), causal(model).get_input_embeddings().weight.shape[0]
+    if known > rows:
+        raise TaskError(
+            f"the tokenizer has {known} tokens and the model knows {rows}: is it another model's tokenizer?"
+        )
+
+
+def _kind(batch: Batch) -> str:
+    return (
+        f"a mapping with {', '.join(map(str, batch)) or 'nothing'}"
+        if isinstance(batch, Mapping)
+        else f"a {type(batch).__name__}"
+    )

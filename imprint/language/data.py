@@ -1,0 +1,191 @@
+"""Texts as columns of tokens: documents to train on, and completions to ask about.
+
+Both have the columns `input_ids` (rows, length) and `weights` (rows, length), where weights[i, t] is the weight of
+predicting token t of row i from those before it. Rows are padded on the right with weight 0. A causal model does not
+look ahead, so that padding is never seen: no attention mask and no pad token are needed.
+"""
+
+from collections.abc import Hashable, Mapping, Sequence
+from typing import Any, Literal, Protocol
+
+import torch
+from torch import Tensor
+
+from imprint.errors import DataError
+from imprint.sources import Sources
+
+Tokens = list[int]
+_LONGEST = 1024  # tokens of a window where the tokenizer tells no context, or an enormous one
+
+
+class Tokenizer(Protocol):
+    """What is asked of a tokenizer: those of transformers have it."""
+
+    def __call__(self, text: str, /) -> Any: ...
+
+    def decode(self, token_ids: list[int], /, **options: Any) -> Any: ...
+
+
+class Documents:
+    """Training texts, cut into windows of at most `length` tokens.
+
+    Each window but the first of a document begins with the last token of the one before, so that every token but a
+    document's first is predicted exactly once.
+
+    length: by default the context that the tokenizer tells, at most 1,024.
+    loss: "mean", so that every document counts the same whatever its length, or "sum" over its tokens.
+    """
+
+    def __init__(
+        self,
+        texts: Sequence[str],
+        tokenizer: Tokenizer,
+        *,
+        length: int | None = None,
+        loss: Literal["mean", "sum"] = "mean",
+    ) -> None:
+        if loss not in ("mean", "sum"):
+            raise DataError(f'the loss of a document is the "mean" or the "sum" over its tokens, got {loss!r}.')
+        length = min(_context(tokenizer) or _LONGEST, _LONGEST) if length is None else length
+        if not isinstance(length, int) or length < 2:
+            raise DataError(f"a window needs at least 2 tokens, one to predict from and one to predict; got {length}.")
+        rows: list[Tokens] = []
+        weights: list[list[float]] = []
+        owners: list[int] = []
+        for index, text in enumerate(_texts(texts, "documents")):
+            tokens = _tokens(tokenizer, text)
+            if not tokens:
+                raise DataError(f"document {index} is empty: leave it out.")
+            if len(tokens) == 1:
+                raise DataError(f"document {index} has a single token, and nothing to predict it from: leave it out.")
+            weight = 1.0 if loss == "sum" else 1 / (len(tokens) - 1)
+            for start in range(0, len(tokens) - 1, length - 1):
+                window = tokens[start : start + length]
+                rows.append(window)
+                weights.append([0.0] + [weight] * (len(window) - 1))
+                owners.append(index)
+        self.columns = _padded(rows, weights)
+        self.documents = torch.tensor(owners)
+        self._count = owners[-1] + 1
+
+    def __len__(self) -> int:
+        """How many windows there are: the number of training examples."""
+        return len(self.documents)
+
+    def __repr__(self) -> str:
+        windows, length = self.columns["input_ids"].shape
+        return f"Documents({self._count} in {windows} windows of up to {length} tokens)"
+
+    def sources(self, labels: Sequence[Hashable] | Tensor, names: Mapping[Any, str] | None = None) -> Sources:
+        """One source for each distinct label; `labels[i]` is the label of document i, a column of the dataset."""
+        values = list(labels.tolist() if isinstance(labels, Tensor) else labels)
+        if len(values) != self._count:
+            raise DataError(f"there must be one label per document: {self._count} documents, {len(values)} labels.")
+        return Sources.by_label([values[index] for index in self.documents.tolist()], names)
+
+
+class Completions:
+    """Queries: each a prompt with the completion whose log-likelihood is attributed.
+
+    Prompt and completion are tokenised together, as the model would have met them. A token that spans the two counts
+    to the completion. Where nothing stands before the completion, the tokenizer's beginning-of-text token does.
+
+    length: the most tokens a prompt and its completion may have together; by default the context the tokenizer tells.
+    """
+
+    def __init__(
+        self,
+        prompts: Sequence[str],
+        completions: Sequence[str],
+        tokenizer: Tokenizer,
+        *,
+        length: int | None = None,
+    ) -> None:
+        prompts, completions = _texts(prompts, "prompts"), _texts(completions, "completions")
+        if len(prompts) != len(completions):
+            raise DataError(
+                f"every prompt needs its completion: {len(prompts)} prompts, {len(completions)} completions."
+            )
+        limit = _context(tokenizer) if length is None else length
+        rows: list[Tokens] = []
+        weights: list[list[float]] = []
+        for index, (prompt, completion) in enumerate(zip(prompts, completions, strict=True)):
+            before, after = _split(tokenizer, prompt, completion, index)
+            if limit is not None and len(before) + len(after) > limit:
+                raise DataError(
+                    f"query {index} has {len(before)} tokens of prompt and {len(after)} of completion, "
+                    f"{len(before) + len(after) - limit} more than the {limit} that fit: shorten the prompt from its "
+                    "beginning."
+                )
+            rows.append(before + after)
+            weights.append([0.0] * len(before) + [1.0] * len(after))
+        self.columns = _padded(rows, weights)
+
+    def __len__(self) -> int:
+        return len(self.columns["input_ids"])
+
+    def __repr__(self) -> str:
+        return f"Completions({len(self)}, {int(self.columns['weights'].sum())} tokens)"
+
+
+def _texts(texts: Sequence[str], what: str) -> list[str]:
+    if isinstance(texts, str):
+        raise DataError(f"{what} must be a list of texts, got a single text: give a list of one.")
+    texts = list(texts)
+    if not texts:
+        raise DataError(f"there are no {what}: the list is empty.")
+    for index, text in enumerate(texts):
+        if not isinstance(text, str):
+            raise DataError(f"{what} must be texts; number {index} is a {type(text).__name__}.")
+    return texts
+
+
+def _context(tokenizer: Any) -> int | None:
+    """The longest input a tokenizer tells of; None where it does not say, which is written as an enormous number."""
+    told = getattr(tokenizer, "model_max_length", None)
+    return int(told) if told is not None and told < 10**9 else None
+
+
+def _tokens(tokenizer: Tokenizer, text: str) -> Tokens:
+    if not text:  # some tokenizers would still put their special tokens
+        return []
+    return list(tokenizer(text)["input_ids"])
+
+
+def _open_ended(tokenizer: Any, text: str) -> Tokens:
+    """Tokens without the end-of-text token that some tokenizers put after every text, since this one goes on."""
+    tokens, end = _tokens(tokenizer, text), getattr(tokenizer, "eos_token_id", None)
+    closed = len(tokens) > 1 and tokens[-1] == end and not text.endswith(tokenizer.decode([end]))
+    return tokens[:-1] if closed else tokens
+
+
+def _split(tokenizer: Any, prompt: str, completion: str, index: int) -> tuple[Tokens, Tokens]:
+    """The tokens of a prompt and of its completion, which begins where the two together part from the prompt alone."""
+    if not completion:
+        raise DataError(f"the completion of query {index} is empty: there is nothing to attribute.")
+    whole, alone = _open_ended(tokenizer, prompt + completion), _open_ended(tokenizer, prompt)
+    beginning = getattr(tokenizer, "bos_token_id", None)
+    shared = next(
+        (i for i, (a, b) in enumerate(zip(alone, whole, strict=False)) if a != b), min(len(alone), len(whole))
+    )
+    if shared == 0 and whole and whole[0] == beginning and not completion.startswith(tokenizer.decode([beginning])):
+        shared = 1  # a prompt without text, before which the tokenizer has put its own beginning
+    if shared == len(whole):
+        raise DataError(f"the completion of query {index} has no token of its own: {completion!r}.")
+    if shared > 0:
+        return whole[:shared], whole[shared:]
+    if beginning is None:
+        raise DataError(
+            f"query {index} has no token before its completion, and the tokenizer has no beginning-of-text token to "
+            "put there: give a prompt."
+        )
+    return [beginning], whole
+
+
+def _padded(rows: list[Tokens], weights: list[list[float]]) -> dict[str, Tensor]:
+    """Rows of different lengths as columns, filled up on the right with token 0 of weight 0."""
+    length = max(map(len, rows))
+    return {
+        "input_ids": torch.tensor([row + [0] * (length - len(row)) for row in rows]),
+        "weights": torch.tensor([row + [0.0] * (length - len(row)) for row in weights]),
+    }

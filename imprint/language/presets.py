@@ -1,0 +1,173 @@
+"""What carries the imprint of a language model: its last blocks, an adapter it has, or an adapter made for it.
+
+An adapter made here has a frozen A and B = 0, and the imprint lives in B alone: W + B A moves linearly with B, so that
+equal steps up and down are exact mirror images. The rows of A are orthonormal and its scale is 1, so that a gradient
+step in B moves the weights by −η G AᵀA, the plain step projected on the rows of A: step sizes and curvatures that suit
+the weights suit B.
+"""
+
+import copy
+import hashlib
+import re
+import warnings
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from imprint.errors import MissingExtra, TaskError
+
+ADAPTER = "imprint"
+"""The name of adapters made here."""
+
+
+@dataclass(frozen=True)
+class Preset:
+    """A short name of a choice of parameters, read: "last:2", "lora:16" or "lora:16:last:2"."""
+
+    rank: int | None
+    last: int | None
+
+    @classmethod
+    def read(cls, text: str) -> "Preset | None":
+        """The preset of this name; None for a text that is a glob.
+
+        >>> Preset.read("lora:16:last:2")
+        Preset(rank=16, last=2)
+        """
+        if not text.startswith(("last:", "lora:")):
+            return None
+        match = re.fullmatch(r"(?:lora:([1-9]\d*))?:?(?:last:([1-9]\d*))?", text)
+        if match is None or text.endswith(":") or (match[1] is None) == text.startswith("lora:"):
+            raise TaskError(
+                f'parameters={text!r} is not understood: "last:K" are the last K blocks, "lora:R" is an adapter of '
+                'rank R on all blocks and "lora:R:last:K" on the last K, where R and K are whole numbers from 1.'
+            )
+        return cls(*(int(found) if found else None for found in match.groups()))
+
+
+def blocks(model: nn.Module, last: int | None = None) -> list[tuple[str, nn.Module]]:
+    """The transformer blocks of a model with their names, or the last of them."""
+    layers = getattr(text_config(model), "num_hidden_layers", None)
+    lists = [(name, module) for name, module in model.named_modules() if isinstance(module, nn.ModuleList)]
+    found = next(((name, module) for name, module in lists if layers and len(module) == layers), None)
+    if found is None:
+        raise TaskError(
+            f"{type(model).__name__} has no blocks that could be told: a list of modules as long as the "
+            f"num_hidden_layers of its configuration ({layers}) was looked for. Give parameters= as globs of names."
+        )
+    name, module = found
+    every = [(f"{name}.{index}", block) for index, block in enumerate(module)]
+    if last is not None and last > len(every):
+        raise TaskError(f"the last {last} blocks are asked for, and the model has {len(every)}.")
+    return every if last is None else every[-last:]
+
+
+def causal(model: nn.Module) -> Any:
+    """The transformers model itself, where peft has wrapped it."""
+    wrapped: Any = model
+    return wrapped.get_base_model() if hasattr(wrapped, "get_base_model") else wrapped
+
+
+def text_config(model: nn.Module) -> Any:
+    """The configuration of a transformers model, or that of its text part; None where it has none."""
+    config: Any = getattr(causal(model), "config", None)
+    return config.get_text_config() if hasattr(config, "get_text_config") else config
+
+
+def with_adapter(model: nn.Module, rank: int, last: int | None) -> tuple[nn.Module, Any]:
+    """A twin of the model that shares its tensors and has adapters of this rank on its blocks; and their configuration.
+
+    The model itself stays as it is. A layer with fewer inputs than `rank` gets an adapter of its full width.
+    """
+    try:
+        from peft import LoraConfig, inject_adapter_in_model
+        from transformers.pytorch_utils import Conv1D
+    except ImportError as error:
+        raise MissingExtra('parameters="lora:R"', "hf") from error
+    if adapter_names(model):
+        raise TaskError(
+            "the model has an adapter of its own, and lora:R would add a second: leave parameters= out to attribute "
+            "through the one it has, or merge it first (model.merge_and_unload())."
+        )
+    layers = {
+        f"{prefix}.{name}": module
+        for prefix, block in blocks(model, last)
+        for name, module in block.named_modules()
+        if type(module) in (nn.Linear, Conv1D)
+    }
+    if not layers:
+        raise TaskError("the model's blocks have no linear layer to put an adapter on: give parameters= as globs.")
+    widths = {name: module.weight.shape[0 if isinstance(module, Conv1D) else 1] for name, module in layers.items()}
+    narrow = {re.escape(name): width for name, width in widths.items() if width < rank}
+    config = LoraConfig(
+        r=rank,
+        lora_alpha=rank,  # the scale is alpha / r
+        rank_pattern=narrow,
+        alpha_pattern=narrow,
+        lora_dropout=0.0,
+        target_modules=list(layers),
+    )
+    twin = _twin(model)
+    trained = {parameter: parameter.requires_grad for parameter in model.parameters()}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # peft tells how Conv1D keeps its weight, which it finds by itself
+        inject_adapter_in_model(config, twin, adapter_name=ADAPTER)
+    for parameter, was in trained.items():
+        parameter.requires_grad_(was)
+    for name, layer in layers.items():
+        adapted: Any = twin.get_submodule(name)
+        a, b = adapted.lora_A[ADAPTER], adapted.lora_B[ADAPTER]
+        held = torch.float32 if layer.weight.dtype.itemsize < 4 else layer.weight.dtype
+        a.to(held).weight.data.copy_(orthonormal_rows(a.out_features, a.in_features, name))
+        b.to(held).weight.data.zero_()
+        a.requires_grad_(False)
+        b.requires_grad_(True)
+    return twin, config
+
+
+def orthonormal_rows(rows: int, width: int, seed: str) -> Tensor:
+    """A random matrix with A Aᵀ = I that its seed alone decides, in float64."""
+    number = int.from_bytes(hashlib.sha256(seed.encode()).digest()[:7], "big")
+    drawn = torch.randn(width, rows, generator=torch.Generator().manual_seed(number), dtype=torch.float64)
+    basis: Tensor = torch.linalg.qr(drawn).Q
+    return basis.T
+
+
+def _twin(model: nn.Module) -> nn.Module:
+    """A model of modules of its own around the same parameters and buffers."""
+    tensors = [*model.parameters(), *model.buffers()]
+    return copy.deepcopy(model, {id(tensor): tensor for tensor in tensors})
+
+
+def adapter_names(model: nn.Module) -> dict[str, str]:
+    """The parameters of the adapters that are active in a model, each with the name under which peft writes it."""
+    return dict(_adapter_parameters(model))
+
+
+def _adapter_parameters(model: nn.Module) -> Iterator[tuple[str, str]]:
+    try:
+        from peft.tuners.tuners_utils import BaseTunerLayer
+        from peft.utils.other import ModulesToSaveWrapper
+    except ImportError:  # without peft a model has no adapters of it
+        return
+    for prefix, module in model.named_modules():
+        if isinstance(module, BaseTunerLayer):
+            if module.merged:
+                raise TaskError(
+                    f"the adapter of {prefix} is merged into the weights and no longer moves them: "
+                    "model.unmerge_adapter() takes it out again."
+                )
+            kinds = {kind: f".{kind}" for kind in module.adapter_layer_names}
+        elif isinstance(module, ModulesToSaveWrapper):
+            kinds = {"modules_to_save": ""}
+        else:
+            continue
+        for name, _ in module.named_parameters():
+            for kind, written in kinds.items():
+                for adapter in module.active_adapters:
+                    held = f"{kind}.{adapter}"
+                    if name == held or name.startswith(f"{held}."):
+                        yield f"{prefix}.{name}", f"{prefix}{written}{name.removeprefix(held)}"

@@ -1,0 +1,66 @@
+"""Keeps the checkpoints that imprints want from a transformers Trainer."""
+
+import os
+from collections.abc import Collection
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from imprint.errors import MissingExtra
+from imprint.language.presets import adapter_names
+from imprint.recording import Recorder
+
+try:
+    from transformers import TrainerCallback
+except ImportError:  # told when one is made
+    TrainerCallback = object
+
+
+class Recording(TrainerCallback):  # type: ignore[misc]
+    """A callback for `Trainer(callbacks=[Recording("checkpoints", at=(100, 250, 500))])`.
+
+    Writes the model after these steps, and the optimiser's second moments beside it, with an `imprint.Recorder`; of a
+    model with an adapter, the adapter alone.
+
+    at: which steps, early ones above all; None keeps every one.
+    """
+
+    def __init__(self, folder: str | os.PathLike[str], at: Collection[int] | None = None) -> None:
+        if TrainerCallback is object:
+            raise MissingExtra("language.Recording", "hf")
+        self._folder, self._at = folder, at
+        self._recorder = Recorder(folder, at)
+
+    @property
+    def paths(self) -> list[Path]:
+        """The checkpoints kept, in order: what `simulate` takes."""
+        return self._recorder.paths
+
+    def __repr__(self) -> str:
+        return repr(self._recorder).replace("Recorder", "Recording", 1)
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **given: Any) -> None:
+        """Called by the Trainer when its optimiser is there."""
+        optimiser = given.get("optimizer")
+        keeps_moments = optimiser is not None and all("betas" in group for group in optimiser.param_groups)
+        self._recorder = Recorder(self._folder, self._at, optimiser=optimiser if keeps_moments else None)
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **given: Any) -> None:
+        """Called by the Trainer after every step of its optimiser."""
+        if state.is_world_process_zero:
+            self._recorder(_kept(given["model"]), state.global_step)
+
+
+def _kept(model: nn.Module) -> nn.Module:
+    """What is written of a model: all of it, or where it has an adapter, a tree with the adapter's parameters alone."""
+    tree = nn.Module()
+    for name in adapter_names(model):
+        *path, last = name.split(".")
+        place = tree
+        for part in path:
+            if part not in dict(place.named_children()):
+                place.add_module(part, nn.Module())
+            place = place.get_submodule(part)
+        place.register_parameter(last, model.get_parameter(name))
+    return tree if any(True for _ in tree.parameters()) else model

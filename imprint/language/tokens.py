@@ -1,0 +1,224 @@
+"""Which words of a completion each source moved: scores per token, in the terminal and as a page."""
+
+import os
+from copy import copy
+from dataclasses import dataclass
+from html import escape
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor, nn
+
+from imprint.attribution import Labels
+from imprint.errors import ReadoutError
+from imprint.language.causal import LanguageTask
+from imprint.language.data import Completions, Tokenizer
+from imprint.readout import Reader
+from imprint.store import Store
+from imprint.task import Batch
+
+if TYPE_CHECKING:
+    from rich.console import Console, ConsoleOptions, RenderResult
+
+_RAISES, _LOWERS = (33, 102, 172), (178, 24, 43)  # what a source makes likelier, and less likely
+_LISTED = 12  # sources in the table of a page
+
+
+@dataclass(frozen=True)
+class TokenAttribution:
+    """Scores s(b, t) of the tokens of one completion, shape (tokens, sources); over the tokens they add up to its own.
+
+    tokens: the text that each token adds; "" for one that only begins a character, whose text the next one has.
+    """
+
+    labels: Labels
+    prompt: str
+    tokens: tuple[str, ...]
+    scores: Tensor
+
+    @property
+    def removal_effect(self) -> Tensor:
+        """Predicted change of log p of each token if the source were gone, −s/N, shape (tokens, sources)."""
+        return -self.scores / self.labels.n
+
+    def top(self, k: int = 5) -> list[tuple[str, float]]:
+        """The k sources that move the completion most, by name, with the removal effect on all of it."""
+        effects = self.removal_effect.sum(0)
+        order = effects.abs().argsort(descending=True, stable=True)[:k].tolist()
+        return [(self.labels.source_names[index], float(effects[index])) for index in order]
+
+    def words(self, source: str | None = None) -> list[tuple[str, float]]:
+        """The completion in words, each with what the source contributes to its log-probability.
+
+        source: an id or a name; by default the source that moves the completion most. A source's contribution is the
+            opposite of its removal effect. Words are the tokens up to the next that begins with a space.
+        """
+        contributions = (self.scores[:, self._index(source)] / self.labels.n).tolist()
+        words: list[tuple[str, float]] = []
+        for token, value in zip(self.tokens, contributions, strict=True):
+            if not words or (token[:1].isspace() and words[-1][0].strip()):
+                words.append((token, value))
+            else:
+                words[-1] = words[-1][0] + token, words[-1][1] + value
+        return words
+
+    def _index(self, source: str | None) -> int:
+        if source is None:
+            return int(self.scores.sum(0).abs().argmax())
+        for known in (self.labels.source_ids, self.labels.source_names):
+            if source in known:
+                return known.index(source)
+        raise ReadoutError(f"there is no source {source!r}: the store has {', '.join(self.labels.source_names[:5])}, …")
+
+    def __repr__(self) -> str:
+        tokens, sources = self.scores.shape
+        top = ", ".join(f"{name} {effect:+.3g}" for name, effect in self.top(3))
+        return f"TokenAttribution: {tokens} tokens × {sources} sources\n{self.labels.unit}\n  completion: {top}"
+
+    def __rich_console__(self, console: "Console", options: "ConsoleOptions") -> "RenderResult":
+        """The completion with the words shaded that its first source moved."""
+        from rich.text import Text
+
+        index = self._index(None)
+        words = self.words()
+        largest = _largest(words)
+        yield Text(_legend(self, index, largest), style="italic")
+        shown = Text(self.prompt, style="dim")
+        for word, value in words:
+            red, green, blue = _shade(value, largest)
+            style = f"black on rgb({red},{green},{blue})"
+            lead = len(word) - len(word.lstrip())  # the space before a word stays as it is
+            shown.append(word[:lead]).append(word[lead:], style=style)
+        yield shown
+
+    def to_html(self, source: str | None = None) -> str:
+        """A page of its own: the completion shaded by what a source contributes, and the first sources in a table.
+
+        source: an id or a name; by default the source that moves the completion most.
+        """
+        index = self._index(source)
+        words = self.words(source)
+        largest = _largest(words)
+        body = "".join(_span(word, value, largest) for word, value in words)
+        rows = "".join(f"<tr><td>{escape(name)}</td><td>{effect:+.3g}</td></tr>" for name, effect in self.top(_LISTED))
+        bar = ", ".join(f"rgb{_shade(step, 1.0)}" for step in (-1.0, -0.5, 0.0, 0.5, 1.0))
+        return _PAGE.format(
+            name=escape(self.labels.source_names[index]),
+            legend=escape(_legend(self, index, largest)),
+            low=f"{-largest:+.2g}",
+            high=f"{largest:+.2g}",
+            bar=bar,
+            prompt=escape(self.prompt),
+            body=body,
+            unit=escape(self.labels.unit),
+            rows=rows,
+        )
+
+    def _repr_html_(self) -> str:
+        return f'<iframe style="width:100%;height:24em;border:0" srcdoc="{escape(self.to_html())}"></iframe>'
+
+
+def token_scores(
+    task: LanguageTask,
+    store: Store | str | os.PathLike[str],
+    prompt: str,
+    completion: str,
+    tokenizer: Tokenizer,
+    **options: Any,
+) -> TokenAttribution:
+    """How much each source moves each token of a completion, at the cost of one readout of the whole.
+
+    options: of `imprint.Reader`, such as readout=, step= or memory=.
+    """
+    store = Store.of(store)
+    columns = Completions([prompt], [completion], tokenizer).columns
+    count = int(columns["weights"].sum())
+    each = copy(task)  # the same task, measured token by token
+    each.measure = lambda model, batch: _last(task, model, batch, count)
+    reader = Reader(each, store, **options)
+    scores = reader.scores(columns, count).cpu()
+    details = {"readout": reader.readout, **reader.details}
+    labels = Labels(
+        n=store.n,
+        source_ids=store.source_ids,
+        source_names=store.source_names,
+        source_sizes=store.source_sizes,
+        measure=task.measure_name,
+        better=task.better,
+        details=details,
+    )
+    texts = _texts(tokenizer, columns["input_ids"][0].tolist())
+    return TokenAttribution(labels, "".join(texts[:-count]), tuple(texts[-count:]), scores)
+
+
+def _last(task: LanguageTask, model: nn.Module, batch: Batch, count: int) -> Tensor:
+    """log p of the last tokens of a single row, (count,)."""
+    return task.token_log_probs(model, batch)[0, -count:]
+
+
+def _texts(tokenizer: Tokenizer, tokens: list[int]) -> list[str]:
+    """The text that each token adds to those before it; a character of several tokens goes to the last of them."""
+    texts: list[str] = []
+    seen = ""
+    for end in range(1, len(tokens) + 1):
+        text = str(tokenizer.decode(tokens[:end], skip_special_tokens=False, clean_up_tokenization_spaces=False))
+        whole = text if end == len(tokens) else text.rstrip("\N{REPLACEMENT CHARACTER}")
+        texts.append(whole[len(seen) :] if whole.startswith(seen) else "")
+        seen = whole if whole.startswith(seen) else seen
+    return texts
+
+
+def _largest(words: list[tuple[str, float]]) -> float:
+    return max((abs(value) for _, value in words), default=0.0)
+
+
+def _shade(value: float, largest: float) -> tuple[int, int, int]:
+    """White at 0, the full colour of the sign at the largest value."""
+    strength = min(1.0, abs(value) / largest) if largest else 0.0
+    red, green, blue = ((round(255 - 0.75 * strength * (255 - c))) for c in (_RAISES if value > 0 else _LOWERS))
+    return red, green, blue
+
+
+def _legend(result: TokenAttribution, index: int, largest: float) -> str:
+    name = result.labels.source_names[index]
+    return (
+        f"What {name} contributes to the log-probability of each word, in nats: blue is likelier because of it, red "
+        f"less likely; the strongest shade is ±{largest:.2g}."
+    )
+
+
+def _span(word: str, value: float, largest: float) -> str:
+    lead = len(word) - len(word.lstrip())
+    red, green, blue = _shade(value, largest)
+    shaded = f'<span style="background:rgb({red},{green},{blue})" title="{value:+.3g}">{escape(word[lead:])}</span>'
+    return escape(word[:lead]) + (shaded if word[lead:] else "")
+
+
+_PAGE = """<!doctype html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta name="viewport" content="width=device-width">
+<title>{name}: word by word</title>
+<style>
+body {{ font: 1rem/1.6 system-ui, sans-serif; max-width: 46rem; margin: 2rem auto; padding: 0 1rem }}
+body {{ color: #222; background: #fff }}
+.text {{ white-space: pre-wrap; overflow-wrap: anywhere }}
+.prompt {{ color: #666 }}
+.text span[title] {{ border-radius: 3px; padding: 1px 0 }}
+.scale {{ display: flex; gap: .6rem; align-items: center; font-size: .85rem }}
+.scale i {{ flex: 0 0 12rem; height: .8rem; background: linear-gradient(to right, {bar}) }}
+table {{ border-collapse: collapse; margin-top: 1.5rem; font-size: .9rem }}
+caption {{ text-align: left; color: #666 }}
+td {{ border-top: 1px solid #ddd; padding: .2rem .8rem .2rem 0 }}
+td + td {{ text-align: right; font-variant-numeric: tabular-nums }}
+</style>
+</head>
+<body>
+<h1>{name}</h1>
+<p>{legend}</p>
+<p class="scale"><span>{low}</span><i></i><span>{high} nats</span></p>
+<p class="text"><span class="prompt">{prompt}</span>{body}</p>
+<table><caption>All of the completion: {unit}</caption>{rows}</table>
+</body>
+</html>
+"""

@@ -1,0 +1,240 @@
+"""Adapters made for a task mirror and project its steps; the adapter of a fine-tune carries imprints as it is."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig, PeftModel, get_peft_model, get_peft_model_state_dict
+from safetensors.torch import load_file
+from torch import Tensor, nn
+
+from imprint import Plan, Recorder, TaskError, attribute, simulate
+from imprint.language import Completions, LanguageTask, task
+from imprint.language.presets import adapter_names, blocks, orthonormal_rows
+from tests.language.models import LABELS, MODELS, documents, gpt2, llama, tokenizer
+from tests.language.test_task import close, imprints, losses, scores, simulated
+
+QUERIES = Completions(["the cat"], [" sat on the mat"], tokenizer()).columns
+
+
+def fine_tuned(kind: str = "gpt2") -> Any:
+    """A model with a LoRA adapter that has been trained, which is to say that B is not 0."""
+    targets = ["c_attn", "c_fc"] if kind == "gpt2" else ["q_proj", "up_proj"]
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        config = LoraConfig(r=2, lora_alpha=4, lora_dropout=0.3, target_modules=targets, fan_in_fan_out=kind == "gpt2")
+        model = get_peft_model(MODELS[kind](), config).double()
+        for name, parameter in model.named_parameters():
+            if "lora_B" in name:
+                nn.init.normal_(parameter, std=0.1)
+    return model
+
+
+@pytest.mark.parametrize("kind", MODELS)
+def test_the_last_blocks_are_selected(kind: str) -> None:
+    model = MODELS[kind]()
+    (_, (name, block)) = blocks(model)
+    assert set(task(model, parameters="last:1").names) == {f"{name}.{own}" for own, _ in block.named_parameters()}
+    both = task(model, parameters="last:2").names
+    assert set(both) == {f"{prefix}.{own}" for prefix, block in blocks(model) for own, _ in block.named_parameters()}
+
+
+@pytest.mark.parametrize("kind", MODELS)
+def test_an_adapter_is_made_in_a_twin_that_shares_the_weights(kind: str) -> None:
+    model = MODELS[kind]()
+    before = dict(model.named_parameters())
+    full, adapted = task(model), task(model, parameters="lora:3:last:1")
+    assert dict(model.named_parameters()) == before
+    assert all(parameter.requires_grad for parameter in before.values())
+    held = {id(parameter) for parameter in adapted.model.parameters()}
+    assert all(id(parameter) in held for parameter in before.values())
+    columns = documents().columns
+    assert torch.equal(losses(full, columns), losses(adapted, columns))
+    assert adapted.names and all(".1." in name and ".lora_B.imprint" in name for name in adapted.names)
+    with torch.no_grad():
+        next(iter(before.values())).mul_(2)  # training goes on
+    assert torch.equal(losses(full, columns), losses(adapted, columns))
+
+
+def test_steps_up_and_down_are_exact_mirror_images_of_the_weights() -> None:
+    language = task(llama().float(), parameters="lora:2")
+    layer: Any = language.model.get_submodule("model.layers.0.mlp.up_proj")
+    b = layer.lora_B["imprint"].weight
+    assert not b.any()
+    step = torch.randn(b.shape)
+    moved = []
+    for sign in (1, -1):
+        b.data.copy_(sign * step)
+        moved.append(layer.get_delta_weight("imprint"))
+    assert torch.equal(moved[0], -moved[1])
+    assert moved[0].any()
+
+
+def test_what_is_drawn_does_not_depend_on_random_state_or_on_other_layers() -> None:
+    def drawn(seed: int, preset: str) -> dict[str, Tensor]:
+        torch.manual_seed(seed)
+        return {name: t for name, t in task(gpt2(), parameters=preset).state().items() if ".lora_A." in name}
+
+    one, other, last = drawn(1, "lora:3"), drawn(2, "lora:3"), drawn(3, "lora:3:last:1")
+    assert len(one) == 2 * len(last) > 0
+    assert all(torch.equal(tensor, other[name]) for name, tensor in one.items())
+    assert all(torch.equal(tensor, one[name]) for name, tensor in last.items())
+    assert len({tensor.flatten()[0].item() for tensor in one.values()}) == len(one)
+    before = torch.random.get_rng_state()
+    for tensor in one.values():
+        torch.testing.assert_close(tensor @ tensor.T, torch.eye(3, dtype=torch.float64))
+    orthonormal_rows(2, 5, "anything")
+    assert torch.equal(torch.random.get_rng_state(), before)
+
+
+@pytest.mark.parametrize(("kind", "tolerance"), [("gpt2", 1e-9), ("llama", 1e-4)])
+def test_at_full_rank_the_imprint_is_that_of_the_weights_themselves(kind: str, tolerance: float) -> None:
+    """An orthonormal A of full rank projects on everything; layers narrower than the rank have theirs."""
+    model, columns = MODELS[kind](), documents().columns
+    adapted = task(model, parameters="lora:32")
+    names = [f"{name.removesuffix('.lora_B.imprint.weight')}.weight" for name in adapted.names]
+    full = task(model, parameters=names)
+    plan = Plan(steps=3, lr=0.02)
+    of_weights, of_b = simulated(full, columns, plan), simulated(adapted, columns, plan)
+    a = {name: adapted.state()[name.replace("lora_B", "lora_A")] for name in adapted.names}
+    moved = {}
+    for name, b in imprints(of_b).items():
+        delta = b @ a[name]  # (sources, out, in)
+        plain = f"{name.removesuffix('.lora_B.imprint.weight')}.weight"
+        moved[plain] = delta.transpose(1, 2) if kind == "gpt2" else delta  # Conv1D keeps its weight transposed
+    close(imprints(of_weights), moved, tolerance)
+    torch.testing.assert_close(
+        scores(adapted, of_b, QUERIES), scores(full, of_weights, QUERIES), rtol=100 * tolerance, atol=tolerance
+    )
+
+
+def test_checkpoints_of_the_plain_model_serve_a_task_with_an_adapter(tmp_path: Path) -> None:
+    model, columns = gpt2(), documents().columns
+    later = gpt2()
+    with torch.no_grad():
+        for parameter in later.parameters():
+            parameter.mul_(1.1)
+    adapted = task(model, parameters="lora:2")
+    state = later.state_dict()
+    recorder = Recorder(tmp_path)
+    recorder(later, 1)  # which keeps tied weights under one of their names
+    completed = adapted.complete(load_file(recorder.paths[0]))
+    assert all(torch.equal(tensor, completed[name]) for name, tensor in adapted.complete(state).items())
+    assert completed.keys() == adapted.state().keys()
+    functional, theta = adapted.at(completed)
+    with torch.no_grad(), adapted.evaluating():
+        found = functional.losses(theta, columns, len(columns["weights"]))
+    assert torch.equal(found, losses(task(later), columns))
+    store = simulate(
+        adapted, columns, documents().sources(LABELS), Plan(steps=1, lr=0.01), checkpoints=[state], progress=False
+    )
+    assert attribute(adapted, store, QUERIES, progress=False).scores.any()
+    assert all(torch.equal(t, adapted.state()[n]) for n, t in adapted.complete(adapted.state()).items())
+    with pytest.raises(TaskError, match=r"it lacks transformer\.h\.0\.ln_1\.bias"):
+        adapted.complete({name: t for name, t in state.items() if name != "transformer.h.0.ln_1.bias"})
+    with pytest.raises(TaskError, match="it has unknown another"):
+        adapted.complete({**state, "another": torch.zeros(1)})
+
+
+@pytest.mark.parametrize("kind", MODELS)
+def test_a_fine_tune_is_attributed_through_its_own_adapter(kind: str) -> None:
+    model = fine_tuned(kind)
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+    language = task(model)
+    assert language.model is model
+    assert set(language.names) == trained == set(adapter_names(model))
+    store = simulated(language, documents().columns)
+    assert scores(language, store, QUERIES).abs().min() > 0
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+    assert model.training
+    assert {name for name, parameter in model.named_parameters() if parameter.requires_grad} == trained
+    last = task(model, parameters="last:1")
+    assert set(last.names) == {name for name in trained if ".1." in name}
+
+
+def test_a_fine_tune_loaded_for_inference_is_the_same(tmp_path: Path) -> None:
+    model = fine_tuned()
+    model.save_pretrained(str(tmp_path))
+    loaded = PeftModel.from_pretrained(gpt2(), str(tmp_path)).double()
+    assert not any(parameter.requires_grad for parameter in loaded.parameters())
+    stores = [simulated(task(each), documents().columns) for each in (model, loaded)]
+    # peft writes what it was given as float32
+    close(imprints(stores[0]), imprints(stores[1]), 1e-5)
+    assert {name for name, p in loaded.named_parameters() if p.requires_grad} == set(adapter_names(loaded))
+    merged = fine_tuned()
+    merged.merge_adapter()
+    with pytest.raises(TaskError, match=r"is merged into the weights and no longer moves them: model\.unmerge_adapter"):
+        task(merged)
+    merged.unmerge_adapter()
+    assert task(merged).names
+
+
+def test_the_adapters_own_files_are_checkpoints_of_a_fine_tune(tmp_path: Path) -> None:
+    model = fine_tuned()
+    language = task(model)
+    alone = {name: tensor * 2 for name, tensor in get_peft_model_state_dict(model).items()}
+    assert not set(alone) & set(language.names)
+    completed = language.complete(alone)
+    for name, tensor in language.state().items():
+        assert torch.equal(completed[name], 2 * tensor if name in language.names else tensor)
+    model.save_pretrained(str(tmp_path))
+    store = simulate(
+        *(language, documents().columns, documents().sources(LABELS), Plan(steps=1, lr=0.01)),
+        checkpoints=[tmp_path / "adapter_model.safetensors"],
+        progress=False,
+    )
+    assert scores(language, store, QUERIES).any()
+    lacking = dict(list(alone.items())[1:])
+    with pytest.raises(TaskError, match="a checkpoint does not fit the model: it lacks"):
+        language.complete(lacking)
+    wrong = {name: tensor[:1] for name, tensor in alone.items()}
+    with pytest.raises(TaskError, match=r"lora_[AB]\.default\.weight' has shape"):
+        language.complete(wrong)
+
+
+def test_an_adapter_on_the_head_is_computed_in_full() -> None:
+    config = LoraConfig(r=2, target_modules=["lm_head", "c_attn"], fan_in_fan_out=True)
+    with pytest.warns(UserWarning, match="fan_in_fan_out"):
+        model = get_peft_model(gpt2(tie_word_embeddings=False), config).double()
+    language = task(model)
+    assert not language._contracts
+    store = simulated(language, documents().columns)
+    by_jvp, by_gradient = (scores(language, store, QUERIES, readout=kind) for kind in ("jvp", "gradient"))
+    torch.testing.assert_close(by_jvp, by_gradient)
+    assert by_jvp.any()
+
+
+def test_one_adapter_is_enough() -> None:
+    with pytest.raises(TaskError, match="the model has an adapter of its own, and lora:R would add a second"):
+        task(fine_tuned(), parameters="lora:2")
+
+
+@pytest.mark.parametrize(
+    "preset", ["last:0", "last:", "last:two", "lora:x", "lora:0", "lora:2:", "lora:2:last:", "lora:"]
+)
+def test_presets_that_mean_nothing_are_refused(preset: str) -> None:
+    with pytest.raises(TaskError, match=f"parameters='{preset}' is not understood"):
+        task(gpt2(), parameters=preset)
+
+
+def test_presets_that_do_not_fit_the_model_are_refused() -> None:
+    with pytest.raises(TaskError, match="the last 3 blocks are asked for, and the model has 2"):
+        task(gpt2(), parameters="last:3")
+    with pytest.raises(TaskError, match="parameters='lora:2' stands alone"):
+        task(gpt2(), parameters=["lora:2", "last:1"])
+    odd = gpt2()
+    odd.config.n_layer = 7
+    with pytest.raises(
+        TaskError, match=r"GPT2LMHeadModel has no blocks that could be told: .* num_hidden_layers .* \(7\)"
+    ):
+        task(odd, parameters="last:1")
+    with pytest.raises(TaskError, match="matches no trainable parameter"):
+        task(gpt2(), parameters="encoder.*")
+
+
+def test_a_half_precision_model_has_its_adapter_in_full() -> None:
+    language: LanguageTask = task(llama().bfloat16(), parameters="lora:2")
+    assert {language.model.get_parameter(name).dtype for name in language.names} == {torch.float32}
+    assert losses(language, documents().columns).dtype == torch.float32

@@ -1,0 +1,91 @@
+"""A Trainer keeps the checkpoints that imprints are simulated from, with the second moments of its optimiser."""
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from safetensors.torch import load_file
+from torch import Tensor
+from transformers import Trainer, TrainingArguments
+
+from imprint import Plan, simulate
+from imprint.language import Completions, Recording, task
+from tests.language.models import LABELS, documents, gpt2, tokenizer
+from tests.language.test_task import scores
+
+
+def train(model: Any, recording: Recording, folder: Path, **options: Any) -> dict[int, dict[str, Tensor]]:
+    """A real training of four steps. Gives the state after each, as another callback sees it."""
+    ids = documents().columns["input_ids"]
+    seen: dict[int, dict[str, Tensor]] = {}
+
+    class Watching(Recording):
+        def on_step_end(self, args: Any, state: Any, control: Any, **given: Any) -> None:
+            seen[state.global_step] = {n: t.detach().clone() for n, t in given["model"].state_dict().items()}
+
+    arguments = TrainingArguments(
+        output_dir=str(folder / "trainer"),
+        max_steps=4,
+        per_device_train_batch_size=2,
+        learning_rate=0.01,
+        use_cpu=True,
+        report_to=[],
+        save_strategy="no",
+        disable_tqdm=True,
+        **options,
+    )
+    rows = [{"input_ids": row, "labels": row} for row in ids]
+    callbacks = [recording, Watching(folder / "unused")]
+    Trainer(model=model, args=arguments, train_dataset=rows, callbacks=callbacks).train()
+    return seen
+
+
+def test_steps_worth_keeping_are_kept_with_their_second_moments(tmp_path: Path) -> None:
+    model, recording = gpt2().float(), Recording(tmp_path / "kept", at=(1, 3))
+    seen = train(model, recording, tmp_path)
+    assert [path.name for path in recording.paths] == ["checkpoint-000001.safetensors", "checkpoint-000003.safetensors"]
+    assert repr(recording) == f"Recording({str(tmp_path / 'kept')!r}, at 1, 3: 2 kept)"
+    language = task(model)
+    for path, step in zip(recording.paths, (1, 3), strict=True):
+        kept = language.complete(load_file(path))
+        assert all(torch.equal(tensor, seen[step][name]) for name, tensor in kept.items())
+        moments = load_file(path.with_name(f"{path.stem}.moments.safetensors"))
+        assert set(moments) == set(language.names)
+    data = documents()
+    plan = Plan(steps=1, lr=1e-5, preconditioner="adam")
+    store = simulate(language, data.columns, data.sources(LABELS), plan, checkpoints=recording.paths, progress=False)
+    assert scores(language, store, Completions(["the"], [" cat"], tokenizer()).columns).any()
+
+
+def test_of_a_fine_tune_the_adapter_alone_is_kept(tmp_path: Path) -> None:
+    config = LoraConfig(r=2, target_modules=["c_attn"], fan_in_fan_out=True)
+    model, recording = get_peft_model(gpt2().float(), config), Recording(tmp_path / "kept", at=(2,))
+    seen = train(model, recording, tmp_path)
+    language = task(model)
+    (path,) = recording.paths
+    assert set(load_file(path)) == set(language.names)
+    kept = language.complete(load_file(path))
+    assert all(torch.equal(kept[name], seen[2][name]) for name in kept)
+    assert any(not torch.equal(kept[name], tensor) for name, tensor in language.state().items())
+
+
+@pytest.mark.filterwarnings("ignore:.*:UserWarning")
+def test_other_optimisers_have_no_moments_to_keep(tmp_path: Path) -> None:
+    recording = Recording(tmp_path / "kept", at=(2,))
+    train(gpt2().float(), recording, tmp_path, optim="sgd")
+    assert [path.name for path in (tmp_path / "kept").iterdir()] == ["checkpoint-000002.safetensors"]
+
+
+def test_without_the_extra_the_package_imports_and_says_what_it_lacks() -> None:
+    code = (
+        "import sys; sys.modules.update(transformers=None, peft=None)\n"
+        "from imprint import MissingExtra, language\n"
+        "try: language.Recording('checkpoints')\n"
+        "except MissingExtra as error: print(error)"
+    )
+    told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    assert told == 'language.Recording needs an optional dependency: pip install "imprint-attribution[hf]"\n'

@@ -1,0 +1,120 @@
+"""Scores per token add up to the completion's own, and are shown as readable words."""
+
+import re
+from io import StringIO
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from rich.console import Console
+
+from imprint import ReadoutError, Store, attribute
+from imprint.attribution import Labels
+from imprint.language import Completions, LanguageTask, TokenAttribution, task, token_scores
+from tests.language.models import documents, gpt2, tokenizer
+from tests.language.test_task import simulated
+
+PROMPT, COMPLETION = "the café", " sails naïve 🚢 ships"
+
+
+@pytest.fixture(scope="module")
+def made() -> tuple[LanguageTask, Store]:
+    language = task(gpt2(), parameters="last:1")
+    return language, simulated(language, documents().columns)
+
+
+def shown(**labels: Any) -> TokenAttribution:
+    """Two sources and four tokens with plain numbers."""
+    given = {"n": 10, "source_ids": ("a", "b"), "source_names": ("<Alpha> & co", "Beta"), "source_sizes": (1, 1)}
+    scores = torch.tensor([[10.0, 0.0], [-20.0, 1.0], [30.0, -2.0], [0.0, 0.0]])
+    found = Labels(**{**given, "measure": "log-likelihood", "better": "higher", **labels})
+    return TokenAttribution(found, "Say <b>", (" one", " tw", "o", "\n<i>"), scores)
+
+
+@pytest.mark.parametrize("readout", ["jvp", "central", "gradient"])
+def test_tokens_add_up_to_the_completion(made: tuple[LanguageTask, Store], readout: Any) -> None:
+    language, store = made
+    tokens = tokenizer()
+    options = {"step": 1e-4} if readout == "central" else {}
+    found = token_scores(language, store, PROMPT, COMPLETION, tokens, readout=readout, **options)
+    queries = Completions([PROMPT], [COMPLETION], tokens)
+    whole = attribute(language, store, queries.columns, progress=False)
+    assert found.scores.shape == (int(queries.columns["weights"].sum()), len(store)) == (len(found.tokens), 3)
+    torch.testing.assert_close(found.scores.sum(0), whole.scores[0], rtol=1e-4, atol=1e-6)
+    torch.testing.assert_close(found.removal_effect.sum(0), whole.removal_effect[0], rtol=1e-4, atol=1e-6)
+    assert found.labels.details["readout"] == readout
+    assert found.labels.unit == whole.labels.unit
+    assert language.measure_name == "log-likelihood"  # the task given is left as it is
+    assert attribute(language, store, queries.columns, progress=False).scores.shape == (1, 3)
+
+
+def test_bytes_join_into_characters(made: tuple[LanguageTask, Store]) -> None:
+    found = token_scores(*made, PROMPT, COMPLETION, tokenizer())
+    assert found.prompt == PROMPT
+    assert "".join(found.tokens) == COMPLETION
+    assert "" in found.tokens  # 🚢 is four bytes, and here as many tokens
+    assert "\N{REPLACEMENT CHARACTER}" not in "".join(found.tokens)
+    assert [word for word, _ in found.words()] == [" sails", " naïve", " 🚢", " ships"]
+    assert sum(value for _, value in found.words()) == pytest.approx(-found.top(1)[0][1])
+
+
+def test_a_store_may_be_a_folder(made: tuple[LanguageTask, Store], tmp_path: Path) -> None:
+    language, store = made
+    assert torch.equal(
+        token_scores(language, store.path, "a", " ship", tokenizer()).scores,
+        token_scores(language, store, "a", " ship", tokenizer()).scores,
+    )
+
+
+def test_words_have_what_a_source_contributes_to_them() -> None:
+    found = shown()
+    assert found.words() == [(" one", 1.0), (" two", 1.0), ("\n<i>", 0.0)]
+    assert found.words("Beta") == found.words("b") == [(" one", 0.0), (" two", pytest.approx(-0.1)), ("\n<i>", 0.0)]
+    assert found.top() == [("<Alpha> & co", -2.0), ("Beta", pytest.approx(0.1))]
+    with pytest.raises(ReadoutError, match="there is no source 'c': the store has <Alpha> & co, Beta"):
+        found.words("c")
+
+
+def test_the_page_stands_alone_and_escapes_what_it_shows() -> None:
+    page = shown().to_html()
+    assert page.startswith("<!doctype html>")
+    assert not re.search(r"(src|href)=|<script|@import|url\(", page)
+    assert "<b>" not in page
+    assert "Say &lt;b&gt;" in page
+    assert "&lt;i&gt;" in page
+    assert "&lt;Alpha&gt; &amp; co" in page
+    assert "<Alpha>" not in page
+    assert "nats" in page
+    assert "change of log-likelihood if the source were removed: − means the source helps" in page
+
+
+def test_signs_have_their_colours_and_size_their_strength() -> None:
+    def shade(page: str, word: str) -> tuple[int, ...]:
+        match = re.search(rf'background:rgb\((\d+),(\d+),(\d+)\)" title="[^"]*">{word}<', page)
+        assert match is not None
+        return tuple(map(int, match.groups()))
+
+    alpha, beta = shown().to_html(), shown().to_html("Beta")
+    red, _, blue = shade(alpha, "two")
+    assert blue > red
+    red, _, blue = shade(beta, "two")
+    assert red > blue
+    assert shade(beta, "one") == (255, 255, 255)
+
+
+def test_the_terminal_shows_the_words_and_the_unit() -> None:
+    console = Console(record=True, width=200, force_terminal=True, color_system="truecolor", file=StringIO())
+    console.print(shown())
+    styled = console.export_text(styles=True, clear=False)
+    plain = console.export_text()
+    assert "Say <b> one two\n<i>" in plain
+    assert "in nats" in plain
+    assert re.search(r"\x1b\[[^m]*48;2;[^m]*mtwo", styled)
+
+
+def test_nothing_that_moves_is_shown_as_nothing() -> None:
+    still = TokenAttribution(shown().labels, "", ("a",), torch.zeros(1, 2))
+    assert "rgb(255,255,255)" in still.to_html()
+    assert "tokens × 2 sources" in repr(still)
+    assert "iframe" in still._repr_html_()
