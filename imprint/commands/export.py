@@ -1,0 +1,90 @@
+"""`imprint export`: imprints for where only inference exists."""
+
+from dataclasses import asdict
+from enum import StrEnum
+from json import dumps
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.markup import escape
+
+import imprint
+from imprint.commands.options import AsJson, ConfigPath, DeviceName, QueriesString, StorePath, StoreTask
+from imprint.commands.stores import over_store
+from imprint.experiment import Experiment
+from imprint.loading import Objects
+from imprint.terminal import console, errors, working
+
+
+class Format(StrEnum):
+    """What is written."""
+
+    peft = "peft"
+    onnx = "onnx"
+
+
+class Precision(StrEnum):
+    """What adapters will be served in."""
+
+    float32 = "float32"
+    bfloat16 = "bfloat16"
+    float16 = "float16"
+
+
+def export(
+    store: StorePath,
+    out: Annotated[Path, typer.Option("--out", "-o", help="A new folder for the export.")],
+    format: Annotated[
+        Format, typer.Option(help="`peft`: a pair of LoRA adapters for each source. `onnx`: one graph for all of them.")
+    ] = Format.peft,
+    task: StoreTask = None,
+    queries: QueriesString = None,
+    source: Annotated[
+        list[str] | None, typer.Option("--source", "-s", help="The id of a source; repeat for several. Default: all.")
+    ] = None,
+    checkpoint: Annotated[
+        int | None, typer.Option(min=0, help="Which one of the store. Default: the one with the most weight.")
+    ] = None,
+    dtype: Annotated[
+        Precision, typer.Option(help="The precision adapters will be served in, which their gains are chosen for.")
+    ] = Precision.float32,
+    device: DeviceName = None,
+    config: ConfigPath = None,
+    json: AsJson = False,
+) -> None:
+    """Write the imprints of a store as LoRA adapters or as an ONNX graph, and test them on the queries.
+
+    The store must hold imprints of LoRA parameters, and the task must measure the log-likelihood of completions, as
+    those of `imprint.language` do. Leaves with 1 if scores read from what was written are not those of the library.
+
+    For example:
+
+    - `imprint export runs/news --out news-adapters --dtype bfloat16`
+
+    - `imprint export runs/news --out news-onnx --format onnx --queries my_model.py:queries`
+    """
+    from imprint.export import to_onnx, to_peft
+
+    opened = imprint.Store(store)
+    given = Experiment(task=task, queries=queries, device=device).over_file(config)
+    given = over_store(given, opened)
+    with working(), errors.status("exporting and testing"):
+        objects = Objects(given)
+        options: dict[str, Any] = {"sources": source or None, "checkpoint": checkpoint}
+        if format is Format.peft:
+            found = to_peft(objects.task, opened, out, objects.queries, dtype=dtype.value, **options)
+        else:
+            found = to_onnx(objects.task, opened, out, objects.queries, **options)
+    test = found.self_test
+    if json:
+        told = {"path": str(found.folder), "kind": found.kind, "sources": found.ids, "gains": found.gains.tolist()}
+        typer.echo(dumps({**told, "floors": found.floors.tolist(), "self_test": asdict(test)}))
+        return
+    console.print(f"{len(found.sources)} sources in {escape(str(found.folder))}", soft_wrap=True)
+    console.print(
+        f"self-test on {test.queries} queries: {test.central:.1e} from central at the same gains, "
+        f"{test.exact:.1e} from {test.readout}, {test.served:.1e} served in {found.dtype}",
+        soft_wrap=True,
+    )
+    console.print(f"noise floors of scores: {float(found.floors.min()):.2g} to {float(found.floors.max()):.2g}")

@@ -1,0 +1,153 @@
+"""The LoRA layers of a task's model: which parameters they have, and what an adapter of the plain model holds.
+
+An adapter adds s·B·A to the weight W of a linear layer. Exports carry the scale s inside B, so that every engine reads
+them with a scale of 1.
+"""
+
+from collections.abc import Mapping
+from copy import deepcopy
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from imprint.errors import MissingExtra, TaskError
+from imprint.task import Parameters, Task
+
+_INSIDE_PEFT = "base_model.model."  # where a PeftModel has the plain model
+
+
+@dataclass(frozen=True)
+class Adapted:
+    """A linear layer with an adapter: its path in the plain model, and its tensors by their names in the task's model.
+
+    transposed: the weight is (in, out), as in the layers of GPT-2.
+    """
+
+    path: str
+    weight: str
+    down: str
+    up: str
+    scale: float
+    rank: int
+    transposed: bool
+
+
+def adapted_layers(task: Task) -> list[Adapted]:
+    """The adapted layers of a task's model, in its order; refused if the task selects anything else."""
+    peft = peft_package()
+    aliases = {id(p): name for name, p in task.model.named_parameters()}  # a tied weight is known by its first name
+    found = []
+    for name, module in task.model.named_modules():
+        if not isinstance(module, peft.tuners.lora.LoraLayer) or not _is_active(module):
+            continue
+        (adapter,) = _one_active(module, name)
+        if adapter not in module.lora_A or module.use_dora.get(adapter) or module.lora_bias.get(adapter):
+            raise TaskError(
+                f"the adapter of {name!r} is not a plain LoRA of a linear layer (an embedding, DoRA, or one with a "
+                "bias): adapters of linear layers without extras can be exported."
+            )
+        linear, transposed = module.get_base_layer(), type(module.get_base_layer()).__name__ == "Conv1D"
+        if not (isinstance(linear, nn.Linear) or transposed):
+            raise TaskError(
+                f"the adapter of {name!r} is on a {type(linear).__name__}: those of linear layers can be exported."
+            )
+        found.append(
+            Adapted(
+                path=plain_name(name),
+                weight=aliases[id(linear.weight)],
+                down=f"{name}.lora_A.{adapter}.weight",
+                up=f"{name}.lora_B.{adapter}.weight",
+                scale=float(module.scaling[adapter]),
+                rank=int(module.r[adapter]),
+                transposed=transposed,
+            )
+        )
+    carried = {name for layer in found for name in (layer.down, layer.up)}
+    if others := [name for name in task.names if name not in carried]:
+        raise TaskError(
+            f"parameter {others[0]!r} is no LoRA parameter, and an adapter cannot carry its imprint: simulate with "
+            'language.task(model, parameters="lora:8"), or for a fine-tuned adapter with parameters="*lora_*".'
+        )
+    return found
+
+
+def peft_package() -> Any:
+    """The package peft, which comes with an extra."""
+    try:
+        import peft
+    except ImportError as error:
+        raise MissingExtra("an export", "hf") from error
+    return peft
+
+
+def _is_active(module: Any) -> bool:
+    return bool(module.active_adapters) and not module.disable_adapters
+
+
+def _one_active(module: Any, name: str) -> list[str]:
+    active = list(module.active_adapters)
+    if len(active) != 1:
+        raise TaskError(f"{name!r} has {len(active)} active adapters ({', '.join(active)}): activate one of them.")
+    return active
+
+
+def plain_name(name: str) -> str:
+    """The name that a module or tensor of an adapted model has in the plain one."""
+    return name.removeprefix(_INSIDE_PEFT).replace(".base_layer.", ".")
+
+
+def plain_state(state: Mapping[str, Tensor], layers: list[Adapted]) -> Parameters:
+    """The tensors of the plain model in a state of the adapted one."""
+    own = {name for layer in layers for name in (layer.down, layer.up)}
+    rest = {name: tensor for name, tensor in state.items() if name not in own and not _is_adapter(name)}
+    return {plain_name(name): tensor for name, tensor in rest.items()}
+
+
+def _is_adapter(name: str) -> bool:
+    return ".lora_" in name  # of adapters that are loaded, but not active
+
+
+def plain_model(task: Task, state: Mapping[str, Tensor], layers: list[Adapted]) -> Any:
+    """A copy of the task's model at `state`, without its adapters."""
+    inner = task.model
+    if type(inner).__name__.startswith("Peft"):
+        inner = inner.get_base_model()  # type: ignore[operator]
+    model = deepcopy(inner)
+    for layer in layers:
+        model.set_submodule(layer.path, model.get_submodule(layer.path).get_base_layer())  # type: ignore[operator]
+    if hasattr(model, "peft_config"):
+        del model.peft_config
+    model.load_state_dict(
+        plain_state(state, layers), strict=False
+    )  # a tied weight has one name there, two in the model
+    return model.eval().requires_grad_(False)
+
+
+def adapter_tensors(layers: list[Adapted], parameters: Mapping[str, Tensor]) -> dict[str, tuple[Tensor, Tensor]]:
+    """A and s·B of every adapted layer, by its path in the plain model."""
+    return {layer.path: (parameters[layer.down], layer.scale * parameters[layer.up]) for layer in layers}
+
+
+def weight_moves(layers: list[Adapted], state: Mapping[str, Tensor], imprints: Parameters) -> Tensor:
+    """How far each imprint moves the adapted weights per unit, ‖s(u_B A + B u_A)‖, relative to ‖W‖; shape (rows,).
+
+    Relative to the weights, not to the adapter's own parameters, which are 0 where an adapter begins.
+    """
+    rows = len(next(iter(imprints.values())))
+    squares, weights = torch.zeros(rows, dtype=torch.float64), 0.0
+    for layer in layers:
+        weights += float(state[layer.weight].double().square().sum())
+        down, up = state[layer.down].double(), state[layer.up].double()
+        moved_down, moved_up = imprints.get(layer.down), imprints.get(layer.up)
+        for row in range(rows):
+            left = [] if moved_up is None else [moved_up[row].double()]
+            right = [] if moved_up is None else [down]
+            if moved_down is not None:
+                left, right = [*left, up], [*right, moved_down[row].double()]
+            if left:  # ‖PQ‖² = ⟨PᵀP, QQᵀ⟩ is small matrices only
+                p, q = torch.cat(left, 1), torch.cat(right, 0)
+                squares[row] += layer.scale**2 * float(((p.T @ p) * (q @ q.T)).sum())
+    relative: Tensor = squares.clamp(min=0).sqrt() / weights**0.5
+    return relative

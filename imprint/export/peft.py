@@ -1,0 +1,247 @@
+"""Imprints as ordinary LoRA adapters: θ + c_b·u_b and θ − c_b·u_b for every source, and θ itself.
+
+export.json                          sources, gains, noise floors, the outcome of the self-test
+probes.safetensors                   a few queries, to recognise the model
+adapters/base/                       θ: the adapter at the checkpoint
+adapters/0000-plus/, 0000-minus/     adapter_config.json and adapter_model.safetensors
+model/                               the plain model, where it is not the task's own or has no name
+"""
+
+import logging
+import os
+import re
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from imprint.errors import ReadoutError, StoreError, first_line
+from imprint.export.gains import chosen
+from imprint.export.likelihood import as_batches, of_logits
+from imprint.export.lora import Adapted, adapter_tensors, peft_package, plain_model, plain_state
+from imprint.export.point import Counted, Point
+from imprint.export.reading import Scores, read
+from imprint.export.record import MODEL, Export, written
+from imprint.files import write
+from imprint.store import Store
+from imprint.task import Batch, Parameters, Task
+from imprint.tensorfile import save
+
+logger = logging.getLogger(__name__)
+
+ADAPTERS, BASE = "adapters", "adapters/base"
+_LOGIT_VALUES = 1 << 26  # of a mixed batch: more of them at once only take memory
+_SOURCES_AT_ONCE = 16  # adapters are loaded for so many sources at a time
+
+
+def to_peft(
+    task: Task,
+    store: Store | str | os.PathLike[str],
+    folder: str | os.PathLike[str],
+    queries: Any,
+    *,
+    sources: Sequence[str] | None = None,
+    checkpoint: int | None = None,
+    dtype: str = "float32",
+) -> Export:
+    """Write a pair of LoRA adapters for every source, and test them on `queries` through PEFT.
+
+    queries: completions like those to be asked: gains are chosen and noise is measured on them.
+    sources: ids, by default all. checkpoint: by default the one with the most weight.
+    dtype: the precision they will be served in, "float32", "bfloat16" or "float16".
+    """
+    point = Point.of(task, Store.of(store), sources, checkpoint)
+    batches = as_batches(queries, task.device)
+    point.refuse_measure(batches)
+    gains = chosen(point, batches, dtype)
+    model = plain_model(task, point.state, point.layers)
+    _warn_of_head(model, point.layers)
+
+    def fill(where: Path, place: Path) -> tuple[str | None, dict[str, tuple[str, str]]]:
+        name = getattr(model.config, "name_or_path", "") or None
+        own = plain_state(task.state(), point.layers)
+        same = all(torch.equal(own[key], tensor.to(own[key].dtype)) for key, tensor in _plain(point).items())
+        if name is None or not same:
+            name = MODEL
+            with _no_bars():
+                model.save_pretrained(where / MODEL)
+        known = str(place / MODEL) if name == MODEL else name
+        about = _configuration(point.layers, model, known)
+        _write_adapter(where / BASE, point.layers, point.state, about)
+        pairs = {}
+        for positions, imprints in point.chunks():
+            for row, position in enumerate(positions):
+                gain = float(gains.values[position])
+                names = (f"{ADAPTERS}/{position:04d}-plus", f"{ADAPTERS}/{position:04d}-minus")
+                for path, signed in zip(names, (gain, -gain), strict=True):
+                    moved = {key: point.state[key] + signed * u[row] for key, u in imprints.items()}
+                    _write_adapter(where / path, point.layers, {**point.state, **moved}, about)
+                pairs[point.ids[position]] = names
+        return name, pairs
+
+    def tested(draft: Export) -> Tensor:
+        plus, minus = _log_likelihoods(draft, model.float() if _is_half(model) else model, batches)
+        return (plus - minus) / (2 * draft.gains)
+
+    return written("peft", folder, point, batches, gains, dtype, fill, tested)
+
+
+def read_peft(export: Export | str | os.PathLike[str], model: Any, queries: Any) -> Scores:
+    """Scores of completions through the adapters of an export on the plain model, many of them in each batch.
+
+    The model is as it was before when this returns.
+    """
+    found = Export.open(export, "peft")
+    return read(found, *_log_likelihoods(found, model, as_batches(queries, model.get_input_embeddings().weight.device)))
+
+
+def _log_likelihoods(export: Export, model: Any, queries: list[Counted]) -> tuple[Tensor, Tensor]:
+    """Of every query under the adapters `plus` and `minus` of every source, both (queries, sources)."""
+    blocks = []
+    for start in range(0, len(export.sources), _SOURCES_AT_ONCE):
+        part = export.sources[start : start + _SOURCES_AT_ONCE]
+        paths = [str(path) for source in part for path in (source.plus, source.minus)]
+        with _loaded(export, model, paths) as adapted:
+            if start == 0:
+                _refuse_model(export, adapted)
+            blocks.append(torch.cat([_mixed(adapted, paths, batch) for _, batch in queries], 1))
+    values = torch.cat(blocks)
+    return values[0::2].T, values[1::2].T
+
+
+def _warn_of_head(model: Any, layers: list[Adapted]) -> None:
+    head = model.get_output_embeddings()
+    if any(model.get_submodule(layer.path) is head for layer in layers):
+        logger.warning(
+            "the output head has an adapter, which some engines leave out of the log-probabilities of prompts: compare "
+            "the base adapter with the probes of the export there"
+        )
+
+
+@contextmanager
+def _no_bars() -> Iterator[None]:
+    """Without the bars that transformers draws for files it writes."""
+    import transformers
+
+    bars: Any = transformers.utils.logging
+    shown = bars.is_progress_bar_enabled()
+    bars.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            bars.enable_progress_bar()
+
+
+def _plain(point: Point) -> Parameters:
+    return plain_state(point.state, point.layers)
+
+
+def _is_half(model: Any) -> bool:
+    return any(p.is_floating_point() and p.dtype.itemsize < 4 for p in model.parameters())
+
+
+def _write_adapter(folder: Path, layers: list[Adapted], parameters: Mapping[str, Tensor], about: Any) -> None:
+    """One adapter as PEFT writes it, in float32 at least and with a scale of 1."""
+    folder.mkdir(parents=True)
+    tensors = {}
+    for path, (down, up) in adapter_tensors(layers, parameters).items():
+        for part, tensor in (("lora_A", down), ("lora_B", up)):
+            tensors[f"base_model.model.{path}.{part}.weight"] = tensor.detach().cpu().contiguous()
+    write(folder / "adapter_model.safetensors", lambda path: save(tensors, path, {"format": "pt"}))
+    about.save_pretrained(str(folder))
+
+
+def _configuration(layers: list[Adapted], model: Any, name: str) -> Any:
+    """The adapter_config.json of these layers, which are named as engines like it best: by their last names."""
+    paths = {layer.path for layer in layers}
+    last = {path.rsplit(".", 1)[-1] for path in paths}
+    targets = last if {path for path, _ in model.named_modules() if path.rsplit(".", 1)[-1] in last} == paths else paths
+    ranks = [layer.rank for layer in layers]
+    rank = max(set(ranks), key=ranks.count)
+    others = {re.escape(layer.path): layer.rank for layer in layers if layer.rank != rank}
+    return peft_package().LoraConfig(
+        task_type="CAUSAL_LM",
+        base_model_name_or_path=name,
+        inference_mode=True,
+        r=rank,
+        lora_alpha=rank,  # the scale is alpha / r
+        rank_pattern=others,
+        alpha_pattern=others,
+        lora_dropout=0.0,
+        fan_in_fan_out=all(layer.transposed for layer in layers),
+        target_modules=sorted(targets),
+    )
+
+
+@contextmanager
+def _loaded(export: Export, model: Any, paths: list[str]) -> Iterator[Any]:
+    """The plain model with the base adapter and those of `paths`, by these names; plain again afterwards."""
+    peft = peft_package()
+    _refuse_layers(export, model)
+    mode = model.training
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # PEFT tells how layers keep their weight, which it finds by itself
+            base = str(export.folder / BASE)
+            adapted: Any = peft.PeftModel.from_pretrained(model, base, adapter_name=_adapter_name(BASE))
+            for path in paths:
+                adapted.load_adapter(str(export.folder / path), adapter_name=_adapter_name(path))
+    except (RuntimeError, ValueError, OSError) as error:
+        raise StoreError(f"PEFT does not load the adapters of {export.folder}: {first_line(error)}.") from error
+    try:
+        yield adapted.eval()
+    finally:
+        adapted.unload()
+        model.train(mode)
+
+
+def _adapter_name(path: str) -> str:
+    return path.rsplit("/", 1)[-1]
+
+
+def _refuse_layers(export: Export, model: Any) -> None:
+    """Refuse a model that lacks an adapted layer, or has it in another shape, or has adapters already."""
+    if any(isinstance(module, peft_package().tuners.lora.LoraLayer) for module in model.modules()):
+        raise ReadoutError("the model has adapters already: give the plain one, without any (model.unload() for PEFT).")
+    for path, (_, width, height) in export.layers.items():
+        try:
+            weight = model.get_submodule(path).weight
+        except AttributeError:
+            raise ReadoutError(
+                f"the model has no linear layer {path!r}, which the export has adapters for: it is another model, or "
+                "not the plain one."
+            ) from None
+        if sorted(weight.shape) != sorted((width, height)):
+            raise ReadoutError(
+                f"the adapters of layer {path!r} are for a weight of {height} × {width}, the model's is "
+                f"{' × '.join(map(str, weight.shape))}: it is another model."
+            )
+
+
+def _refuse_model(export: Export, adapted: Any) -> None:
+    """Refuse a model whose log-likelihoods under the base adapter are not those at the checkpoint."""
+    device = adapted.get_input_embeddings().weight.device
+    batch = {name: column.to(device) for name, column in export.probe_batch().items()}
+    tolerance = 0.1 if _is_half(adapted.get_base_model()) else 1e-3
+    export.refuse_values(_mixed(adapted, [BASE], batch)[0], tolerance)
+
+
+@torch.no_grad()
+def _mixed(adapted: Any, paths: list[str], batch: Batch) -> Tensor:
+    """The log-likelihoods of a batch under every adapter, (adapters, queries), with several adapters in each pass."""
+    ids, weights = batch["input_ids"], batch["weights"]
+    count = len(ids)
+    at_once = max(1, _LOGIT_VALUES // (ids.numel() * adapted.get_input_embeddings().weight.shape[0]))
+    blocks = []
+    for start in range(0, len(paths), at_once):
+        part = [_adapter_name(path) for path in paths[start : start + at_once]]
+        rows, names = ids.repeat(len(part), 1), [name for name in part for _ in range(count)]
+        logits = adapted(input_ids=rows, use_cache=False, adapter_names=names).logits
+        values = of_logits(logits, rows, weights.repeat(len(part), 1))
+        blocks.append(values.double().cpu().reshape(len(part), count))
+    return torch.cat(blocks)

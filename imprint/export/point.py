@@ -1,0 +1,197 @@
+"""What an export starts from: one checkpoint of a store, some of its sources, and their scores read the library's way.
+
+`central` at given gains is what an exported artefact must reproduce, `exact` the derivative that both approximate, and
+`served` what an engine would find that keeps weights and adapters in a given precision.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from difflib import get_close_matches
+
+import torch
+from torch import Tensor
+
+from imprint.errors import ImprintError, ReadoutError, SourcesError, TaskError
+from imprint.export.likelihood import is_log_likelihood, log_likelihood
+from imprint.export.lora import Adapted, adapted_layers, weight_moves
+from imprint.readout import Measure, along, between, dots, forward_only, query_gradients
+from imprint.store import Store
+from imprint.task import Batch, Functional, Parameters, Task, require_task
+
+Counted = tuple[int, Batch]
+_AT_ONCE = 16  # sources whose imprints are in memory at a time
+
+
+@dataclass(frozen=True, eq=False)
+class Point:
+    """A checkpoint made ready to be exported: all tensors there, and the rows of the chosen sources in the store."""
+
+    task: Task
+    store: Store
+    checkpoint: int
+    rows: tuple[int, ...]
+    layers: list[Adapted]
+    state: Parameters
+
+    @classmethod
+    def of(cls, task: Task, store: Store, sources: Sequence[str] | None, checkpoint: int | None) -> "Point":
+        """The checkpoint with the most weight, or the one that is asked for, once task and store are known to fit."""
+        require_task(task)
+        if getattr(task, "compute", None):
+            raise TaskError(f"the task computes in {task.compute}: export with a task made without compute=.")  # type: ignore[attr-defined]
+        layers = adapted_layers(task)
+        store.check_task(task)
+        first = next(index for index, about in enumerate(store.checkpoints) if about.weight > 0)
+        store.check_loss(*task.at(store.base(first, task.device)))
+        index = _checkpoint(store, checkpoint)
+        state = {name: _widened(tensor) for name, tensor in store.base(index, task.device).items()}
+        return cls(task, store, index, _rows(store, sources), layers, state)
+
+    @property
+    def ids(self) -> list[str]:
+        """The ids of the chosen sources."""
+        return [self.store.source_ids[row] for row in self.rows]
+
+    @property
+    def theta(self) -> Parameters:
+        """The selected parameters at the checkpoint."""
+        return {name: self.state[name] for name in self.task.names}
+
+    def imprints(self, positions: Sequence[int]) -> Parameters:
+        """u_b of some of the chosen sources, stacked."""
+        rows, device = [self.rows[position] for position in positions], self.task.device
+        pieces = [self.store.imprints(self.checkpoint, row, row + 1, device) for row in rows]
+        return {name: torch.cat([_widened(piece[name]) for piece in pieces]) for name in self.task.names}
+
+    def chunks(self) -> Iterator[tuple[list[int], Parameters]]:
+        """All chosen sources, a few at a time."""
+        for start in range(0, len(self.rows), _AT_ONCE):
+            positions = list(range(start, min(start + _AT_ONCE, len(self.rows))))
+            yield positions, self.imprints(positions)
+
+    def moves(self) -> Tensor:
+        """How far each imprint moves the adapted weights per unit, relative to them; shape (sources,)."""
+        return torch.cat([weight_moves(self.layers, self.state, imprints) for _, imprints in self.chunks()])
+
+    def refuse_measure(self, queries: list[Counted]) -> None:
+        """Refuse a task whose measurement is not what the exported artefacts measure."""
+        functional, theta = self.task.at(self.state)
+        with forward_only(self.task):
+            for count, batch in queries:
+                values = functional.measures(theta, batch, count)
+                if not bool(values.isfinite().all()):
+                    raise ReadoutError(
+                        "the log-likelihood of a query is not finite at the checkpoint: look for NaN in its weights, "
+                        "or in the checkpoint."
+                    )
+                if not is_log_likelihood(values, self.task, self.state, batch):
+                    raise TaskError(
+                        f"the task measures {self.task.measure_name!r}, and exports score the log-likelihood of "
+                        "completions, Σ weights · log p: use the measure of language.task."
+                    )
+
+    def central(self, queries: list[Counted], gains: Tensor) -> Tensor:
+        """[F(θ + c·u) − F(θ − c·u)]/2c of the task's own measurement, shape (queries, sources)."""
+        functional, theta = self.task.at(self.state)
+
+        def read(imprints: Parameters, c: Tensor, count: int, batch: Batch, vectorise: bool) -> Tensor:
+            measure = _measure(functional, count, batch)
+            steps = c.to(next(iter(imprints.values())).dtype)
+            return between(measure, theta, imprints, steps, steps, vectorise=vectorise).double()
+
+        return self._scores(queries, gains, range(len(self.rows)), read)
+
+    def exact(self, queries: list[Counted], positions: Sequence[int] | None = None) -> tuple[Tensor, str]:
+        """F'(θ)[u] by forward mode, shape (queries, sources), and "jvp"; where a model has none, by "gradient"."""
+        functional, theta = self.task.at(self.state)
+
+        def forward(imprints: Parameters, _: Tensor, count: int, batch: Batch, vectorise: bool) -> Tensor:
+            return along(_measure(functional, count, batch), theta, imprints, vectorise=vectorise).double()
+
+        def backward(imprints: Parameters, _: Tensor, count: int, batch: Batch, vectorise: bool) -> Tensor:
+            gradients = query_gradients(functional, theta, batch, count, vectorise=vectorise)
+            return dots(imprints, gradients).double()
+
+        chosen = range(len(self.rows)) if positions is None else positions
+        try:
+            return self._scores(queries, torch.ones(len(self.rows)), chosen, forward), "jvp"
+        except RuntimeError as error:
+            if isinstance(error, ImprintError | torch.OutOfMemoryError):
+                raise
+        return self._scores(queries, torch.ones(len(self.rows)), chosen, backward), "gradient"
+
+    def served(self, queries: list[Counted], gains: Tensor, positions: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """The central scores of an engine whose weights and adapters are in `dtype`, shape (queries, positions)."""
+        cast = {name: t.to(dtype) if t.is_floating_point() else t for name, t in self.state.items()}
+        wide = torch.float64 if dtype == torch.float64 else torch.float32
+        theta = {name: tensor.to(wide) for name, tensor in self.theta.items()}
+
+        def read(imprints: Parameters, c: Tensor, _: int, batch: Batch, vectorise: bool) -> Tensor:
+            def measure(at: Parameters) -> Tensor:
+                rounded = {name: tensor.to(dtype) for name, tensor in at.items()}
+                return self.task.call(log_likelihood, {**cast, **rounded}, batch).double()
+
+            moves, steps = {name: u.to(wide) for name, u in imprints.items()}, c.to(wide)
+            return between(measure, theta, moves, steps, steps, vectorise=vectorise)
+
+        return self._scores(queries, gains, positions, read)
+
+    def _scores(
+        self,
+        queries: list[Counted],
+        gains: Tensor,
+        positions: Sequence[int],
+        read: Callable[[Parameters, Tensor, int, Batch, bool], Tensor],
+    ) -> Tensor:
+        """`read` of all queries and of the sources at `positions`, by vmap, or by a loop where that fails."""
+        blocks = []
+        gains = gains.to(self.task.device)
+        with forward_only(self.task):
+            for start in range(0, len(positions), _AT_ONCE):
+                part = list(positions[start : start + _AT_ONCE])
+                imprints = self.imprints(part)
+                columns = []
+                for count, batch in queries:
+                    try:
+                        column = read(imprints, gains[part], count, batch, True)
+                    except RuntimeError as error:
+                        if isinstance(error, ImprintError | torch.OutOfMemoryError):
+                            raise
+                        column = read(imprints, gains[part], count, batch, False)
+                    columns.append(column.cpu())
+                blocks.append(torch.cat(columns, 1))
+        return torch.cat(blocks).T
+
+
+def _widened(tensor: Tensor) -> Tensor:
+    """In float32 at least: what is exported is compared there."""
+    return tensor.float() if tensor.is_floating_point() and tensor.dtype.itemsize < 4 else tensor
+
+
+def _measure(functional: Functional, count: int, batch: Batch) -> Measure:
+    return lambda theta: functional.measures(theta, batch, count)
+
+
+def _checkpoint(store: Store, asked: int | None) -> int:
+    weights = [about.weight for about in store.checkpoints]
+    if asked is None:
+        return max(range(len(weights)), key=weights.__getitem__)
+    used = [index for index, weight in enumerate(weights) if weight > 0]
+    if asked not in used:
+        raise ReadoutError(f"checkpoint {asked} is not in the store: it has {', '.join(map(str, used))}.")
+    return asked
+
+
+def _rows(store: Store, sources: Sequence[str] | None) -> tuple[int, ...]:
+    if sources is None:
+        return tuple(range(len(store)))
+    if isinstance(sources, str) or not len(sources):
+        raise SourcesError(f"sources must be a list of ids of the store, with at least one, got {sources!r}.")
+    places = {name: row for row, name in enumerate(store.source_ids)}
+    for name in sources:
+        if name not in places:
+            known = ", ".join(get_close_matches(str(name), places, n=4, cutoff=0.3) or list(places)[:4])
+            raise SourcesError(f"the store has no source {name!r}; it has {known}{', …' * (len(places) > 4)}.")
+    if len(set(sources)) < len(sources):
+        raise SourcesError("a source is asked for twice: give each id once.")
+    return tuple(places[name] for name in sources)

@@ -1,0 +1,306 @@
+"""`export.json`: what an exported folder holds, how its scores are to be read, and how it was tested.
+
+It is written last, after the self-test, with a checksum of its own: a folder with it is a good export.
+"""
+
+import json
+import os
+import shutil
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from imprint.data import map_tensors
+from imprint.errors import ReadoutError, StoreError
+from imprint.export.gains import Gains
+from imprint.export.likelihood import COLUMNS, log_likelihood
+from imprint.export.point import Counted, Point
+from imprint.files import sha256, write
+from imprint.readout import forward_only
+from imprint.task import Batch
+from imprint.tensorfile import save
+from imprint.values import Value, read_json, sealed
+
+RECORD, PROBES, MODEL = "export.json", "probes.safetensors", "model"
+SCHEMA = 1
+TOLERANCE = 1e-4
+_PROBES = 4
+
+Kind = Literal["peft", "onnx"]
+
+
+@dataclass(frozen=True)
+class Exported:
+    """A source of an export.
+
+    gain: c_b, by which its imprint is multiplied. floor: the score under which it cannot be told from rounding.
+    plus, minus: the folders of its adapters, where it has some.
+    """
+
+    id: str
+    name: str
+    gain: float
+    floor: float
+    plus: str | None = None
+    minus: str | None = None
+
+
+@dataclass(frozen=True)
+class SelfTest:
+    """Scores of the given queries read from the artefacts, in float32, beside the library's own.
+
+    central: deviation from the readout `central` at the same gains. exact: deviation from the exact derivative, which
+    `readout` tells how it was found. served: the latter in the serving precision. All relative, and over all scores at
+    displacements of equal length.
+    """
+
+    queries: int
+    central: float
+    exact: float
+    readout: str
+    served: float
+
+
+@dataclass(frozen=True)
+class Export:
+    """What is in a folder that `to_peft` or `to_onnx` wrote.
+
+    layers: the adapted layers by their path in the plain model, as [rank, in, out].
+    step: how far the gains move the adapted weights, relative to them. rounding: of a log-likelihood, see `Gains`.
+    model: the plain model the adapters belong to: its name, or `model` for the folder written beside them.
+    probes: log-likelihoods of a few queries at the checkpoint, by which another model is recognised.
+    """
+
+    folder: Path
+    kind: Kind
+    n: int
+    checkpoint: int
+    dtype: str
+    step: float
+    rounding: float
+    sources: tuple[Exported, ...]
+    layers: dict[str, list[int]]
+    model: str | None
+    probes: list[float]
+    self_test: SelfTest
+    files: dict[str, str]
+    versions: dict[str, str]
+
+    @property
+    def ids(self) -> list[str]:
+        """The ids of the sources, in the order of their scores."""
+        return [source.id for source in self.sources]
+
+    @property
+    def gains(self) -> Tensor:
+        """c_b of every source, in float64."""
+        return torch.tensor([source.gain for source in self.sources], dtype=torch.float64)
+
+    @property
+    def floors(self) -> Tensor:
+        """The score of every source under which it is refused, in float64."""
+        return torch.tensor([source.floor for source in self.sources], dtype=torch.float64)
+
+    @classmethod
+    def open(cls, folder: "str | os.PathLike[str] | Export", kind: Kind | None = None) -> "Export":
+        """The export in a folder, once its record is known to be whole and its files to be there unchanged."""
+        found = folder if isinstance(folder, Export) else cls._recorded(Path(folder))
+        if kind is not None and found.kind != kind:
+            raise StoreError(f"{found.folder} is an export of kind {found.kind!r}, not {kind!r}.")
+        return found
+
+    @classmethod
+    def _recorded(cls, place: Path) -> "Export":
+        if not (place / RECORD).is_file():
+            raise StoreError(f"{place} holds no export: there is no {RECORD} (did its self-test pass?).")
+        found = _read(read_json(place / RECORD).unsealed(), place)
+        for name, checksum in found.files.items():
+            if not (place / name).is_file():
+                raise StoreError(f"{place / name} is missing: the export is damaged.")
+            if sha256(place / name) != checksum:
+                raise StoreError(f"{place / name} is not the file that was exported: its checksum is another one.")
+        return found
+
+    def probe_batch(self) -> Batch:
+        """The queries of the probes."""
+        with _tensors(self.folder / PROBES) as tensors:
+            return {name: tensors.get_tensor(name) for name in COLUMNS}
+
+    def refuse_values(self, values: Tensor, tolerance: float) -> None:
+        """Refuse log-likelihoods of the probes that are not those at the checkpoint."""
+        for index, (was, now) in enumerate(zip(self.probes, values.tolist(), strict=True)):
+            if not abs(now - was) <= tolerance * (1 + abs(was)):
+                raise ReadoutError(
+                    f"the log-likelihood of probe {index} is {now:.6g}, and was {was:.6g} when the export was made: it "
+                    "is read with another base model, or with other weights."
+                )
+
+
+def _tensors(path: Path) -> Any:
+    try:
+        return safe_open(path, "pt")
+    except (SafetensorError, OSError) as error:
+        raise StoreError(f"{path} cannot be read: {error}.") from error
+
+
+def _read(value: Value, folder: Path) -> Export:
+    names = (*(name for name in Export.__dataclass_fields__ if name != "folder"), "schema")
+    fields = value.record(*names)
+    if fields["schema"].whole() != SCHEMA:
+        value.fail(f"its schema is {fields['schema'].content}, this version reads {SCHEMA}")
+    kind = fields["kind"].text()
+    if kind not in ("peft", "onnx"):
+        fields["kind"].refuse("'peft' or 'onnx'")
+    sources = []
+    for item in fields["sources"].items():
+        about = item.record(*Exported.__dataclass_fields__)
+        paths = [None if about[sign].content is None else about[sign].text() for sign in ("plus", "minus")]
+        gain, floor = about["gain"].positive(), about["floor"].at_least_zero()
+        sources.append(Exported(about["id"].text(), about["name"].text(), gain, floor, *paths))
+    test = fields["self_test"].record(*SelfTest.__dataclass_fields__)
+    return Export(
+        folder=folder,
+        kind="peft" if kind == "peft" else "onnx",
+        n=fields["n"].whole(1),
+        checkpoint=fields["checkpoint"].whole(),
+        dtype=fields["dtype"].text(),
+        step=fields["step"].positive(),
+        rounding=fields["rounding"].at_least_zero(),
+        sources=tuple(sources),
+        layers={name: list(item.wholes(1)) for name, item in fields["layers"].mapping().items()},
+        model=None if fields["model"].content is None else fields["model"].text(),
+        probes=list(fields["probes"].numbers()),
+        self_test=SelfTest(
+            test["queries"].whole(1),
+            test["central"].at_least_zero(),
+            test["exact"].at_least_zero(),
+            test["readout"].text(),
+            test["served"].at_least_zero(),
+        ),
+        files={name: item.checksum() for name, item in fields["files"].mapping().items()},
+        versions={name: item.text() for name, item in fields["versions"].mapping().items()},
+    )
+
+
+def written(
+    kind: Kind,
+    folder: str | os.PathLike[str],
+    point: Point,
+    queries: list[Counted],
+    gains: Gains,
+    dtype: str,
+    fill: Callable[[Path, Path], tuple[str | None, dict[str, tuple[str, str]]]],
+    read: Callable[[Export], Tensor],
+) -> Export:
+    """Have `fill` write an export into a folder beside its place, test it through `read`, and put it there if good.
+
+    fill(where, place): returns the plain model's name and the adapters (plus, minus) by source id.
+    """
+    place = Path(folder).absolute()
+    _refuse_place(place)
+    beside = place.with_name(f".{place.name}.tmp")
+    shutil.rmtree(beside, ignore_errors=True)
+    try:
+        beside.mkdir(parents=True)
+        model, adapters = fill(beside, place)
+        probes = _write_probes(beside, point, queries)
+        draft = Export(
+            folder=beside,
+            kind=kind,
+            n=point.store.n,
+            checkpoint=point.checkpoint,
+            dtype=dtype,
+            step=gains.step,
+            rounding=gains.rounding,
+            sources=_sources(point, gains, adapters),
+            layers=_layers(point),
+            model=model,
+            probes=probes,
+            self_test=SelfTest(sum(count for count, _ in queries), 0.0, 0.0, "", gains.deviation),
+            files=_checksums(beside),
+            versions={name: version(name) for name in ("torch", "transformers", "peft")},
+        )
+        export = _tested(draft, point, queries, gains, read(draft))
+        values = {name: value for name, value in asdict(export).items() if name != "folder"}
+        text = json.dumps(sealed({**values, "schema": SCHEMA}), indent=1)
+        write(beside / RECORD, lambda path: path.write_text(text, encoding="utf-8"))
+        if place.exists():
+            place.rmdir()  # it is empty
+        beside.rename(place)
+    except OSError as error:
+        raise StoreError(f"could not write the export {place}: {error.strerror or error}.") from error
+    finally:
+        shutil.rmtree(beside, ignore_errors=True)
+    return replace(export, folder=place)
+
+
+def _refuse_place(place: Path) -> None:
+    if place.is_file():
+        raise StoreError(f"{place} is a file: give a folder for the export.")
+    if place.is_dir() and any(place.iterdir()):
+        what = "an export already" if (place / RECORD).is_file() else "something else"
+        raise StoreError(f"{place} holds {what}: give a new folder for the export, or remove that one.")
+
+
+def _checksums(folder: Path) -> dict[str, str]:
+    """Of every file but those of the plain model, which the probes recognise and which may be very large."""
+    files = [path for path in sorted(folder.rglob("*")) if path.is_file() and folder / MODEL not in path.parents]
+    return {path.relative_to(folder).as_posix(): sha256(path) for path in files}
+
+
+def _write_probes(folder: Path, point: Point, queries: list[Counted]) -> list[float]:
+    """Keep the first few queries, and their log-likelihoods at the checkpoint."""
+    count, batch = queries[0]
+    few = map_tensors(lambda column: column[: min(count, _PROBES)].cpu().contiguous(), batch)
+    write(folder / PROBES, lambda path: save({name: few[name] for name in COLUMNS}, path, {}))
+    on_device = map_tensors(lambda column: column.to(point.task.device), few)
+    with forward_only(point.task):
+        values: list[float] = point.task.call(log_likelihood, point.state, on_device).double().tolist()
+    return values
+
+
+def _sources(point: Point, gains: Gains, adapters: dict[str, tuple[str, str]]) -> tuple[Exported, ...]:
+    floors = gains.floors.tolist()
+    return tuple(
+        Exported(
+            point.store.source_ids[row],
+            point.store.source_names[row],
+            gain,
+            floors[index],
+            *adapters.get(point.store.source_ids[row], (None, None)),
+        )
+        for index, (row, gain) in enumerate(zip(point.rows, gains.values.tolist(), strict=True))
+    )
+
+
+def _layers(point: Point) -> dict[str, list[int]]:
+    shapes = {layer.path: (layer.rank, point.state[layer.down].shape[1], layer.up) for layer in point.layers}
+    return {path: [rank, width, len(point.state[up])] for path, (rank, width, up) in shapes.items()}
+
+
+def _tested(draft: Export, point: Point, queries: list[Counted], gains: Gains, found: Tensor) -> Export:
+    """The export with the outcome of its self-test; refused where its scores are not those of `central`."""
+    exact, readout = point.exact(queries)
+    central = point.central(queries, gains.values)
+    deviation = _deviation(found, central, gains.values)
+    if not deviation <= TOLERANCE:
+        noise = gains.rounding / float((central * gains.values).square().mean().sqrt())
+        raise ReadoutError(
+            "the self-test failed, and nothing was exported: scores read from the artefacts deviate from the readout "
+            f"central at the same gains by {deviation:.1e}, more than {TOLERANCE:.0e}; rounding makes {noise:.0e}."
+        )
+    test = SelfTest(
+        draft.self_test.queries, deviation, _deviation(found, exact, gains.values), readout, draft.self_test.served
+    )
+    return replace(draft, self_test=test)
+
+
+def _deviation(found: Tensor, expected: Tensor, gains: Tensor) -> float:
+    """Relative, over all scores at displacements of equal length."""
+    return float(((found - expected) * gains).norm() / (expected * gains).norm())

@@ -1,0 +1,7 @@
+"""These tests need the extras `hf` and `export`."""
+
+from importlib.util import find_spec
+
+collect_ignore_glob = (
+    [] if all(map(find_spec, ("transformers", "peft", "onnxruntime", "onnxscript"))) else ["test_*.py"]
+)
