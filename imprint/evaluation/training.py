@@ -94,33 +94,99 @@ def train_together(
     seeds: one for each model, for its initialisation and, unless `orders` gives others, its order of examples. Models
         that all have the same seed also share their dropout, as they would if each were trained alone with it.
     """
+    kept: dict[int, Parameters] = {}
+
+    def keep(epoch: int, descent: _Descent) -> None:
+        if epoch in record or epoch == training.epochs:
+            kept[epoch] = descent.state()
+        on_epoch(len(seeds))
+
+    _train(build, task_of, data, subsets, seeds, training, orders, on_epoch=keep)
+    return kept
+
+
+@dataclass(frozen=True)
+class Recorded:
+    """Stacked models on their way: all parameters, and Adam's bias-corrected second moments of the trained ones."""
+
+    state: Parameters
+    moments: Parameters
+
+    def pair(self, model: int) -> tuple[Parameters, Parameters]:
+        """One of the models, as a checkpoint with the moments of its optimiser."""
+        state, moments = ({name: t[model].clone() for name, t in stack.items()} for stack in (self.state, self.moments))
+        return state, moments
+
+
+def record_together(
+    build: Callable[[], nn.Module],
+    task_of: Callable[[nn.Module], Task],
+    data: Data,
+    subsets: Sequence[Tensor],
+    seeds: Sequence[int],
+    training: Training,
+    steps: Sequence[int],
+    *,
+    orders: Sequence[int] | None = None,
+    on_epoch: Callable[[int], None] = lambda models: None,
+) -> dict[int, Recorded]:
+    """Train as `train_together` does; the models after some steps, counted from 1, with the moments of their Adam."""
+    if training.optimiser == "sgd":
+        raise PlanError('second moments belong to "adam" and "adamw"; \'sgd\' has none.')
+    every = int(_whole(subsets, training).max())
+    if unknown := [step for step in steps if not 1 <= step <= every]:
+        raise PlanError(f"step {unknown[0]} cannot be recorded: the training has steps 1 to {every}.")
+    kept: dict[int, Recorded] = {}
+
+    def keep(step: int, descent: _Descent) -> None:
+        if step in steps:
+            kept[step] = Recorded(descent.state(), descent.moments())
+
+    def advance(epoch: int, descent: _Descent) -> None:
+        on_epoch(len(seeds))
+
+    _train(build, task_of, data, subsets, seeds, training, orders, on_epoch=advance, on_step=keep)
+    return kept
+
+
+def _train(
+    build: Callable[[], nn.Module],
+    task_of: Callable[[nn.Module], Task],
+    data: Data,
+    subsets: Sequence[Tensor],
+    seeds: Sequence[int],
+    training: Training,
+    orders: Sequence[int] | None,
+    *,
+    on_epoch: "Callable[[int, _Descent], None]",
+    on_step: "Callable[[int, _Descent], None]" = lambda step, descent: None,
+) -> None:
     if not len(subsets) == len(seeds) == len(orders or seeds) > 0:
         raise DataError(f"each subset needs one seed: got {len(subsets)} subsets and {len(orders or seeds)} seeds.")
     shortest = min(len(subset) for subset in subsets)
     if training.steps(shortest) < 1:
         raise DataError(f"a subset of {shortest} examples does not fill one batch of {training.batch_size}.")
     models = [initialised(build, seed) for seed in seeds]
-    _refuse(models[0])
+    _refuse(models, task_of, data)
     functional, _ = task_of(models[0].to(data.device)).at(task_of(models[0]).state())
-    theta = {
-        name: torch.stack([dict(m.named_parameters())[name].detach().to(data.device) for m in models])
-        for name, _ in models[0].named_parameters()
-    }
-    frozen = {name: theta.pop(name) for name, p in models[0].named_parameters() if not p.requires_grad}
+    persistent = models[0].state_dict().keys()
+    tables = [
+        {**dict(m.named_parameters()), **{name: b for name, b in m.named_buffers() if name in persistent}}
+        for m in models
+    ]
+    theta = {name: torch.stack([table[name].detach().to(data.device) for table in tables]) for name in tables[0]}
+    frozen = {name: theta.pop(name) for name, tensor in tables[0].items() if not tensor.requires_grad}
     same, whole = len(set(seeds)) == 1, _whole(subsets, training)
     descent = _Descent(functional, theta, frozen, training, same=same, whole=whole)
     shuffles = [torch.Generator().manual_seed(seed) for seed in orders or seeds]
-    kept: dict[int, Parameters] = {}
-    dropout = derived(seeds[0], DROPOUT)
+    dropout, step = derived(seeds[0], DROPOUT), 0
     with _seeded(dropout), sdpa_kernel(SDPBackend.MATH):  # fused attention knows nothing of many models at once
         for epoch in range(1, training.epochs + 1):
             examples, weights = _epoch(subsets, shuffles, training, next(iter(theta.values())))
             for chosen, weight in zip(examples, weights, strict=True):
                 descent.step(map_tensors(partial(_per_model, len(seeds)), data.gather(chosen.flatten())), weight)
-            if epoch in record or epoch == training.epochs:
-                kept[epoch] = {name: tensor.clone() for name, tensor in {**descent.theta, **frozen}.items()}
-            on_epoch(len(seeds))
-    return kept
+                on_step(step := step + 1, descent)
+            on_epoch(epoch, descent)
 
 
 class _Descent:
@@ -161,6 +227,7 @@ class _Descent:
         active = (weights.sum(1) > 0).to(self._taken.dtype)
         rate = training.rate(self._taken, self._whole) * active
         self._taken += active
+        unbias = [1 - beta ** self._taken.clamp(min=1) for beta in training.betas]
         for name, theta in self.theta.items():
             shape = (-1, *[1] * (theta.dim() - 1))
             pull, eta = downhill[name], rate.reshape(shape)
@@ -169,19 +236,29 @@ class _Descent:
             if training.weight_decay and training.optimiser == "adamw":
                 theta.mul_(1 - training.weight_decay * eta)
             on = None if self._everyone else active.reshape(shape)
-            direction = self._momentum(name, pull, on) if training.optimiser == "sgd" else self._adam(name, pull, on)
+            sgd = training.optimiser == "sgd"
+            direction = self._momentum(name, pull, on) if sgd else self._adam(name, pull, on, unbias)
             theta.addcmul_(direction, eta, value=-1)
+
+    def state(self) -> Parameters:
+        """A copy of all parameters as they are."""
+        return {name: tensor.clone() for name, tensor in {**self.theta, **self._frozen}.items()}
+
+    def moments(self) -> Parameters:
+        """Adam's second moments without the bias of their beginning at zero."""
+        unbias = 1 - self._training.betas[1] ** self._taken.clamp(min=1)
+        return {name: t / unbias.reshape(-1, *[1] * (t.dim() - 1)) for name, t in self._second.items()}
 
     def _momentum(self, name: str, pull: Tensor, on: Tensor | None) -> Tensor:
         if not self._training.momentum:
             return pull
         return _blend(self._first[name], self._training.momentum, pull, 1.0, on)
 
-    def _adam(self, name: str, pull: Tensor, on: Tensor | None) -> Tensor:
+    def _adam(self, name: str, pull: Tensor, on: Tensor | None, unbias: list[Tensor]) -> Tensor:
         beta1, beta2 = self._training.betas
-        taken = self._taken.clamp(min=1).reshape(-1, *[1] * (pull.dim() - 1))
-        first = _blend(self._first[name], beta1, pull, 1 - beta1, on) / (1 - beta1**taken)
-        second = _blend(self._second[name], beta2, pull.square(), 1 - beta2, on) / (1 - beta2**taken)
+        unbias1, unbias2 = (each.reshape(-1, *[1] * (pull.dim() - 1)) for each in unbias)
+        first = _blend(self._first[name], beta1, pull, 1 - beta1, on) / unbias1
+        second = _blend(self._second[name], beta2, pull.square(), 1 - beta2, on) / unbias2
         return first / (second.sqrt() + 1e-8)
 
 
@@ -207,9 +284,9 @@ def models_at_once(
     memory: int | str | None = None,
 ) -> int:
     """How many models to train together: what fits the memory of a GPU, what fits the caches of a CPU."""
-    model = initialised(build, 0).to(data.device)
-    _refuse(model)
-    task = task_of(model)
+    model = initialised(build, 0)
+    _refuse([model], task_of, data)
+    task = task_of(model.to(data.device))
     functional, theta = task.at(task.state())
     count = min(training.batch_size, len(data))
     batch = data.gather(torch.arange(count))
@@ -221,14 +298,30 @@ def models_at_once(
     return max(1, fit if data.device.type == "cuda" else min(fit, _CACHE // state))
 
 
-def _refuse(model: nn.Module) -> None:
-    """Say so where models trained together would not be what they are alone."""
-    batch_norm = any(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in model.modules())
-    if batch_norm or any(True for _ in model.buffers()):
+def _refuse(models: Sequence[nn.Module], task_of: Callable[[nn.Module], Task], data: Data) -> None:
+    """Say so where models trained together would not be what they are alone.
+
+    Buffers that are the same in every model and stay so, as rotary frequencies and causal masks do, are shared.
+    """
+    model = models[0]
+    alike = not any(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in model.modules())
+    if alike and (before := {name: buffer.detach().clone() for name, buffer in model.named_buffers()}):
+        alike = all(_equal(before, dict(other.named_buffers())) for other in models[1:])
+        with _seeded(0), torch.no_grad():
+            task_of(model.to(data.device)).loss(model, data.gather(torch.arange(min(2, len(data)))))
+        alike = alike and _equal(before, dict(model.named_buffers()))
+    if not alike:
         raise TaskError(
-            "models with batch norm, or with other buffers, cannot be trained together: give a function "
-            "train(subset, seed) that trains one."
+            "models with batch norm, or with buffers that a training or a seed changes, cannot be trained together: "
+            "give a function train(subset, seed) that trains one."
         )
+
+
+def _equal(buffers: Parameters, others: Parameters) -> bool:
+    return buffers.keys() == others.keys() and all(
+        buffer.shape == others[name].shape and bool((buffer == others[name].to(buffer.device)).all())
+        for name, buffer in buffers.items()
+    )
 
 
 def _seed(seed: int) -> None:

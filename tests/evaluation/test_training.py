@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 from imprint import DataError, PlanError, Task, TaskError
 from imprint.data import Data
-from imprint.evaluation.training import Training, measured, models_at_once, train_together
+from imprint.evaluation.training import Recorded, Training, measured, models_at_once, record_together, train_together
 from imprint.task import Batch, Parameters
 
 CPU = torch.device("cpu")
@@ -39,6 +39,9 @@ TRAININGS = {
 }
 
 
+After = dict[str, tuple[Tensor, Tensor]]
+
+
 @dataclass(frozen=True)
 class Kind:
     """A kind of model, with data for it."""
@@ -54,8 +57,11 @@ class Kind:
     def together(self, subsets: list[Tensor], seeds: list[int], training: Training, **options: Any) -> Parameters:
         return train_together(self.build, self.task, self.inputs, subsets, seeds, training, **options)[training.epochs]
 
-    def alone(self, subset: Tensor, seed: int, training: Training) -> nn.Module:
-        """The same training with torch's own optimisers, one model at a time."""
+    def alone(self, subset: Tensor, seed: int, training: Training, after: dict[int, After] | None = None) -> nn.Module:
+        """The same training with torch's own optimisers, one model at a time.
+
+        after: takes parameters and second moments as they are after each step.
+        """
         with torch.random.fork_rng():
             torch.manual_seed(seed)
             model = self.build().train()
@@ -71,6 +77,11 @@ class Kind:
                 task.loss(model, inputs.gather(batch)).mean().backward()
                 optimiser.step()
                 schedule.step()
+                if after is not None:
+                    after[len(after) + 1] = {
+                        name: (p.detach().clone(), optimiser.state[p]["exp_avg_sq"].clone())
+                        for name, p in model.named_parameters()
+                    }
         return model
 
 
@@ -109,6 +120,57 @@ class Encoder(nn.Module):
         return logits
 
 
+def gpt2() -> nn.Module:
+    transformers = pytest.importorskip("transformers", reason="transformers is not installed: the extra `hf` has it")
+    return transformers.GPT2LMHeadModel(  # type: ignore[no-any-return]
+        transformers.GPT2Config(
+            **{"vocab_size": 7, "n_positions": 5, "n_embd": 8, "n_layer": 2, "n_head": 2, "bos_token_id": 0},
+            **dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0),
+            attn_implementation="eager",
+            eos_token_id=0,
+        )
+    ).double()
+
+
+def llama() -> nn.Module:
+    transformers = pytest.importorskip("transformers", reason="transformers is not installed: the extra `hf` has it")
+    return transformers.LlamaForCausalLM(  # type: ignore[no-any-return]
+        transformers.LlamaConfig(
+            **{"vocab_size": 7, "hidden_size": 8, "intermediate_size": 12, "max_position_embeddings": 5},
+            **{"num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1, "bos_token_id": 0},
+            attn_implementation="eager",
+            eos_token_id=0,
+        )
+    ).double()
+
+
+def next_tokens(model: nn.Module) -> Task:
+    def loss(model: nn.Module, batch: Batch) -> Tensor:
+        logits = model(batch[0], use_cache=False).logits[:, :-1]
+        return F.cross_entropy(logits.transpose(1, 2), batch[0][:, 1:], reduction="none").mean(1)
+
+    return Task(model, loss=loss)
+
+
+class Scaled(nn.Module):
+    """Has a buffer that nothing changes, unless `counting`, and one that is not saved."""
+
+    scale: Tensor
+    shift: Tensor
+
+    def __init__(self, *, drawn: bool = False, counting: bool = False) -> None:
+        super().__init__()
+        self.inner, self.counting = nn.Linear(4, 3), counting
+        self.register_buffer("scale", torch.rand(4) if drawn else torch.arange(1.0, 5.0))
+        self.register_buffer("shift", torch.ones(4), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.counting and self.training:
+            self.shift.mul_(0.9)
+        logits: Tensor = self.inner(x * self.scale + self.shift)
+        return logits
+
+
 def dictionaries(model: nn.Module) -> Task:
     return Task(model, loss=lambda m, batch: F.cross_entropy(m(batch["x"]), batch["labels"], reduction="none"))
 
@@ -136,13 +198,21 @@ KINDS = {
     "transformer": Kind(lambda: Encoder().double(), (TOKENS, LABELS)),
     "dictionaries": Kind(PERCEPTRON.build, {"x": draw(30, 4), "labels": LABELS}, dictionaries),
     "partly frozen": Kind(partly_frozen, PERCEPTRON.data),
+    "constant buffers": Kind(lambda: Scaled().double(), PERCEPTRON.data),
+    "gpt-2": Kind(gpt2, (TOKENS,), next_tokens),
+    "llama": Kind(llama, (TOKENS,), next_tokens),
+}
+MOVING = {
+    "changed by training": lambda: Scaled(counting=True).double(),
+    "drawn by the seed": lambda: Scaled(drawn=True).double(),
 }
 
 
 def assert_same(kind: Kind, training: Training) -> None:
     together = kind.together(SUBSETS, SEEDS, training)
     for index, (subset, seed) in enumerate(zip(SUBSETS, SEEDS, strict=True)):
-        alone = dict(kind.alone(subset, seed, training).named_parameters())
+        model = kind.alone(subset, seed, training)
+        alone = kind.task(model).state()
         assert together.keys() == alone.keys()
         for name, parameter in alone.items():
             # absolutely, since Adam makes a step of the rounding where a gradient is zero, as that of a key's bias is
@@ -197,6 +267,39 @@ def test_recorded_epochs_are_states_on_the_way() -> None:
     assert sorted(whole) == [2, 3]
     for name, tensor in part.items():
         assert torch.equal(whole[2][name], tensor)
+
+
+def recorded(training: Training, steps: tuple[int, ...]) -> dict[int, Recorded]:
+    return record_together(PERCEPTRON.build, Task.classifier, PERCEPTRON.inputs, SUBSETS, SEEDS, training, steps)
+
+
+def test_recorded_steps_are_states_on_the_way_with_the_moments_of_adam() -> None:
+    """Of a model whose epochs have as many steps as any, so that it never waits."""
+    training = replace(TRAININGS["adam with weight decay"], epochs=2)
+    found, after = recorded(training, (1, 3, 8)), dict[int, After]()
+    assert sorted(found) == [1, 3, 8]
+    model = PERCEPTRON.alone(SUBSETS[0], SEEDS[0], training, after)
+    assert after.keys() == set(range(1, 9))
+    for step, recorded_then in found.items():
+        state, moments = recorded_then.pair(0)
+        assert state.keys() == moments.keys() == dict(model.named_parameters()).keys()
+        for name, (parameter, second) in after[step].items():
+            torch.testing.assert_close(state[name], parameter, rtol=1e-8, atol=1e-9)
+            torch.testing.assert_close(moments[name], second / (1 - training.betas[1] ** step), rtol=1e-8, atol=1e-12)
+
+
+def test_recording_does_not_change_the_training() -> None:
+    training = replace(ADAM, epochs=2)
+    last = recorded(training, (8,))[8].state
+    for name, tensor in PERCEPTRON.together(SUBSETS, SEEDS, training).items():
+        assert torch.equal(last[name], tensor)
+
+
+def test_what_cannot_be_recorded_is_refused() -> None:
+    with pytest.raises(PlanError, match="step 13 cannot be recorded: the training has steps 1 to 12"):
+        recorded(ADAM, (1, 13))
+    with pytest.raises(PlanError, match="second moments belong to"):
+        recorded(TRAINING, (1,))
 
 
 def test_another_order_gives_another_model_of_the_same_initialisation() -> None:
@@ -323,13 +426,9 @@ def test_models_with_batch_norm_are_refused(layer: nn.Module) -> None:
         models_at_once(kind.build, kind.task, kind.inputs, TRAINING)
 
 
-def test_models_with_buffers_are_refused() -> None:
-    def build() -> nn.Module:
-        model = PERCEPTRON.build()
-        model.register_buffer("scale", torch.ones(1))
-        return model
-
-    with pytest.raises(TaskError, match="other buffers"):
+@pytest.mark.parametrize("build", MOVING.values(), ids=MOVING.keys())
+def test_models_with_buffers_that_are_not_constant_are_refused(build: Callable[[], nn.Module]) -> None:
+    with pytest.raises(TaskError, match=r"buffers that a training or a seed changes.*train\(subset, seed\)"):
         Kind(build, PERCEPTRON.data).together(SUBSETS, SEEDS, TRAINING)
 
 
