@@ -27,8 +27,13 @@ if find_spec("sybil"):  # the core's tests also run where there is only torch an
         parsers=[PythonCodeBlockParser()], patterns=["README.md", "docs/*.md"], setup=enter, teardown=leave
     ).pytest()
 
+collect_ignore = []
 if not find_spec("dattri"):
-    collect_ignore = ["imprint/evaluation/dattri.py", "imprint/evaluation/peers.py"]
+    collect_ignore += ["imprint/evaluation/dattri.py", "imprint/evaluation/peers.py"]
+if not (find_spec("transformers") and find_spec("peft")):
+    collect_ignore += ["docs/language.md", "docs/export.md", "examples/language_model.py"]
+elif not (find_spec("onnxruntime") and find_spec("onnxscript")):
+    collect_ignore += ["docs/export.md"]
 
 os.environ.setdefault("MPLBACKEND", "Agg")
 os.environ.pop("COLUMNS", None)  # workers of pytest-xdist have it, and a console would keep what it was made with

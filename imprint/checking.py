@@ -104,7 +104,10 @@ class Check:
     def __str__(self) -> str:
         found = self.estimate
         lines = [f"problem: {problem}" for problem in self.problems] or ["this will work"]
-        lines.append(f"{self.values:,} of {self.values_in_all:,} values of the parameters, {self.sources:,} sources")
+        each = "" if found is None else f" of {size(found.bytes_per_source)} each"
+        lines.append(
+            f"{self.values:,} of {self.values_in_all:,} values of the parameters, {self.sources:,} sources{each}"
+        )
         if found is not None:
             lines.append(
                 f"about {duration(found.seconds)}, at most {size(found.peak_bytes)} of memory, a store of "

@@ -17,6 +17,7 @@ import imprint
 from imprint.commands.bench import bench, sweep
 from imprint.commands.demo import demo
 from imprint.commands.evaluation import evaluate, retrain
+from imprint.commands.export import export
 from imprint.commands.stores import attribute, check, inspect, simulate, verify
 from imprint.errors import ImprintError, first_line
 from imprint.loading import own_frames
@@ -28,7 +29,7 @@ app = typer.Typer(
     rich_markup_mode="markdown",
     pretty_exceptions_enable=False,
 )
-for command in (demo, check, simulate, attribute, inspect, verify, retrain, evaluate, bench, sweep):
+for command in (demo, check, simulate, attribute, inspect, verify, export, retrain, evaluate, bench, sweep):
     app.command()(command)
 
 

@@ -13,6 +13,7 @@ import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Literal, get_args
 
 import torch
@@ -26,7 +27,7 @@ from imprint.linear import FastLinear
 from imprint.memory import activation_bytes, budget, tensor_bytes
 from imprint.store import Store
 from imprint.task import Batch, Functional, Parameters, Task
-from imprint.vectors import norm, over_rows, row_norms
+from imprint.vectors import over_rows, row_norms, scale, zeros_like
 
 logger = logging.getLogger(__name__)
 
@@ -149,13 +150,19 @@ class _Base:
     functional: Functional
     theta: Parameters
 
+    @cached_property
+    def scale(self) -> float:
+        """What steps are relative to."""
+        return scale(self.theta, self.functional)
+
 
 class Reader:
     """A store made ready to score queries of a task; what fits the memory budget is kept between calls.
 
     readout: "jvp", "central", "literal" or "gradient"; `jvp` gives way to `central` on models without forward mode.
-    step: of `central`: the length of a displacement relative to that of the parameters; by default calibrated on the
-        first queries and kept in `details`.
+    step: of `central`: the length of a displacement relative to that of the parameters, or to that of as many of the
+        model's other weights where the selected ones are near 0; by default calibrated on the first queries and kept in
+        `details`.
     """
 
     def __init__(
@@ -181,7 +188,8 @@ class Reader:
         self._in_full = False  # factored imprints are multiplied out first
         self._reason = ""
         self._ready = False
-        self._live = 0  # bytes of activations for a query and a source
+        self._shared = 0  # bytes of activations for a query, however many sources there are
+        self._live = 0  # … and for each source
         self._kept: dict[tuple[int, int, int], tuple[Parameters, Parameters | None]] = {}
         self._keep_bytes = self._budget // 2
         self._last: dict[int, tuple[tuple[int, int, int], tuple[Parameters, Parameters | None]]] = {}
@@ -219,8 +227,8 @@ class Reader:
         with forward_only(self.task):
             self._prepare(batch, count)
         size = self.store.bytes // len(self.store) if self._by_factors else tensor_bytes(self._bases[0].theta)
-        each = 2 * len(self._bases) * (size + self._live * count)
-        rows = max(1, min(len(self.store), self._budget // each))
+        each = len(self._bases) * (2 * size + self._live * count)
+        rows = max(1, min(len(self.store), (self._budget - self._shared * count) // each))
         return [(i, min(i + rows, len(self.store))) for i in range(0, len(self.store), rows)]
 
     def block(self, start: int, stop: int, batch: Batch, count: int, first: int = 0) -> Tensor:
@@ -272,7 +280,7 @@ class Reader:
                 return jvp(measure, (base.theta,), (u,))[1]  # type: ignore[no-any-return]
             return _difference(measure, base.theta, u, c, c)
 
-        c = _lengths(base.theta, imprints, self._step or 1.0)
+        c = _lengths(base.scale, imprints, self._step or 1.0)
         if self._vectorise:
             try:
                 return over_rows(one, imprints, c, single, vectorise=True)  # type: ignore[no-any-return]
@@ -312,7 +320,7 @@ class Reader:
             return dots(imprints, self._gradients[base.index][1])
         if self.readout == "central":
             assert self._step is not None
-            c = _lengths(base.theta, imprints, self._step)
+            c = _lengths(base.scale, imprints, self._step)
             return between(measure, base.theta, imprints, c, c, vectorise=self._vectorise)
         checkpoint = self.store.checkpoints[base.index]
         assert checkpoint.epsilon is not None
@@ -376,8 +384,23 @@ class Reader:
         if self.readout == "central":
             self._step = self._step or self._calibrate(batch, count)
             self.details["central_step"] = self._step
-        self._live = activation_bytes(lambda: base.functional.measures(base.theta, batch, count)) // count
+        self._shared, self._live = (size // count for size in self._activations(base, batch, count))
         self._ready = True
+
+    def _activations(self, base: _Base, batch: Batch, count: int) -> tuple[int, int]:
+        """Bytes that reading out a batch computes however many sources there are, and bytes that each source adds."""
+
+        def measure(theta: Parameters) -> Tensor:
+            return base.functional.measures(theta, batch, count)
+
+        def along_rows(rows: int) -> int:
+            imprints = zeros_like(base.theta, rows)
+            return activation_bytes(lambda: along(measure, base.theta, imprints, vectorise=True))
+
+        if self.readout != "jvp" or self._by_factors or not self._vectorise:
+            return 0, 2 * activation_bytes(lambda: measure(base.theta))
+        one, two = along_rows(1), along_rows(2)
+        return max(0, 2 * one - two), two - one
 
     def _try_factors(self, base: _Base, batch: Batch, count: int) -> None:
         """Have factored imprints multiplied out where their factors do not serve this measurement."""
@@ -418,7 +441,7 @@ class Reader:
         imprints = self._fetch(base.index, 0, rows)[0]
         found = []
         for step in _RELATIVE_STEPS:
-            c = _lengths(base.theta, imprints, step)
+            c = _lengths(base.scale, imprints, step)
             found.append(
                 between(
                     lambda theta: base.functional.measures(theta, batch, count),
@@ -438,10 +461,10 @@ class Reader:
         return _RELATIVE_STEPS[best + 1 if math.isfinite(gaps[best]) else len(_RELATIVE_STEPS) // 2]
 
 
-def _lengths(theta: Parameters, imprints: Parameters, relative: float) -> Tensor:
-    """c_b with ‖c_b·u_b‖ = relative · ‖θ‖; 1 for an imprint that is zero."""
+def _lengths(scale: float, imprints: Parameters, relative: float) -> Tensor:
+    """c_b with ‖c_b·u_b‖ = relative · scale; 1 for an imprint that is zero."""
     norms = row_norms(imprints)
-    lengths = torch.where(norms > 0, relative * norm(theta) / norms, 1.0)
+    lengths = torch.where(norms > 0, relative * scale / norms, 1.0)
     return lengths.to(next(iter(imprints.values())).dtype)
 
 

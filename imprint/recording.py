@@ -47,8 +47,8 @@ class Recorder:
     >>> recorder = Recorder(tempfile.mkdtemp(), at=(1, 3))
     >>> for epoch in range(1, 5):
     ...     recorder(nn.Linear(2, 1), epoch)
-    >>> [path.name for path in recorder.paths]
-    ['checkpoint-000001.safetensors', 'checkpoint-000003.safetensors']
+    >>> print(*(path.name for path in recorder.paths))
+    checkpoint-000001.safetensors checkpoint-000003.safetensors
     """
 
     def __init__(

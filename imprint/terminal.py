@@ -53,7 +53,7 @@ def shown_store(values: dict[str, Any]) -> RenderableType:
     )
     table = Table("checkpoint", *(str(index) for index in range(len(values["checkpoints"]))))
     for name, *cells in zip(_FIGURES, *(_figures(checkpoint) for checkpoint in values["checkpoints"]), strict=True):
-        if name not in _SPECTRAL or set(cells) != {"–"}:
+        if name not in _SOMETIMES or set(cells) != {"–"}:
             table.add_row(_CURVATURES[_measured_curvature(values["plan"])] if name == "curvature" else name, *cells)
     return Group(head, table)
 
@@ -92,10 +92,13 @@ def took(values: dict[str, Any]) -> str:
     return f"{seconds} (estimated {duration(float(time))}); at most {peak} of memory (estimated {size(memory)})"
 
 
-_SPECTRAL = ("directions", "curvature outside", "share outside", "lost")  # of the basis; shown where there is one
+_SOMETIMES = (  # of a basis, and of Adam; shown where there is one
+    *("directions", "curvature outside", "share outside", "lost"),
+    *("second moments", "share unmoved"),
+)
 _FIGURES = (
     *("weight", "steps", "lr", "damping", "ε", "curvature", "‖I − ηH‖", "drift", "linearity", "‖u‖, median"),
-    *_SPECTRAL,
+    *_SOMETIMES,
 )
 
 
@@ -113,7 +116,8 @@ def _figures(checkpoint: dict[str, Any]) -> list[str]:
         checkpoint.get("imprint_norms", {}).get("median"),
         *(figures.get(name) for name in ("directions", "rest", "share", "lost")),
     )
-    return cells + [_figure(value, 3) for value in more]
+    cells += [_figure(value, 3) for value in more]
+    return [*cells, figures.get("moments", "–"), _figure(figures.get("unmoved"), 3)]
 
 
 def _figure(value: Any, digits: int) -> str:
@@ -134,8 +138,8 @@ def shown_check(check: Check) -> RenderableType:
     if check.estimate is not None:
         found = check.estimate
         together = f"one by one: {found.one_by_one}" if found.one_by_one else f"{found.rows_at_once:,} sources at once"
+        pairs.insert(1, ("store", f"{size(found.bytes_per_source)} per source, {size(found.store_bytes)} in all"))
         pairs += [
-            ("store", f"{size(found.bytes_per_source)} per source, {size(found.store_bytes)} in all"),
             ("time", f"about {duration(found.seconds)}, {together}"),
             ("peak memory", f"about {size(found.peak_bytes)}"),
         ]

@@ -1,5 +1,6 @@
 """Dictionaries of tensors as vectors, and stacks of them (first dimension: one row per source)."""
 
+import math
 from collections.abc import Callable
 from statistics import median
 from typing import Any
@@ -9,7 +10,9 @@ from torch import Tensor
 from torch.func import vmap
 from torch.utils._pytree import tree_map
 
-from imprint.task import Parameters
+from imprint.task import Functional, Parameters
+
+_HARDLY_THERE = 0.1  # of the size of a model's other weights
 
 
 class Flat:
@@ -65,6 +68,17 @@ def scaled(vector: Parameters, scale: float) -> Parameters:
 def norm(vector: Parameters) -> float:
     """The Euclidean norm of one vector."""
     return float(torch.stack([t.double().square().sum() for t in vector.values()]).sum().sqrt())
+
+
+def scale(theta: Parameters, functional: Functional) -> float:
+    """‖θ‖; where θ is 0 or hardly there, as a fresh adapter's B, the norm of as many of the model's other weights."""
+    fixed = functional.fixed
+    names = [name for name, p in functional.task.model.named_parameters() if name in fixed and p.is_floating_point()]
+    squares = sum(float(torch.linalg.vector_norm(fixed[name], dtype=torch.float64)) ** 2 for name in names)
+    count = sum(tensor.numel() for tensor in theta.values())
+    usual = math.sqrt(squares * count / max(1, sum(fixed[name].numel() for name in names)))
+    own = norm(theta)
+    return own if own > _HARDLY_THERE * usual else usual or 1.0
 
 
 def row_norms(stack: Parameters) -> Tensor:

@@ -329,6 +329,9 @@ def difference(before: dict[str, Any], now: dict[str, Any]) -> str | None:
     for index, (was, value) in enumerate(zip(before["states"], now["states"], strict=True)):
         if was != value:
             return f"the weights of checkpoint {index} changed"
+    for index, (was, value) in enumerate(zip(before["moments"], now["moments"], strict=True)):
+        if was != value:
+            return f"the second moments of checkpoint {index} changed"
     if before["sources"] != now["sources"]:
         return "the sources changed (their ids, names or members)"
     if before["data"] != now["data"]:

@@ -442,7 +442,7 @@ def test_only_a_few_queries_are_read() -> None:
 
 def test_a_check_can_be_read() -> None:
     text = str(checked(classifier(), PLANS["tangent"]))
-    assert text.startswith("this will work\n15 of 15 values of the parameters, 3 sources\nabout 0:0")
+    assert text.startswith("this will work\n15 of 15 values of the parameters, 3 sources of 60 bytes each\nabout 0:0")
     assert "\nengine trajectories: works, many sources at once\n" in text
     member = classifier()
     member.data[0][3] = torch.nan

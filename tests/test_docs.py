@@ -41,11 +41,16 @@ class Message:
         return f"{self.where}: {self.section}: {re.sub(f'{HOLE}+', '…', self.text)}"
 
     def quoted_by(self, heading: str) -> bool:
-        """Whether the heading is this message, with … for its variable parts and possibly for its end."""
-        begin, open_end = heading.rstrip("…"), heading.endswith("…")
-        pattern = f"{HOLE}+".join(re.escape(piece) for piece in begin.rstrip("." * (not open_end)).split("…"))
-        pattern += ".+" if open_end else r"\.?"
-        return any(re.fullmatch(pattern, text, re.DOTALL) for text in (self.text, self.shared))
+        """Whether the heading is this message."""
+        return any(_pattern(heading).fullmatch(text) for text in (self.text, self.shared))
+
+
+@cache
+def _pattern(heading: str) -> re.Pattern[str]:
+    """A message with … for its variable parts and possibly for its end."""
+    begin, open_end = heading.rstrip("…"), heading.endswith("…")
+    pattern = f"{HOLE}+".join(re.escape(piece) for piece in begin.rstrip("." * (not open_end)).split("…"))
+    return re.compile(pattern + (".+" if open_end else r"\.?"), re.DOTALL)
 
 
 def _text(value: ast.expr, known: dict[str, str]) -> str:
@@ -68,9 +73,13 @@ def _trees() -> dict[str, ast.Module]:
 
 
 @cache
-def _calls(name: str) -> list[ast.Call]:
-    nodes = (node for tree in _trees().values() for node in ast.walk(tree))
-    return [node for node in nodes if isinstance(node, ast.Call) and ast.unparse(node.func) == name]
+def _calls() -> dict[str, list[ast.Call]]:
+    """All calls of the package by what is called."""
+    found: dict[str, list[ast.Call]] = {}
+    for node in (node for tree in _trees().values() for node in ast.walk(tree)):
+        if isinstance(node, ast.Call):
+            found.setdefault(ast.unparse(node.func), []).append(node)
+    return found
 
 
 def _told(function: Function, call: ast.Call) -> dict[str, str]:
@@ -123,7 +132,7 @@ def _messages() -> list[Message]:
                     continue
                 section, value = spoken
                 shared, where = _text(value, {}), f"{file}:{node.lineno}"  # type: ignore[attr-defined]
-                texts = {_text(value, _told(function, call)) for call in _calls(name)} or {shared}
+                texts = {_text(value, _told(function, call)) for call in _calls().get(name, [])} or {shared}
                 if section == "Logged":
                     texts = {re.sub(r"%[-+.\d]*[sdgfr]", HOLE, text) for text in texts}
                 found += [Message(where, section, text, shared) for text in sorted(texts)]

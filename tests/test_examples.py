@@ -1,8 +1,10 @@
 """The examples run as they stand and show what they promise."""
 
 import json
+import re
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -55,6 +57,35 @@ def test_the_careless_blog_of_the_command_line_example_harms_every_query(
     assert len(queries) == 3
     for credits in queries:
         assert {credit["name"] for credit in credits if credit["removal_effect"] < 0} == {"blog"}
+
+
+@pytest.mark.skipif(not all(map(find_spec, ("transformers", "peft", "onnxscript", "onnxruntime"))), reason="no extras")
+def test_every_completion_of_the_language_example_is_credited_to_the_publisher_who_writes_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert run("language_model.py", tmp_path) == ""  # it is for the commands
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    task = f"{EXAMPLES}/language_model.py:task"
+
+    def printed(*arguments: str) -> str:
+        """By a command in a process of its own, in which the example trains anew."""
+        for name in [name for name in sys.modules if name.startswith("imprint_experiment_")]:
+            monkeypatch.delitem(sys.modules, name)
+        result = CliRunner().invoke(app, arguments, env={"COLUMNS": "300"})
+        assert result.exit_code == 0, result.output
+        return result.stdout
+
+    named = re.findall(r"│ (\w+) +│ ([^│]+?) +│\n", printed("check", task))
+    assert [name for name, _ in named[:2]] == ["parameters", "store"]
+    assert named[0][1].startswith("2,304 of ") and "9.22 kB per source" in named[1][1]
+    printed("simulate", task, "-o", "store", "--no-check")
+    queries = json.loads(printed("attribute", "store", "--json"))["queries"]
+    for credits, publisher in zip(queries, ("almanac", "gazette", "logbook"), strict=True):
+        assert {credit["name"] for credit in credits if credit["removal_effect"] < 0} == {publisher}
+    exported = json.loads(printed("export", "store", "-o", "graph", "--format", "onnx", "--json"))
+    assert exported["sources"] == ["almanac", "gazette", "logbook"]
+    assert exported["self_test"]["central"] <= 1e-4
 
 
 @pytest.mark.parametrize("example", sorted(path.name for path in EXAMPLES.glob("*.py")))

@@ -4,6 +4,7 @@ import json
 import re
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -49,6 +50,21 @@ def test_counts_are_whole_numbers_and_the_curvature_is_named(tmp_path: Path) -> 
     shown = CliRunner().invoke(app, ["inspect", str(tmp_path / "spectral")], env={"COLUMNS": "200"}).output
     assert count > 999
     assert re.search(rf"directions +│ {count} ", shown) and re.search(r"steps +│ 12345 ", shown)
+
+
+def test_a_store_that_follows_adam_says_where_its_moments_came_from(tmp_path: Path) -> None:
+    task = Task.classifier(nn.Linear(3, 3))
+    data = (torch.randn(12, 3), torch.randint(0, 3, (12,)))
+    recorded = {name: torch.ones_like(t) for name, t in task.state().items()}
+    recorded["weight"][:, 0] = 0
+    plan = Plan(steps=3, lr=0.01, preconditioner="adam")
+    states: list[Any] = [(task.state(), recorded), {name: t + 1 for name, t in task.state().items()}]
+    simulate(task, data, Sources.per_example(12), plan, checkpoints=states, out=tmp_path / "store", progress=False)
+    shown = CliRunner().invoke(app, ["inspect", str(tmp_path / "store")], env={"COLUMNS": "200"}).output
+    assert re.search(r"second moments +│ recorded +│ estimated", shown)
+    assert re.search(r"share unmoved +│ 0.25 +│ 0 ", shown)
+    make(tmp_path / "plain")
+    assert "moments" not in CliRunner().invoke(app, ["inspect", str(tmp_path / "plain")]).output
 
 
 def test_programs_get_the_same_as_json(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ from imprint import Plan, Reader, ReadoutError, Sources, Store, Task, attribute,
 from imprint.attribution import Order
 from imprint.readout import Kind
 from imprint.task import Batch
+from imprint.vectors import norm, scale
 from tests.problems import TanhInReverse
 
 N, SOURCES = 12, Sources.by_label([index % 6 for index in range(12)])
@@ -299,6 +300,41 @@ def test_neither_weights_nor_queries_are_touched(task: Task, store: Store) -> No
         assert torch.equal(tensor, before[name])
     assert all(p.grad is None for p in task.model.parameters())
     assert all(torch.equal(*pair) for pair in zip(queries, _columns(5, 2), strict=True))
+
+
+# --- differences of parameters that are hardly there
+
+
+@pytest.mark.parametrize("nudge", [0.0, 1e-7], ids=["zero", "next to zero"])
+@pytest.mark.parametrize("model", [nn.Linear(3, 2), _model()], ids=["all of them", "the last layer"])
+def test_parameters_near_zero_are_read_by_differences_as_by_forward_mode(model: nn.Module, nudge: float) -> None:
+    """Steps relative to their own length would be 0, or vanish in the rounding of everything else."""
+    chosen = "3.*" if isinstance(model, nn.Sequential) else "*"
+    task = Task.classifier(model, measure="margin", parameters=chosen)
+    with torch.no_grad():
+        for name in task.names:
+            model.get_parameter(name).fill_(nudge)
+    store = _simulate(task, Plan(engine="spectral", steps=5, lr=0.1, form="dense"))  # which is read where it starts
+    exact, differences = (_scores(task, store, readout=readout) for readout in ("jvp", "central"))
+    torch.testing.assert_close(differences, exact, rtol=1e-3, atol=1e-3 * float(exact.abs().max()))
+
+
+@pytest.mark.parametrize("chosen", ["*", "0.*", "3.*"])
+def test_parameters_of_a_usual_size_are_their_own_scale(chosen: str) -> None:
+    task = Task.classifier(_model(), parameters=chosen)
+    functional, theta = task.at(task.state())
+    assert scale(theta, functional) == norm(theta)
+
+
+def test_how_far_zero_parameters_drift_is_told_by_the_size_of_the_others() -> None:
+    model = _model()
+    nn.init.zeros_(model.get_parameter("3.weight"))
+    task = Task.classifier(model, parameters="3.weight")
+    store = _simulate(task, Plan(steps=3, lr=0.1))
+    moved = store.base(0, task.device)["3.weight"].norm()
+    others = torch.cat([p.detach().flatten() for name, p in model.named_parameters() if name != "3.weight"])
+    expected = moved / (others.norm() * (8 / len(others)) ** 0.5)
+    assert store.checkpoints[0].figures["drift"] == pytest.approx(float(expected), rel=1e-4)
 
 
 # --- the same scores however they are cut up

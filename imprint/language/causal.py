@@ -1,7 +1,7 @@
 """The task of a causal language model: the loss of documents, and the log-likelihood of completions."""
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any, Literal
 
@@ -26,6 +26,7 @@ def task(
     tokenizer: Any = None,
     *,
     parameters: str | Sequence[str] | None = None,
+    regulariser: Callable[[nn.Module], Tensor] | None = None,
     compute: Compute = None,
 ) -> "LanguageTask":
     """The task of a causal language model of transformers, or of one with a PEFT adapter.
@@ -37,11 +38,12 @@ def task(
     parameters: what carries the imprint. None: everything that is trainable; of a model with an adapter, the adapter.
         "last:K": the last K blocks. "lora:R", "lora:R:last:K": an adapter of rank R on the linear layers of all or of
         the last K blocks, made for this task in a twin of the model that shares its weights. Or globs of names.
+    regulariser: r(model) -> scalar, as of any task; with "lora:R" it is given the twin.
     compute: "bfloat16" evaluates the model in half precision; parameters and imprints stay as they are.
 
     An adapter that was loaded for inference has `requires_grad` set on its parameters, and keeps it.
     """
-    return LanguageTask(model, tokenizer, parameters=parameters, compute=compute)
+    return LanguageTask(model, tokenizer, parameters=parameters, regulariser=regulariser, compute=compute)
 
 
 class LanguageTask(Task):
@@ -56,6 +58,7 @@ class LanguageTask(Task):
         tokenizer: Any = None,
         *,
         parameters: str | Sequence[str] | None = None,
+        regulariser: Callable[[nn.Module], Tensor] | None = None,
         compute: Compute = None,
     ) -> None:
         if compute not in (None, "bfloat16"):
@@ -78,6 +81,7 @@ class LanguageTask(Task):
             outputs=self._logits_before,
             output_loss=_weighted_loss,
             measure=self._log_likelihood,
+            regulariser=regulariser,
             parameters=self._globs(model, parameters),
         )
         self.measure_name, self.better = "log-likelihood", "higher"

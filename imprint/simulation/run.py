@@ -28,7 +28,7 @@ from imprint.sources import Sources
 from imprint.store import DTYPES, FINGERPRINTS, Checkpoint, File, Manifest, Probes, Store, describe
 from imprint.task import Parameters, Task
 from imprint.values import parsed
-from imprint.vectors import minus, norm, row_norms, spread
+from imprint.vectors import minus, norm, row_norms, scale, spread
 from imprint.writer import Writer, difference
 
 logger = logging.getLogger(__name__)
@@ -246,7 +246,6 @@ class _Run:
         result = joined(parts)
         span = (start, start + len(chunk.sources))
         base, midpoints = None, None
-        drift = norm(minus(result.end, chunk.start)) / max(norm(chunk.start), 1e-300)
         if number == 0:
             base = self.writer.tensors(f"{folder}/base.safetensors", {**state, **result.base})
         if result.midpoints is not None:
@@ -254,6 +253,7 @@ class _Run:
             midpoints = self.writer.tensors(name, self._cast(result.midpoints), span)
         # six digits: the last ones depend on where tensors lie in memory, and a resumed store is the same to the bit
         norms = [float(f"{value:.6g}") for value in row_norms(result.imprints).tolist()]
+        drift = float(f"{norm(minus(result.end, chunk.start)) / scale(chunk.start, chunk.task):.6g}")
         about = {"linearity": result.linearity, "norms": norms, "drift": drift}
         name = f"{folder}/imprints-{number:05}.safetensors"
         imprints = self.writer.tensors(name, self._cast(result.imprints), span, about)

@@ -137,6 +137,43 @@ def test_checkpoints_of_the_plain_model_serve_a_task_with_an_adapter(tmp_path: P
         adapted.complete({**state, "another": torch.zeros(1)})
 
 
+@pytest.mark.parametrize("plan", [Plan(engine="spectral", steps=5, lr=0.02, directions=8), Plan(steps=2, lr=1e-3)])
+@pytest.mark.parametrize("kind", MODELS)
+def test_differences_take_their_step_from_the_model_where_b_is_zero_or_nearly_so(kind: str, plan: Plan) -> None:
+    model = MODELS[kind]().float()
+    adapted = task(model, parameters="lora:4")
+    store = simulated(adapted, documents().columns, plan)
+    exact, differences = (scores(adapted, store, QUERIES, readout=readout) for readout in ("jvp", "central"))
+    torch.testing.assert_close(differences, exact, rtol=1e-3, atol=1e-3 * float(exact.abs().max()))
+    assert store.checkpoints[0].figures["drift"] < 1
+
+
+def test_an_adapter_follows_adam_by_moments_that_are_estimated(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Those beside a checkpoint are of the model's own parameters, not of an adapter that was made afterwards."""
+    model, columns = gpt2(), documents().columns
+    optimiser = torch.optim.AdamW(model.parameters(), lr=0.01)
+    recorder = Recorder(tmp_path, optimiser=optimiser)
+    for step in (1, 2):
+        optimiser.zero_grad()
+        task(model).loss(model, columns).mean().backward()
+        optimiser.step()
+        recorder(model, step)
+    adapted = task(model, parameters="lora:4:last:1")
+    plan = Plan(steps=3, lr=1e-3, preconditioner="adam")
+    options: Any = {"checkpoints": recorder.paths, "progress": False}
+    store = simulate(adapted, columns, documents().sources(LABELS), plan, **options)
+    assert [checkpoint.figures["moments"] for checkpoint in store.checkpoints] == ["estimated", "estimated"]
+    assert "has no second moments of parameter 'transformer.h.1." in caplog.text
+    exact, differences = (scores(adapted, store, QUERIES, readout=readout) for readout in ("jvp", "central"))
+    assert exact.any()
+    torch.testing.assert_close(differences, exact, rtol=1e-3, atol=1e-3 * float(exact.abs().max()))
+    of_weights = task(model, parameters="last:1")
+    recorded = simulate(of_weights, columns, documents().sources(LABELS), plan, **options)
+    assert [checkpoint.figures["moments"] for checkpoint in recorded.checkpoints] == ["recorded", "recorded"]
+
+
 @pytest.mark.parametrize("kind", MODELS)
 def test_a_fine_tune_is_attributed_through_its_own_adapter(kind: str) -> None:
     model = fine_tuned(kind)

@@ -16,7 +16,7 @@ from transformers import (
 )
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from imprint import Plan, Sources, Store, Task, TaskError, attribute, check, self_influence, simulate
+from imprint import Plan, Reader, Sources, Store, Task, TaskError, attribute, check, self_influence, simulate
 from imprint.language import Completions, LanguageTask, task
 from tests.language.models import CONTEXT, LABELS, MODELS, TEXTS, VOCABULARY, documents, gpt2, llama, tokenizer
 
@@ -187,6 +187,32 @@ def test_every_window_can_be_a_source(kind: str, caplog: pytest.LogCaptureFixtur
         own = self_influence(language, store, columns, progress=False)
     assert not caplog.text
     torch.testing.assert_close(own, scores(language, store, columns).diagonal(), rtol=1e-4, atol=1e-6)
+
+
+def test_a_large_vocabulary_takes_no_memory_for_each_source() -> None:
+    """Its logits are met once for each query: with those of every source, all would take twice as much."""
+    columns = documents().columns
+    sources = Sources.per_example(len(columns["weights"]))
+    language = task(gpt2(vocab_size=10 * VOCABULARY), parameters="lora:2")
+    store = simulate(language, columns, sources, PLAN, progress=False)
+    readers = [Reader(language, store, memory=memory) for memory in ("12MB", "5MB", 1)]
+    assert [len(reader.chunks(queries(), 3)) for reader in readers] == [1, 4, len(sources)]
+    whole, some, single = (reader.scores(queries(), 3) for reader in readers)
+    torch.testing.assert_close(some, whole, rtol=1e-9, atol=1e-12)
+    torch.testing.assert_close(single, whole, rtol=1e-9, atol=1e-12)
+
+
+def test_a_regulariser_enters_the_objective() -> None:
+    columns, pulls = documents().columns, torch.zeros((), dtype=torch.float64)
+
+    def decay(model: nn.Module) -> Tensor:
+        return 0.5 * sum((p.square().sum() for p in model.parameters()), pulls)
+
+    plain, decayed = (task(gpt2(), parameters="last:1", regulariser=r) for r in (None, decay))
+    assert decayed.regulariser is decay
+    before, after = (imprints(simulated(each, columns, Plan(steps=2, lr=0.1))) for each in (plain, decayed))
+    name = "transformer.h.1.ln_1.weight"
+    assert not torch.allclose(before[name], after[name], rtol=1e-3)
 
 
 def test_a_check_says_that_it_will_work() -> None:

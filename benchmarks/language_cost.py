@@ -1,0 +1,119 @@
+"""What attributing a completion costs, in plain forward passes of the same model: readouts, blocks and adapters.
+
+    python benchmarks/language_cost.py --device cuda
+    python benchmarks/language_cost.py --small
+
+GPT-2 of 124 million parameters as its configuration makes it, 256 tokens, 16 sources; imprints are random, since cost
+does not depend on their values. Medians of repeated calls in one process; memory is the peak of a call beside that of
+the plain forward pass.
+"""
+
+import argparse
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import GPT2Config, GPT2LMHeadModel
+
+import imprint
+from imprint import language
+from imprint.readout import along, dots, forward_only, query_gradients
+from imprint.task import Parameters
+
+SELECTIONS = {
+    "all blocks": "last:12",
+    "last:2": "last:2",
+    "last:1": "last:1",
+    "lora:16": "lora:16",
+    "lora:16:last:2": "lora:16:last:2",
+}
+
+
+def measured(call: Callable[[], object], device: torch.device, repeats: int) -> tuple[float, float]:
+    """The median seconds of so many calls after one to warm up, and the most memory that a call adds, in bytes."""
+    times, most = [], 0.0
+    for _ in range(repeats + 1):
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+            torch.cuda.reset_peak_memory_stats()
+            held = torch.cuda.memory_allocated()
+        begin = time.perf_counter()
+        call()
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+            most = torch.cuda.max_memory_allocated() - held
+        times.append(time.perf_counter() - begin)
+    return statistics.median(times[1:]), most
+
+
+@dataclass(frozen=True)
+class Costs:
+    """Of attributing some queries: seconds of a plain forward pass and of each readout, and bytes that they add."""
+
+    plain: float
+    jvp: float
+    gradient: float
+    plain_bytes: float
+    jvp_bytes: float
+
+
+def costs(task: imprint.Task, imprints: Parameters, batch: dict[str, Tensor], repeats: int) -> Costs:
+    count, device = len(batch["input_ids"]), task.device
+    functional, theta = task.at(task.state())
+
+    def measure(theta: Parameters) -> Tensor:
+        return functional.measures(theta, batch, count)
+
+    def backward() -> Tensor:
+        return dots(imprints, query_gradients(functional, theta, batch, count, vectorise=True))
+
+    with forward_only(task):
+        plain, plain_bytes = measured(lambda: measure(theta), device, repeats)
+        jvp, jvp_bytes = measured(lambda: along(measure, theta, imprints, vectorise=True), device, repeats)
+        gradient, _ = measured(backward, device, repeats)
+    return Costs(plain, jvp, gradient, plain_bytes, jvp_bytes)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--sources", type=int, default=16)
+    parser.add_argument("--tokens", type=int, default=256)
+    parser.add_argument("--queries", type=int, nargs="+", default=[1, 16])
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--small", action="store_true", help="a model of seconds, to see that it runs")
+    options = parser.parse_args()
+    device = torch.device(options.device)
+    torch.manual_seed(0)
+    small: dict[str, Any] = {"n_embd": 64, "n_head": 4, "vocab_size": 500} if options.small else {}
+    config = GPT2Config(**small, bos_token_id=None, eos_token_id=None)
+    model: Any = GPT2LMHeadModel(config).to(device).eval()
+    size = sum(p.numel() for p in model.parameters())
+    where = torch.cuda.get_device_name(device) if device.type == "cuda" else f"{torch.get_num_threads()} CPU threads"
+    print(f"{where}, torch {torch.__version__}, {size / 1e6:.0f} M parameters, {options.tokens} tokens, float32")
+    print(f"\n{options.sources} sources, in plain forward passes of the same queries:\n")
+    print("| imprints in | values per source | queries | jvp | gradient | memory of jvp | of a forward |")
+    print("|---|---:|---:|---:|---:|---:|---:|")
+    for name, parameters in SELECTIONS.items():
+        task = language.task(model, parameters=parameters)
+        theta = task.at(task.state())[1]
+        imprints = {key: torch.randn(options.sources, *p.shape, device=device) for key, p in theta.items()}
+        for queries in options.queries:
+            ids = torch.randint(0, config.vocab_size, (queries, options.tokens), device=device)
+            weights = torch.ones(ids.shape, device=device).index_fill(1, torch.tensor([0], device=device), 0.0)
+            found = costs(task, imprints, {"input_ids": ids, "weights": weights}, options.repeats)
+            print(
+                f"| {name} | {sum(p.numel() for p in theta.values()):,} | {queries} | {found.jvp / found.plain:.1f} "
+                f"| {found.gradient / found.plain:.1f} | {found.jvp_bytes / 1e6:,.0f} MB "
+                f"| {found.plain_bytes / 1e6:,.0f} MB |",
+                flush=True,
+            )
+        del imprints
+
+
+if __name__ == "__main__":
+    main()
