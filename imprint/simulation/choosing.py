@@ -30,7 +30,7 @@ from imprint.dropout import dropouts
 from imprint.errors import SimulationError
 from imprint.progress import Advance, Progress
 from imprint.simulation.curvature import curvature_product
-from imprint.simulation.derivatives import Weighted, regulariser_gradient_along
+from imprint.simulation.derivatives import Weighted, regulariser_gradient_along, transposed
 from imprint.simulation.descent import Descent, FullBatch
 from imprint.simulation.frozen import together_or_alone
 from imprint.simulation.inputs import Inputs
@@ -191,7 +191,7 @@ def _outputs(
         return z.flatten()[chosen] if classes is None else margin(z, classes)
 
     found, pull, *_ = vjp(values, theta)
-    push = vjp(lambda u: pull(u)[0], torch.zeros_like(found))[1]  # v ↦ J v, of u ↦ Jᵀu
+    push = transposed(pull, found)
 
     def one(direction: Parameters) -> Tensor:
         moved: Tensor = push(direction)[0]

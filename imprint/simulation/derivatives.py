@@ -117,12 +117,17 @@ def gauss_newton_along(
 def gauss_newton_kept(task: Functional, theta: Parameters, part: Weighted) -> Product:
     """v ↦ G v for very many v: the graphs are made once, and every product only runs backward through them.
 
-    u ↦ Jᵀu is linear, so that its own transposed derivative is v ↦ J v; ∇²ℓ is its own transpose.
+    ∇²ℓ is its own transpose.
     """
     z, pull, *_ = vjp(lambda theta: task.outputs(theta, part.batch), theta)
-    push = vjp(lambda u: pull(u)[0], torch.zeros_like(z))[1]
+    push = transposed(pull, z)
     bend = vjp(lambda z: _output_slope(task, part.batch)(z, part.weights), z)[1]
     return lambda v: pull(bend(push(v)[0])[0])[0]
+
+
+def transposed(pull: Callable[[Tensor], tuple[Parameters]], z: Tensor) -> Callable[[Parameters], tuple[Tensor]]:
+    """v ↦ J v from u ↦ Jᵀu, which is linear in u: its own transposed derivative. `z` is what J is the derivative of."""
+    return vjp(lambda u: pull(u)[0], torch.zeros_like(z))[1]
 
 
 def _output_slope(task: Functional, batch: Batch) -> Callable[[Tensor, Tensor], Tensor]:

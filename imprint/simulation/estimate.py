@@ -17,7 +17,7 @@ from imprint.errors import StoreError
 from imprint.files import nearest_folder, write
 from imprint.fingerprint import probe_examples
 from imprint.memory import Peak, tensor_bytes
-from imprint.rows import Rows
+from imprint.rows import Rows, along
 from imprint.simulation.descent import Descent, FullBatch
 from imprint.simulation.engines import sides, simulated, trial_epsilon
 from imprint.simulation.frozen import COPIES, layers_of, rows_in_memory, source_gradients, values_of_a_row
@@ -157,7 +157,7 @@ def _source_seconds(descent: Descent, directions: int, layers: tuple[str, ...]) 
         frozen = Frozen(torch.ones(count), part, rest=1.0, share=1.0)
 
         def respond() -> Rows:
-            found = imprints(frozen, slopes, settings, lr=0.0)[0]
+            found = imprints(frozen, slopes, along(slopes, part), settings, lr=0.0)[0]
             return found if layers else Rows({}, {}, found.multiplied_out(descent.start))
 
         return min(_timed(respond)[0] for _ in range(2))

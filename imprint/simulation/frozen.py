@@ -10,7 +10,7 @@ import torch
 
 from imprint.errors import ImprintError, SimulationError, TaskError, first_line
 from imprint.memory import budget, tensor_bytes
-from imprint.rows import MULTIPLIED, Rows, factorable, gradients, orthonormal, parameters_of
+from imprint.rows import MULTIPLIED, Rows, along, factorable, gradients, orthonormal, parameters_of
 from imprint.simulation.curvature import Spectrum, curvature_product
 from imprint.simulation.descent import Descent, FullBatch
 from imprint.simulation.inputs import Inputs
@@ -221,10 +221,11 @@ class Spectral:
         if turn is not None and not self._projected and outside:
             # what lies along sharp directions cancels between factors and coefficients: the rounded ones must agree
             slopes = slopes.rounded(self._stored, -outside)
-        found, whole = imprints(frozen, slopes, self.settings, settled.lr)
+        seen = along(slopes, frozen.basis)
+        found, whole = imprints(frozen, slopes, seen, self.settings, settled.lr)
         lengths = whole
         if self._projected:
-            found, lengths = projected(frozen, slopes, self.settings, settled.lr)
+            found, lengths = projected(frozen, seen, self.settings, settled.lr)
         if turn is not None and found.coefficients is not None:
             found = replace(found, coefficients=found.coefficients @ turn)
         tensors = self._cast(found.tensors() if self._on_basis(settled) else found.multiplied_out(descent.start))

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from imprint.errors import SimulationError
-from imprint.rows import Rows, along
+from imprint.rows import Rows
 from imprint.simulation.curvature import ENDED, Basis, curvature_product, lanczos_basis
 from imprint.simulation.derivatives import Weighted, gradient
 from imprint.simulation.plan import Curvature, Settings
@@ -125,10 +125,12 @@ def response(curvature: Tensor, settings: Settings, lr: float) -> Tensor:
     return torch.where(x == 0, lr * settings.steps, lost / torch.where(x == 0, 1.0, damped))
 
 
-def imprints(frozen: Frozen, gradients: Rows, settings: Settings, lr: float) -> tuple[Rows, Tensor]:
-    """u_b of sources from their gradients, in factored form, and how long each is."""
+def imprints(frozen: Frozen, gradients: Rows, seen: Tensor, settings: Settings, lr: float) -> tuple[Rows, Tensor]:
+    """u_b of sources from their gradients, in factored form, and how long each is.
+
+    seen: what the gradients have `along` the basis, (sources, directions).
+    """
     inside, outside = response(frozen.values, settings, lr), frozen.outside(settings, lr)
-    seen = along(gradients, frozen.basis)
     coefficients = (-(inside - outside)).to(seen) * seen
     moved = gradients.scaled(-outside)
     found = Rows(moved.inputs, moved.outputs, moved.dense, coefficients, frozen.basis)
@@ -136,9 +138,8 @@ def imprints(frozen: Frozen, gradients: Rows, settings: Settings, lr: float) -> 
     return found, found.lengths(like, -outside * seen)
 
 
-def projected(frozen: Frozen, gradients: Rows, settings: Settings, lr: float) -> tuple[Rows, Tensor]:
-    """What u_b of sources has on the basis, and how long that is."""
-    seen = along(gradients, frozen.basis)
+def projected(frozen: Frozen, seen: Tensor, settings: Settings, lr: float) -> tuple[Rows, Tensor]:
+    """What u_b of sources has on the basis, from what their gradients have there, and how long that is."""
     coefficients = -response(frozen.values, settings, lr).to(seen) * seen
     return Rows({}, {}, {}, coefficients, frozen.basis), coefficients.double().norm(dim=1)
 
