@@ -5,9 +5,9 @@
 
 Trains the truth: models on halves of the 24 segments, and models that lack one of them. Trains one more run and keeps
 its checkpoints with Adam's moments; scores the held-out passages by Imprint and its rivals; prints a table and writes
-results.json. Whatever is finished is kept in the folder and not done again. `--small` is minutes on a CPU, to see that
-it runs. `--look` only shows the held-out log-likelihood after every epoch. Settings are chosen with `--tuning`, which
-has its own halves and seeds.
+results.json. Whatever is finished is kept in the folder and not done again. `--parameters` compares what may carry the
+imprints, at one checkpoint. `--small` is minutes on a CPU, to see that it runs. `--look` only shows the held-out
+log-likelihood after every epoch. Settings are chosen with `--tuning`, which has its own halves, seeds and passages.
 """
 
 import argparse
@@ -27,7 +27,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.func import grad, vmap
 
-from imprint import Plan, Task, attribute, simulate
+from imprint import Plan, Task, attribute, language, simulate
 from imprint.data import Data
 from imprint.evaluation import Metric, Subsets, Truth, lds, retrain
 from imprint.evaluation.lexical import bm25, characters, size_only, tf_idf
@@ -40,16 +40,14 @@ from imprint.settings import shakespeare
 from imprint.settings.shakespeare import Shakespeare, Size
 from imprint.task import Parameters
 
-PLANS = (
-    '{"preconditioner": "adam", "steps": 40, "lr": 5e-5, "batch_size": 128}',
-    '{"steps": 40, "lr": 0.05, "batch_size": 128}',
-)
-SMALL_PLANS = (
-    '{"preconditioner": "adam", "steps": 3, "lr": 1e-4, "batch_size": 32}',
-    '{"steps": 3, "lr": 0.05, "batch_size": 32}',
-)
+PLAN = {
+    **{"preconditioner": "adam", "momentum": 0.9, "steps": 80, "lr": 5e-4, "curvature": "gauss-newton"},
+    **{"dropout": True, "batch_size": 64, "source_sample": 32},
+}
+SMALL_PLAN = {**PLAN, "steps": 3, "batch_size": 32, "source_sample": 8}
 DAMPINGS = (0.01, 0.1, 1.0, 10.0)  # of TRAK, relative to the mean variance; the best against the truth is shown
 RESAMPLES = 300
+STAGES = ("halves", "removals", "checkpoints")
 TUNING = 1000  # seeds from here on are for choosing settings
 Pair = tuple[Parameters, Parameters]
 
@@ -63,7 +61,7 @@ class Bench:
 
     @cached_property
     def text(self) -> Shakespeare:
-        return shakespeare.load(self.size)
+        return shakespeare.load(self.size, where=0.25 if self.arguments.tuning else 0.5)
 
     @property
     def device(self) -> torch.device:
@@ -75,7 +73,11 @@ class Bench:
 
     @cached_property
     def task(self) -> Task:
-        return shakespeare.task(self.size.build().to(self.device))
+        return self.task_of(None)
+
+    def task_of(self, parameters: str | None) -> Task:
+        """Attribution through some of a model's parameters, or all of them."""
+        return language.task(self.size.build().to(self.device), parameters=parameters)
 
     @cached_property
     def queries(self) -> dict[str, Tensor]:
@@ -93,7 +95,7 @@ class Bench:
 
     @cached_property
     def together(self) -> Any:
-        compute = torch.bfloat16 if self.arguments.compute == "bfloat16" else None
+        compute = None if self.arguments.compute == "float32" else self.arguments.compute
         return self.size.together(self.text.train, self.device, at_once=self.arguments.at_once, compute=compute)
 
     def truth(self, subsets: Subsets, runs: int) -> Truth:
@@ -211,22 +213,36 @@ def lexical(bench: Bench) -> dict[str, Tensor]:
     }
 
 
-def imprints(bench: Bench, plan: Plan, run: int, step: int) -> dict[str, Tensor]:
-    """Our scores at one checkpoint."""
+def imprints(bench: Bench, plan: Plan, run: int, step: int, parameters: str | None = None) -> dict[str, Tensor]:
+    """Our scores at one checkpoint. An adapter made for it has no moments of Adam, which are estimated then."""
     state, moments = bench.checkpoints[run, step]
-    adam = plan.to_json().get("preconditioner") == "adam"
+    adam = plan.preconditioner == "adam" and not (parameters or "").startswith("lora")
+    task = bench.task_of(parameters)
     store = simulate(
-        bench.task,
+        task,
         bench.text.train,
         bench.text.sources,
         plan,
         checkpoints=[(state, moments) if adam else state],
-        out=bench.run_folder / "stores" / f"{_digest(plan.to_json())}-run-{run}-step-{step:05}",
+        out=bench.run_folder / "stores" / f"{_digest([plan.to_json(), parameters])}-run-{run}-step-{step:05}",
         batch_size=bench.arguments.chunk,
         memory=bench.arguments.memory,
     )
-    result = attribute(bench.task, store, bench.queries, readout="gradient", batch_size=bench.arguments.chunk)
+    result = attribute(task, store, bench.queries, readout="gradient", batch_size=bench.arguments.chunk)
     return {"imprint": result.scores}
+
+
+def carried(bench: Bench, plan: Plan) -> dict[str, Tensor]:
+    """Our scores at one checkpoint with imprints in some parameters alone."""
+    step, digest = bench.arguments.parameters_at, _digest(plan.to_json())
+    made = {
+        each: bench.kept(
+            f"imprint-{digest}-{each.replace(':', '-')}-run-0-step-{step:05}",
+            partial(imprints, bench, plan, 0, step, each),
+        )
+        for each in bench.arguments.parameters
+    }
+    return {f"Imprint in {each}, step {step}": scores["imprint"] for each, scores in made.items()}
 
 
 def _digest(value: Any) -> str:
@@ -297,7 +313,7 @@ def scored(bench: Bench, plans: list[Plan]) -> dict[str, Tensor]:
             ]
             each[step] = found[f"{name}, step {step}"] = _mean([scores["imprint"] for scores in every])
         found[f"{name}, all steps"] = _mean(list(each.values()))
-    return found
+    return {**found, **carried(bench, plans[0])}
 
 
 def _mean(scores: list[Tensor]) -> Tensor:
@@ -375,6 +391,9 @@ def about(bench: Bench) -> dict[str, Any]:
         "one retraining against the other": limits.single_run,
         "ceiling of LDS beyond the mean passage": ceiling(ranks(runs - runs.mean(1, keepdims=True))),
     }
+    for each in bench.arguments.parameters:
+        size = sum(p.numel() for p in bench.task_of(each).at(bench.task_of(each).state())[1].values())
+        found[f"bytes of an imprint in {each}"] = 4 * size
     if bench.removals is not None:
         effects = bench.removals.effects.numpy()
         check = removal(any_scores, bench.removals)
@@ -419,12 +438,16 @@ def main() -> None:
     parser.add_argument("--small", action="store_true", help="tiny models on little text, to see that it runs")
     parser.add_argument("--tuning", action="store_true", help="other halves and seeds, for choosing settings")
     parser.add_argument("--look", action="store_true", help="only show the held-out log-likelihood after every epoch")
+    parser.add_argument("--only", choices=STAGES, help="train only this part; several may be trained at the same time")
     parser.add_argument("--halves", type=int, default=40)
     parser.add_argument("--runs", type=int, default=2, help="retrainings of each half")
     parser.add_argument("--removal-runs", type=int, default=2, help="retrainings without each segment; 0 for none")
     parser.add_argument("--models", type=int, default=1, help="runs whose checkpoints are scored and averaged")
     parser.add_argument("--checkpoints", type=int, nargs="+", help="steps of the run at which imprints are simulated")
     parser.add_argument("--plan", action="append", help="fields of a Plan as JSON; may be given several times")
+    parser.add_argument("--parameters", nargs="*", default=[], help='that alone carry imprints, such as "lora:16"')
+    parser.add_argument("--parameters-at", type=int, help="step of the run at which they are compared")
+    parser.add_argument("--name", default="results", help="of the file with the results")
     parser.add_argument("--epochs", type=int, help="instead of the setting's own")
     parser.add_argument("--lr", type=float, help="of the training, instead of the setting's own")
     parser.add_argument("--at-once", type=int, default=80, help="models trained together")
@@ -439,6 +462,7 @@ def main() -> None:
         size.training, epochs=arguments.epochs or size.training.epochs, lr=arguments.lr or size.training.lr
     )
     arguments.checkpoints = arguments.checkpoints or list(size.steps)
+    arguments.parameters_at = arguments.parameters_at or arguments.checkpoints[len(arguments.checkpoints) // 2]
     arguments.compute = arguments.compute or ("bfloat16" if arguments.device.startswith("cuda") else "float32")
     arguments.projection = arguments.projection or (64 if arguments.small else 1024)
     torch.set_float32_matmul_precision(arguments.matmul)
@@ -446,16 +470,19 @@ def main() -> None:
     if arguments.look:
         look(bench)
         return
-    plans = [Plan(**json.loads(each)) for each in arguments.plan or (SMALL_PLANS if arguments.small else PLANS)]
-    for stage in ("halves", "removals", "checkpoints"):
+    usual = SMALL_PLAN if arguments.small else PLAN
+    plans = [Plan(**json.loads(each)) for each in arguments.plan or [json.dumps(usual)]]
+    for stage in [arguments.only] if arguments.only else STAGES:
         begin = time.monotonic()
         getattr(bench, stage)
         print(f"{stage}: {time.monotonic() - begin:.0f} s", flush=True)
+    if arguments.only:
+        return
     rows, facts = table(bench, scored(bench, plans)), about(bench)
     print(shown(rows, facts))
     settings = {"arguments": {key: str(value) for key, value in vars(arguments).items()}, "size": asdict(bench.size)}
     results = {**settings, "facts": facts, "methods": rows}
-    (bench.folder / "results.json").write_text(json.dumps(_without_nan(results), indent=1))
+    (bench.folder / f"{arguments.name}.json").write_text(json.dumps(_without_nan(results), indent=1))
 
 
 if __name__ == "__main__":

@@ -203,7 +203,7 @@ def _tried(
     if engine == "spectral":
         options |= {"lr": "auto", "damping": 1.0, "directions": _DIRECTIONS, "form": inputs.plan.form}
     if engine == inputs.plan.engine:
-        kept = ("curvature", "dropout", "preconditioner")
+        kept = ("curvature", "dropout", "preconditioner", "momentum")
         options |= {name: getattr(inputs.plan, name) for name in kept}
     plan = Plan(engine=engine, **options)
     two = Sources.groups({index: [index] for index in range(min(2, count))})

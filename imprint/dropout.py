@@ -25,16 +25,22 @@ def dropouts(model: nn.Module) -> list[_DropoutNd]:
 
 @contextmanager
 def dropping(model: nn.Module, noise: tuple[int, ...] | None) -> Iterator[None]:
-    """For a while the model's dropout modules drop what the seeds say, each in its turn; with None, nothing."""
+    """For a while the model's dropout modules drop what the seeds say, each in its turn; with None, nothing.
+
+    Under `vmap`, which needs randomness="same" for it, all rows drop the same.
+    """
     if noise is None:
         yield
         return
-    draw = np.random.default_rng(noise)  # torch's own generators are refused inside vmap
+    seed = int(np.random.SeedSequence(noise).generate_state(1, np.uint64)[0] >> np.uint64(1))
+    draws: dict[torch.device, torch.Generator] = {}  # drawn where they are used: a transfer would take far longer
 
     def hook(module: nn.Module, given: tuple[Any, ...], output: Tensor) -> Tensor:
         assert isinstance(module, _DropoutNd)
         alone = output.shape[: output.dim() - _TOGETHER[type(module)]]
-        kept = torch.from_numpy(draw.random(alone, dtype=np.float32) >= module.p).to(output.device)
+        if output.device not in draws:
+            draws[output.device] = torch.Generator(output.device).manual_seed(seed)
+        kept = torch.rand(alone, generator=draws[output.device], device=output.device) >= module.p
         return output * kept.reshape(*alone, *[1] * (output.dim() - len(alone))) / (1 - module.p)
 
     handles = [module.register_forward_hook(hook) for module in dropouts(model)]

@@ -97,7 +97,7 @@ _SOMETIMES = (  # of a basis, and of Adam; shown where there is one
     *("second moments", "share unmoved"),
 )
 _FIGURES = (
-    *("weight", "steps", "lr", "damping", "ε", "curvature", "‖I − ηH‖", "drift", "linearity", "‖u‖, median"),
+    *("weight", "steps", "lr", "damping", "ε", "curvature", "stability", "drift", "linearity", "‖u‖, median"),
     *_SOMETIMES,
 )
 

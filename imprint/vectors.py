@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable
 from statistics import median
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -92,10 +92,12 @@ def row(stack: Any, index: int) -> Any:
     return tree_map(lambda t: t[index], stack)
 
 
-def over_rows(function: Callable[..., Any], *stacks: Any, vectorise: bool) -> Any:
+def over_rows(
+    function: Callable[..., Any], *stacks: Any, vectorise: bool, randomness: Literal["same", "error"] = "error"
+) -> Any:
     """`function` applied to each row of the stacks, by `vmap` or by a plain loop; the results are stacked."""
     if vectorise:
-        return vmap(function)(*stacks)
+        return vmap(function, randomness=randomness)(*stacks)
     rows = next(iter(stacks[0].values())).shape[0]
     results = [function(*(row(stack, i) for stack in stacks)) for i in range(rows)]
     return tree_map(lambda *values: torch.stack(values), *results)

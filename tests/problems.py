@@ -104,27 +104,10 @@ class Problem:
         return -self.query_gradients() @ self.filter(steps, damping) @ self.source_gradients()
 
     def path(self, plan: Plan) -> tuple[Tensor, Tensor]:
-        """θ_T⁰ and dθ_T/d(ε/N), shape (parameters, sources), by differentiating plain gradient descent itself."""
-        assert isinstance(plan.steps, int) and isinstance(plan.damping, float)
-        steps, damping, indicator = plan.steps, plan.damping, self.indicator
-        drawn = minibatches(self.n, plan.batch_size or self.n, plan.seed)
-        weights = torch.zeros(steps, self.n, dtype=torch.float64)
-        for row in weights:
-            examples = next(drawn)
-            row[examples] = 1 / len(examples)
-        unperturbed = [self.theta]
-        for row in weights:
-            unperturbed.append(unperturbed[-1] - self.lr * grad(self.objective)(unperturbed[-1], row))
-
-        def end(shares: Tensor) -> Tensor:
-            theta = unperturbed[0]
-            for row, base in zip(weights, unperturbed[:-1], strict=True):
-                downhill: Tensor = grad(self.objective)(theta, row + shares @ indicator)
-                theta = theta - self.lr * (downhill + damping * (theta - base))
-            return theta
-
+        """θ_T⁰ and dθ_T/d(ε/N), shape (parameters, sources), by differentiating the descent itself."""
+        bottom, end = descents(self, plan)
         derivative: Tensor = jacrev(end)(torch.zeros(len(self.sources), dtype=torch.float64))
-        return unperturbed[-1], derivative
+        return bottom, derivative
 
     def simulate(self, plan: Plan, sources: Sources | None = None, batch_size: int = 512) -> Store:
         return simulate(
@@ -136,6 +119,40 @@ class Problem:
 
     def literal(self, store: Store) -> Attribution:
         return attribute(self.task, store, self.queries, readout="literal", memory="1GiB", progress=False)
+
+
+def batch_weights(problem: Problem, plan: Plan) -> Tensor:
+    """What each example weighs in the objective of each step, shape (steps, examples)."""
+    assert isinstance(plan.steps, int)
+    drawn = minibatches(problem.n, plan.batch_size or problem.n, plan.seed)
+    weights = torch.zeros(plan.steps, problem.n, dtype=torch.float64)
+    for row in weights:
+        examples = next(drawn)
+        row[examples] = 1 / len(examples)
+    return weights
+
+
+def descents(problem: Problem, plan: Plan, m: Tensor | None = None) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
+    """θ_T⁰, and θ_T as a function of the shares ε/N of all sources, written out; m: the diagonal of M."""
+    assert isinstance(plan.damping, float) and isinstance(plan.lr, float)
+    lr, damping, beta = plan.lr, plan.damping, plan.momentum
+    scale = torch.ones_like(problem.theta) if m is None else m
+    weights = batch_weights(problem, plan)
+    still = torch.zeros_like(problem.theta)
+    unperturbed, direction = [problem.theta], still
+    for row in weights:
+        direction = beta * direction + (1 - beta) * grad(problem.objective)(unperturbed[-1], row)
+        unperturbed.append(unperturbed[-1] - lr * direction / scale)
+
+    def end(shares: Tensor) -> Tensor:
+        theta, direction = unperturbed[0], still
+        for row, beside in zip(weights, unperturbed[:-1], strict=True):
+            downhill: Tensor = grad(problem.objective)(theta, row + shares @ problem.indicator)
+            direction = beta * direction + (1 - beta) * (downhill + damping * (theta - beside))
+            theta = theta - lr * direction / scale
+        return theta
+
+    return unperturbed[-1], end
 
 
 def flattened(stack: Mapping[str, Tensor]) -> Tensor:

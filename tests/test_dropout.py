@@ -141,7 +141,7 @@ def test_modules_draw_in_their_turn_and_a_draw_comes_again() -> None:
 def test_a_draw_is_shared_by_all_that_vmap_runs_over() -> None:
     model = nn.Sequential(nn.Dropout(0.5)).eval()
     with dropping(model, (3,)):
-        rows = vmap(model)(torch.ones(4, 30))
+        rows = vmap(model, randomness="same")(torch.ones(4, 30))
     assert bool((rows == rows[0]).all()) and bool((rows == 0).any())
 
 

@@ -655,7 +655,8 @@ class Clock:
 
 
 def moment(step: int = 1) -> snapshot.Moment:
-    return snapshot.Moment(step, {"w": torch.ones(2)}, {"w": torch.ones(3, 2)}, torch.ones(3))
+    base, rows = {"w": torch.ones(2)}, {"w": torch.ones(3, 2)}
+    return snapshot.Moment(step, base, rows, torch.ones(3), kept={}, kept_rows={})
 
 
 def test_a_snapshot_that_cannot_be_kept_does_not_stop_the_run(

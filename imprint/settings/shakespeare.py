@@ -8,6 +8,7 @@ log-likelihood of a held-out passage per token.
 import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,9 +18,9 @@ from imprint.data import Data
 from imprint.errors import DataError, MissingExtra
 from imprint.evaluation.retraining import Together
 from imprint.evaluation.training import Training
+from imprint.language.causal import Compute, task
 from imprint.settings.download import fetch
 from imprint.sources import Sources
-from imprint.task import Batch, Task
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -76,28 +77,25 @@ class Size:
         device: torch.device | str = "cpu",
         *,
         at_once: int | None = None,
-        compute: torch.dtype | None = None,
+        compute: Compute = None,
     ) -> Together:
-        """Trains many of these models at once on windows; `compute` is the type that layers are computed in."""
-
-        def training_task(model: nn.Module) -> Task:
-            return task(model, compute)
-
-        return Together(self.build, training_task, Data(columns, device=torch.device(device)), self.training, at_once)
+        """Trains many of these models at once on windows."""
+        windows = Data(columns, device=torch.device(device))
+        return Together(self.build, partial(task, compute=compute), windows, self.training, at_once)
 
 
 FULL = Size(
     vocabulary=1024,
     length=128,
     windows=None,
-    passages=5,
+    passages=10,
     layers=4,
     width=256,
     heads=4,
-    dropout=0.1,
+    dropout=0.2,
     training=Training(
-        epochs=20,
-        lr=1e-3,
+        epochs=16,
+        lr=1.5e-3,
         batch_size=32,
         optimiser="adamw",
         betas=(0.9, 0.99),
@@ -106,7 +104,7 @@ FULL = Size(
         warmup=50,
         drop_last=True,
     ),
-    steps=(100, 200, 400, 800, 1600),
+    steps=(200, 330, 530),
 )
 SMALL = Size(
     vocabulary=256,
@@ -145,8 +143,11 @@ class Shakespeare:
         return Sources.by_label(self.owners, names={index: f"segment {index + 1}" for index in range(SEGMENTS)})
 
 
-def load(size: Size = FULL) -> Shakespeare:
-    """The text as windows of each segment, some of which are held out, evenly spread."""
+def load(size: Size = FULL, where: float = 0.5) -> Shakespeare:
+    """The text as windows of each segment, some of which are held out, evenly spread.
+
+    where: the place of a held-out window in the stretch that it stands for, from 0 to 1; others give other passages.
+    """
     text = spoken(_read())
     tokenizer = _tokenizer(text, size.vocabulary)
     ids = torch.tensor(tokenizer.encode(text).ids)
@@ -154,7 +155,7 @@ def load(size: Size = FULL) -> Shakespeare:
     segments = ids[: SEGMENTS * (len(ids) // SEGMENTS)].reshape(SEGMENTS, -1)
     taken = min(each, size.windows or each)
     windows = segments[:, : taken * size.length].reshape(SEGMENTS, taken, size.length)
-    held_out = ((torch.arange(size.passages) + 0.5) * taken / size.passages).long()
+    held_out = ((torch.arange(size.passages) + where) * taken / size.passages).long()
     kept = torch.ones(taken, dtype=torch.bool).index_fill(0, held_out, False)
     numbers = torch.arange(SEGMENTS)
     return Shakespeare(
@@ -173,31 +174,6 @@ def columns(ids: Tensor) -> Columns:
     weights = torch.full(ids.shape, 1 / (ids.shape[1] - 1))
     weights[:, 0] = 0
     return {"input_ids": ids, "weights": weights}
-
-
-def task(model: nn.Module, compute: torch.dtype | None = None) -> Task:
-    """Predicting the next token; F is the log-likelihood of a passage.
-
-    compute: the type that matrix products are computed in, by torch's autocast; the loss is always in full precision.
-    """
-
-    def outputs(model: nn.Module, batch: Batch) -> Tensor:
-        ids = batch["input_ids"]
-        with torch.autocast(ids.device.type, compute, enabled=compute is not None, cache_enabled=False):
-            logits: Tensor = model(ids).logits[:, :-1]
-        return logits if compute is None else logits.float()
-
-    def loss(z: Tensor, batch: Batch) -> Tensor:
-        ids, weights = batch["input_ids"], batch["weights"]
-        each = nn.functional.cross_entropy(z.transpose(1, 2), ids[:, 1:], reduction="none")
-        total: Tensor = (weights[:, 1:] * each).sum(1)
-        return total
-
-    found = Task(
-        model, outputs=outputs, output_loss=loss, measure=lambda model, batch: -loss(outputs(model, batch), batch)
-    )
-    found.measure_name, found.better = "log-likelihood", "higher"
-    return found
 
 
 def spoken(text: str) -> str:

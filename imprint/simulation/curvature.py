@@ -42,18 +42,33 @@ class Spectrum:
     smallest: float
     largest: float
 
-    def norm_of_step(self, lr: float, damping: float) -> float:
-        """‖I − η(H + λI)‖: above 1, some direction grows at first."""
-        return max(abs(1 - lr * (self.smallest + damping)), abs(1 - lr * (self.largest + damping)))
+    def growth(self, lr: float, damping: float, momentum: float = 0.0) -> float:
+        """By what a step multiplies a direction at most, ‖I − η(H + λI)‖ without momentum: above 1, some grow."""
+        return max(_growth(lr * (mu + damping), momentum) for mu in (self.smallest, self.largest))
 
-    def step(self, damping: float) -> float:
-        """The step size 1/(|μ| + λ) for the sharper end, half of what is stable for positive curvature."""
-        top = max(self.largest, -self.smallest) + damping
+    def step(self, damping: float, momentum: float = 0.0) -> float:
+        """The step size 1/(|μ| + λ) for the sharper end, half of what is stable for positive curvature.
+
+        With momentum the stable step is longer, and half of it too; along negative curvature, which grows with any
+        step, it stays as it is.
+        """
+        top = max((max(self.largest, -self.smallest) + damping) / longer(momentum), -self.smallest - damping)
         if not top > 0:
             raise SimulationError(
                 'lr="auto" found no curvature to choose a step from (all second derivatives are 0): give lr a number.'
             )
         return 1 / top
+
+
+def longer(momentum: float) -> float:
+    """How many times longer steps may be with momentum β: z² = (1 + β − (1 − β)ημ)z − β is stable to ημ = 2·this."""
+    return (1 + momentum) / (1 - momentum)
+
+
+def _growth(curved: float, momentum: float) -> float:
+    """The larger root of z² = (1 + β − (1 − β)ημ)z − β, by its length; |1 − ημ| for β = 0."""
+    half = (1 + momentum - (1 - momentum) * curved) / 2
+    return abs(half) + math.sqrt(half**2 - momentum) if half**2 > momentum else math.sqrt(momentum)
 
 
 def lanczos(product: Callable[[Tensor], Tensor], start: Tensor, iterations: int, tolerance: float = 1e-2) -> Spectrum:

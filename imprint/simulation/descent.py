@@ -4,7 +4,7 @@ import zlib
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from itertools import islice
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 import torch
@@ -78,7 +78,7 @@ def joined(parts: list[Simulated]) -> Simulated:
 
 @dataclass(frozen=True)
 class Descent:
-    """One simulated descent: T steps of size η from θ*, for a chunk of sources, each divided by M if there is one."""
+    """One simulated descent of a chunk of sources: T steps of size η from θ*, with M and momentum as the plan says."""
 
     task: Functional
     start: Parameters
@@ -98,6 +98,11 @@ class Descent:
     def at_part(self, step: int, part: int) -> Functional:
         """The task as a part of a step sees it: with dropout drawn for it, if the plan says so."""
         return replace(self.task, noise=(self.plan.seed, step, part)) if self.plan.dropout else self.task
+
+    @property
+    def randomness(self) -> Literal["same", "error"]:
+        """Whether sources that are simulated together may draw random numbers: dropout, the same for all of them."""
+        return "same" if self.plan.dropout else "error"
 
     @property
     def n(self) -> int:
@@ -149,11 +154,21 @@ class Descent:
             add_scaled_(total, regulariser_gradient(self.task, theta, plain=True), 1.0)
         return total
 
-    def precondition_(self, step: Parameters) -> None:
-        """M⁻¹ of what a step is made of, or of each row of it, in place."""
+    def at_rest(self, theta: Parameters) -> Parameters:
+        """The directions that momentum keeps, where nothing has moved yet."""
+        return {name: torch.zeros_like(p) for name, p in theta.items()} if self.plan.momentum else {}
+
+    def move_(self, theta: Parameters, pull: Parameters, kept: Parameters) -> None:
+        """One step of θ, or of each row of it, down a slope; all are changed in place.
+
+        kept: the directions of the last step, which momentum keeps a part of.
+        """
         if self.preconditioner is not None:
-            for name, tensor in step.items():
+            for name, tensor in pull.items():
                 tensor.div_(self.preconditioner.diagonal[name])
+        for name, direction in kept.items():
+            direction.lerp_(pull[name], 1 - self.plan.momentum)
+        add_scaled_(theta, kept or pull, -self.lr)
 
     def refuse_gradients(self, parts: Iterable[Weighted]) -> None:
         """Name the example whose gradient is not finite."""
@@ -231,7 +246,7 @@ class Descent:
         def one(theta: Parameters, weights: Tensor, batch: Batch) -> Parameters:
             return gradient(task, theta, weights, batch)[0]
 
-        each = vmap(one, in_dims=(0 if per_row else None, 0, 0))
+        each = vmap(one, in_dims=(0 if per_row else None, 0, 0), randomness=self.randomness)
         return each(theta, weights.to(self.data.device), batch)
 
 
@@ -246,6 +261,7 @@ class Watch:
         self.sources = descent.sources
         self.advice = descent.advice
         self._removal = removal
+        self._runaway = _RUNAWAY / (1 - descent.plan.momentum)  # which takes a while to gather speed
         self._length = norm(descent.start)
         self.pull: Tensor | None = None  # of each row: the largest displacement per step at the beginning
 
@@ -264,7 +280,7 @@ class Watch:
             self.pull = steady if self.pull is None else torch.maximum(self.pull, steady)
         growth = torch.where(self.pull > 0, steady / self.pull, 0.0)
         growth = torch.where(self._removal * norms > self._length, growth, 0.0)
-        if float(growth.max()) > _RUNAWAY:
+        if float(growth.max()) > self._runaway:
             index = int(growth.argmax())
             raise SimulationError(
                 f"the imprint of source {self._source(index)!r} runs away: its norm is {float(norms[index]):.3g} "
@@ -289,30 +305,29 @@ def follow(
 ) -> tuple[Parameters, Parameters]:
     """T steps of the base path and of every row beside it; both at the end.
 
-    moving: what moves the rows, from (base, rows, batches, step); it is scaled by −ηM⁻¹, after damping.
+    moving: what moves the rows, from (base, rows, batches, step); it is damped, then a step is made of it.
     responses: how far each row is displaced by its source, from (base, rows); `removal` times that is a removal.
     """
     base = {name: p.clone() for name, p in descent.start.items()}
     count = len(next(iter(rows.values())))
     watch = Watch(descent, removal)
-    begin = 0
+    begin, kept, kept_rows = 0, descent.at_rest(base), descent.at_rest(rows)
     moment = descent.snapshot.restore(descent.data.device, count) if descent.snapshot else None
     if moment is not None:
         base, rows, watch.pull, begin = moment.base, moment.rows, moment.pull, moment.step
+        kept, kept_rows = moment.kept, moment.kept_rows
         descent.on_skip(begin * count)
     for step, parts in enumerate(descent.batches(begin), begin):
         downhill = descent.base_gradient(base, parts, step)
         change = moving(base, rows, parts, step)
         if descent.damping:
             add_scaled_(change, responses(base, rows), descent.damping)
-        descent.precondition_(change)
-        descent.precondition_(downhill)
-        add_scaled_(rows, change, -descent.lr)
-        add_scaled_(base, downhill, -descent.lr)
+        descent.move_(rows, change, kept_rows)
+        descent.move_(base, downhill, kept)
         watch(responses(base, rows), step)
         descent.on_step(count)
         if descent.snapshot and watch.pull is not None:
-            descent.snapshot.keep(Moment(step + 1, base, rows, watch.pull))
+            descent.snapshot.keep(Moment(step + 1, base, rows, watch.pull, kept, kept_rows))
     return base, rows
 
 

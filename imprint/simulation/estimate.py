@@ -25,7 +25,7 @@ from imprint.simulation.frozen import rows_at_once as rows_at_once_frozen
 from imprint.simulation.frozen import together_or_alone as together_or_alone_frozen
 from imprint.simulation.inputs import Inputs
 from imprint.simulation.plan import Settings
-from imprint.simulation.settling import advice, rows_at_once, together_or_alone
+from imprint.simulation.settling import advised, rows_at_once, together_or_alone
 from imprint.simulation.spectral import Frozen, freeze, imprints, refuse_unstable
 from imprint.simulation.step import LOOK_ITERATIONS, LOOKS, curvature_at, starting_curvature
 from imprint.simulation.trajectories import choose_epsilon
@@ -74,8 +74,9 @@ def estimate(inputs: Inputs, memory: int | str | None, out: str | os.PathLike[st
 
     trying, (descent, alone) = _timed(lambda: together_or_alone(inputs.descent(inputs.first, state)))
     seconds, curvature = _timed(lambda: starting_curvature(descent))
-    step = curvature.step(descent.shift) if inputs.settings[inputs.first].lr == "auto" else descent.lr
-    descent = replace(descent, lr=step, advice=advice(curvature, step, descent.shift))
+    if inputs.settings[inputs.first].lr == "auto":
+        descent = replace(descent, lr=curvature.step(descent.shift, descent.plan.momentum))
+    descent = advised(descent, curvature)
     rows = rows_at_once(descent, memory)
     chunk = descent.with_sources(inputs.sources.spread(rows))
     settling = len(used) * (trying + seconds) + sum(_settling(descent, list(used.values())))
@@ -84,7 +85,8 @@ def estimate(inputs: Inputs, memory: int | str | None, out: str | os.PathLike[st
     each, store = sizes(inputs, values)
     steps = sum(settings.path for settings in used.values())
     total = preparing + settling + steps * simulating + store * _write_seconds(out)
-    snapshot = tensor_bytes(descent.start) * (1 + rows * sides(inputs.plan))
+    moving = tensor_bytes(descent.start) + tensor_bytes(descent.at_rest(descent.start))
+    snapshot = moving * (1 + rows * sides(inputs.plan))
     return Estimate(total, peak.bytes, store, store + snapshot, each, rows, alone)
 
 

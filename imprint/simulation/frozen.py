@@ -164,7 +164,7 @@ class Spectral:
             warn_of_memory(descent, len(frozen.values), self.memory)
         figures = {
             "curvature": [curvature.smallest, curvature.largest],
-            "stability": curvature.norm_of_step(step, settings.damping),
+            "stability": curvature.growth(step, settings.damping),
             **_figures(frozen),
             "vectorised": descent.vectorise,
             "rows_at_once": rows_at_once(descent, len(frozen.values), layers, self.memory),

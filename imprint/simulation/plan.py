@@ -57,6 +57,9 @@ class Plan:
         curves and so has no negative directions; "auto" is the Hessian along paths, and Gauss–Newton for "spectral".
     preconditioner: of the path engines: "adam" divides every step, of the path and of responses, by √v̂ + 1e-8 with
         Adam's second moments v̂ at the checkpoint, as they were recorded with it or else estimated from gradients there.
+    momentum: of the path engines: the share β of the last step's direction that a step keeps, as Adam's first moment
+        does: d ← βd + (1 − β)∇, θ ← θ − ηM⁻¹d. Steps may be (1 + β)/(1 − β) times as long, 19 times with 0.9, so that a
+        path of as many steps reaches further. `torch.optim.SGD` with that momentum has lr = (1 − β)η.
     dropout: of the path engines: draw the model's dropout anew in every step, as training does; the same for all
         sources.
     directions: of "spectral": how many directions of the curvature are told apart.
@@ -81,6 +84,7 @@ class Plan:
     weight: float | tuple[float, ...] = 1.0
     curvature: Curvature | Literal["auto"] = "auto"
     preconditioner: Literal["adam"] | None = None
+    momentum: float = 0.0
     dropout: bool = False
     directions: int = 300
     form: Form = "factored"
@@ -124,6 +128,7 @@ class Plan:
                 raise PlanError(f"{field} belongs to {_quoted(engines)}; the {self.engine} engine has no such thing.")
         _one_of("curvature", self.curvature, ("auto", *get_args(Curvature)))
         _require(self.preconditioner in (None, "adam"), "preconditioner", self.preconditioner, 'None or "adam"')
+        _require(_number(self.momentum) and self.momentum < 1, "momentum", self.momentum, "at least 0 and below 1")
         _one_of("form", self.form, get_args(Form))
         _require(_whole(self.directions) and self.directions >= 1, "directions", self.directions, "at least 1")
         if self.keep_pair and self.variant != "two_sided":
@@ -194,7 +199,8 @@ class Plan:
 
 _BELONGS: dict[str, tuple[Engine, ...]] = {
     **dict.fromkeys(("variant", "epsilon", "accept_drift", "keep_pair"), ("trajectories",)),
-    **dict.fromkeys(("batch_size", "source_sample", "dropout", "preconditioner"), ("tangent", "trajectories")),
+    **dict.fromkeys(("batch_size", "source_sample", "dropout"), ("tangent", "trajectories")),
+    **dict.fromkeys(("preconditioner", "momentum"), ("tangent", "trajectories")),
     **dict.fromkeys(("directions", "form"), ("spectral",)),
     "curvature": ("tangent", "spectral"),
 }

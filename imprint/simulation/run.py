@@ -22,7 +22,7 @@ from imprint.simulation.engines import sides, simulated
 from imprint.simulation.frozen import PASSES, Spectral
 from imprint.simulation.inputs import Inputs
 from imprint.simulation.plan import Plan, Settings
-from imprint.simulation.settling import advice, refitted, rows_at_once, settled
+from imprint.simulation.settling import advised, refitted, rows_at_once, settled
 from imprint.simulation.states import State
 from imprint.sources import Sources
 from imprint.store import DTYPES, FINGERPRINTS, Checkpoint, File, Manifest, Probes, Store, describe
@@ -196,13 +196,8 @@ class _Run:
             checkpoint = settled(descent, settings, index, self.memory)
             self.writer.settle(index, checkpoint)
         figures = checkpoint.figures
-        descent = replace(
-            descent,
-            on_skip=self.bar.skip,
-            lr=checkpoint.lr,
-            vectorise=figures["vectorised"],
-            advice=advice(Spectrum(*figures["curvature"]), checkpoint.lr, descent.shift),
-        )
+        descent = replace(descent, on_skip=self.bar.skip, lr=checkpoint.lr, vectorise=figures["vectorised"])
+        descent = advised(descent, Spectrum(*figures["curvature"]))
         fit = figures["rows_at_once"]
         if not fresh and self.memory is not None:
             fit = refitted(fit, rows_at_once(descent, self.memory), self.memory)

@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 from imprint.memory import activation_bytes, budget, tensor_bytes
-from imprint.simulation.curvature import Spectrum
+from imprint.simulation.curvature import Spectrum, longer
 from imprint.simulation.derivatives import Weighted
 from imprint.simulation.descent import Descent
 from imprint.simulation.engines import sides, simulated, trial_epsilon
@@ -29,10 +29,10 @@ def settled(descent: Descent, settings: Settings, index: int, memory: int | str 
     descent, alone = together_or_alone(descent)
     curvature = starting_curvature(descent)
     step, curvature = settle(descent, curvature) if settings.lr == "auto" else (settings.lr, curvature)
-    stability = curvature.norm_of_step(step, descent.shift)
-    descent = replace(descent, lr=step, advice=advice(curvature, step, descent.shift))
+    stability = curvature.growth(step, descent.shift, descent.plan.momentum)
+    descent = advised(replace(descent, lr=step), curvature)
     if stability > 1 + 1e-6:
-        _warn_unstable(index, stability, curvature, step, descent.shift)
+        _warn_unstable(index, stability, curvature, descent)
     epsilon, disagreement = _epsilon(descent)
     figures: dict[str, Any] = {
         "curvature": [curvature.smallest, curvature.largest],
@@ -61,6 +61,7 @@ def rows_at_once(descent: Descent, memory: int | str | None) -> int:
     part: Weighted = next(iter(next(descent.batches())))
     activations = activation_bytes(lambda: descent.task.losses(descent.start, part.batch, len(part)))
     each = _COPIES * (tensor_bytes(descent.start) + (activations if descent.vectorise else 0))
+    each += tensor_bytes(descent.at_rest(descent.start))
     each += (len(descent.data) if descent.is_full_batch else 0) * descent.dtype.itemsize  # its weights of all examples
     rows = budget(memory, descent.data.device) // (each * sides(descent.plan))
     if rows < 1:
@@ -85,26 +86,28 @@ def _epsilon(descent: Descent) -> tuple[float | None, dict[str, float]]:
     return trial_epsilon(descent.plan), {}
 
 
-def advice(curvature: Spectrum, lr: float, damping: float) -> str:
-    """What to do when a descent with these figures diverges."""
-    sharpest = max(curvature.largest, -curvature.smallest)
-    holds = f" A step below {2 / (sharpest + damping):.2g} holds;" if sharpest + damping > 0 else ""
-    return (
-        f"The step is lr={lr:.3g} and the measured curvature runs from {curvature.smallest:.3g} to "
+def advised(descent: Descent, curvature: Spectrum) -> Descent:
+    """The descent with what to do should it diverge, given the curvature that was measured."""
+    sharpest = max(curvature.largest, -curvature.smallest) + descent.shift
+    holds = f" A step below {2 * longer(descent.plan.momentum) / sharpest:.2g} holds;" if sharpest > 0 else ""
+    advice = (
+        f"The step is lr={descent.lr:.3g} and the measured curvature runs from {curvature.smallest:.3g} to "
         f'{curvature.largest:.3g}.{holds} lr="auto" chooses one; fewer steps or some damping help where curvature is '
         "negative."
     )
+    return replace(descent, advice=advice)
 
 
-def _warn_unstable(index: int, stability: float, curvature: Spectrum, lr: float, damping: float) -> None:
-    if lr * (curvature.largest + damping) > 2:
+def _warn_unstable(index: int, stability: float, curvature: Spectrum, descent: Descent) -> None:
+    safe = longer(descent.plan.momentum) / max(curvature.largest + descent.shift, 1e-300)
+    if descent.lr > 2 * safe:
         warnings.warn(
-            f"checkpoint {index}: ‖I − ηH‖ is {stability:.3g} at lr={lr:.3g}, above 1 (curvature up to "
-            f"{curvature.largest:.3g}): the descent may diverge; "
-            f"lr={1 / (curvature.largest + damping):.2g} would be safe.",
+            f"checkpoint {index}: a step multiplies some direction by {stability:.3g} at lr={descent.lr:.3g}, above 1 "
+            f"(curvature up to {curvature.largest:.3g}): the descent may diverge; lr={safe:.2g} would be safe.",
             stacklevel=7,
         )
     else:
         logger.info(
-            "checkpoint %d: ‖I − ηH‖ is %.3g, from negative curvature %.3g", index, stability, curvature.smallest
+            "checkpoint %d: a step multiplies some direction by %.3g, from negative curvature %.3g",
+            *(index, stability, curvature.smallest),
         )

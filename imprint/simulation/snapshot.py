@@ -20,17 +20,23 @@ from imprint.tensorfile import save
 
 logger = logging.getLogger(__name__)
 SECONDS = 60.0
+_STACKS = ("base", "rows", "kept", "kept_rows")
 _LONGEST = 3.0  # seconds to write one; where it takes longer, they are kept more seldom
 
 
 @dataclass(frozen=True)
 class Moment:
-    """Where a descent stands before step `step`: the base path, one row per trajectory, and the growth reference."""
+    """Where a descent stands before step `step`: the base path, one row per trajectory, and the growth reference.
+
+    kept, kept_rows: the directions of the last step, if there is momentum.
+    """
 
     step: int
     base: Parameters
     rows: Parameters
     pull: Tensor
+    kept: Parameters
+    kept_rows: Parameters
 
 
 class Snapshot:
@@ -46,8 +52,8 @@ class Snapshot:
         if begin - self._last < SECONDS * max(1.0, self._took / _LONGEST):
             return
         tensors = {"pull": moment.pull.cpu()}
-        for kind, stack in (("base", moment.base), ("rows", moment.rows)):
-            tensors |= {f"{kind}/{name}": tensor.cpu().contiguous() for name, tensor in stack.items()}
+        for kind in _STACKS:
+            tensors |= {f"{kind}/{name}": t.cpu().contiguous() for name, t in getattr(moment, kind).items()}
         about = {"step": moment.step, "start": self._start, "sha256": _checksum(moment.step, self._start, tensors)}
         metadata = {"imprint": json.dumps(about)}
         try:
@@ -73,11 +79,10 @@ class Snapshot:
             return None
 
         def stack(kind: str) -> Parameters:
-            return {
-                name.removeprefix(kind): tensor.to(device) for name, tensor in tensors.items() if name.startswith(kind)
-            }
+            start = f"{kind}/"
+            return {name.removeprefix(start): t.to(device) for name, t in tensors.items() if name.startswith(start)}
 
-        moment = Moment(step, stack("base/"), stack("rows/"), tensors["pull"].to(device))
+        moment = Moment(step=step, pull=tensors["pull"].to(device), **{kind: stack(kind) for kind in _STACKS})
         same = start == self._start and all(len(tensor) == count for tensor in moment.rows.values())
         return moment if same else None
 

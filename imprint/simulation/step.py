@@ -15,7 +15,6 @@ from imprint.simulation.curvature import Spectrum, spectrum
 from imprint.simulation.derivatives import Weighted
 from imprint.simulation.descent import Descent
 from imprint.task import Parameters
-from imprint.vectors import add_scaled_
 
 LOOKS = (1 / 16, 1 / 8, 1 / 4, 1 / 2, 1.0)  # shares of the path at which curvature is measured
 LOOK_ITERATIONS = 15
@@ -41,11 +40,12 @@ def curvature_at(descent: Descent, theta: Parameters, parts: Iterable[Weighted],
 def settle(descent: Descent, start: Spectrum) -> tuple[float, Spectrum]:
     """A step of 1/(|μ| + λ) for the sharpest curvature on the path it makes, and the extremes met there.
 
+    With momentum it is longer, by as much as steps may be.
     Under a preconditioner μ is a curvature of M⁻¹(H + λI), and the step 1/|μ|.
     """
     assumed = start
     for _ in range(_TRIES):
-        step = assumed.step(descent.shift)
+        step = assumed.step(descent.shift, descent.plan.momentum)
         along = _walk(replace(descent, lr=step))
         if along is None:  # not even the unperturbed path holds at this step
             assumed = Spectrum(8 * assumed.smallest, 8 * assumed.largest)
@@ -62,15 +62,13 @@ def settle(descent: Descent, start: Spectrum) -> tuple[float, Spectrum]:
 def _walk(descent: Descent) -> Spectrum | None:
     """Curvature extremes along the unperturbed path; None if it goes uphill or to where losses are not finite."""
     looks = {max(1, round(share * descent.steps)) for share in LOOKS}
-    theta = {name: p.clone() for name, p in descent.start.items()}
+    theta, kept = {name: p.clone() for name, p in descent.start.items()}, descent.at_rest(descent.start)
     found = []
     reference = next(descent.batches())
     begin = _mean_loss(descent, theta, reference)
     for step, parts in enumerate(descent.batches(), start=1):
         try:
-            downhill = descent.base_gradient(theta, parts, step)
-            descent.precondition_(downhill)
-            add_scaled_(theta, downhill, -descent.lr)
+            descent.move_(theta, descent.base_gradient(theta, parts, step), kept)
             descent.on_step(0)
             if step in looks:
                 if _mean_loss(descent, theta, reference) - begin > _UPHILL * max(abs(begin), 1e-3):

@@ -1,7 +1,8 @@
 """The tangent engine: the exact response of the path to a source's weight, by forward-over-reverse.
 
 v_0 = 0,  v_{t+1} = v_t − η [(H(θ_t⁰) + λI) v_t + g_b(θ_t⁰)],  u_b = v_T, read out at θ_T⁰. By choice H is the
-Gauss–Newton matrix, for which nothing but the response changes; a preconditioner divides each step by M.
+Gauss–Newton matrix, for which nothing but the response changes; a preconditioner divides each step by M, and momentum
+keeps a part of the last one.
 """
 
 from collections.abc import Callable, Iterable
@@ -50,7 +51,8 @@ def _along(
     total = zeros_like(theta, len(descent.sources))
     for index, (part, direction) in enumerate(zip(parts, directions, strict=True)):
         one = _one_source(descent, theta, part, step, index)
-        add_scaled_(total, over_rows(one, responses, direction, vectorise=descent.vectorise), 1.0)
+        moved = over_rows(one, responses, direction, vectorise=descent.vectorise, randomness=descent.randomness)
+        add_scaled_(total, moved, 1.0)
     if descent.task.task.regulariser is not None:
         curved = over_rows(
             lambda v: regulariser_gradient_along(descent.task, theta, v), responses, vectorise=descent.vectorise

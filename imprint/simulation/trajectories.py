@@ -1,7 +1,7 @@
 """The trajectories engine: the perturbed descents themselves, with first derivatives only.
 
 θ_{t+1}^± = θ_t^± − η [∇L(θ_t^±) ± (ε/N) ∇ℓ_b(θ_t^±) + λ(θ_t^± − θ_t⁰)], all from θ*, beside the unperturbed θ_t⁰;
-a preconditioner divides each step by M.
+a preconditioner divides each step by M, momentum keeps a part of the last one.
 `two_sided` takes (θ⁺ − θ⁻)/(2ε/N), `one_sided` (θ⁺ − θ⁰)/(ε/N), the paper's `mirrored` (θ⁺ − θ*)/(ε/N).
 """
 
@@ -87,7 +87,8 @@ def _gradients(
         def one(theta: Parameters, weights: Tensor, task: Functional = task, part: Weighted = part) -> Parameters:
             return gradient(task, theta, weights, part.batch, plain=not descent.vectorise)[0]
 
-        add_scaled_(total, over_rows(one, theta, weights, vectorise=descent.vectorise), 1.0)
+        pull = over_rows(one, theta, weights, vectorise=descent.vectorise, randomness=descent.randomness)
+        add_scaled_(total, pull, 1.0)
     if descent.task.task.regulariser is not None:
         pull = over_rows(
             lambda t: regulariser_gradient(descent.task, t, plain=not descent.vectorise),

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from imprint import DataError, MissingExtra, Plan, attribute, simulate
+from imprint import DataError, MissingExtra, Plan, attribute, language, simulate
 from imprint.evaluation import Subsets, retrain
 from imprint.evaluation.training import measured
 from imprint.settings import shakespeare
@@ -80,7 +80,7 @@ def test_windows_and_passages_together_are_the_segment(small: Shakespeare) -> No
 
 def test_loss_and_log_likelihood_are_means_over_predicted_tokens(small: Shakespeare) -> None:
     model = SMALL.build().eval()
-    task = shakespeare.task(model)
+    task = language.task(model)
     batch = {name: column[:3] for name, column in small.queries.items()}
     ids = batch["input_ids"]
     right = model(ids).logits.log_softmax(-1)[:, :-1].gather(2, ids[:, 1:, None])[..., 0]
@@ -91,7 +91,7 @@ def test_loss_and_log_likelihood_are_means_over_predicted_tokens(small: Shakespe
 
 def test_half_precision_is_near_full_precision(small: Shakespeare) -> None:
     model = SMALL.build().eval()
-    full, half = (shakespeare.task(model, t).loss(model, small.queries).detach() for t in (None, torch.bfloat16))
+    full, half = (language.task(model, compute=t).loss(model, small.queries).detach() for t in (None, "bfloat16"))
     assert half.dtype == torch.float32
     assert 0 < float((full - half).abs().max()) < 0.05
 
@@ -102,7 +102,7 @@ def test_the_full_model_has_more_than_three_million_parameters() -> None:
 
 def test_small_models_learn_together_and_are_attributed(small: Shakespeare) -> None:
     together = SMALL.together(small.train)
-    task = shakespeare.task(SMALL.build())
+    task = language.task(SMALL.build())
     halves = Subsets.halves(small.sources, 3)
     truth = retrain(together, task, small.queries, halves, progress=False)
     assert truth.values.shape == (1, 3, len(small.passages))
@@ -118,10 +118,9 @@ def test_training_in_half_precision_is_near_that_in_full(small: Shakespeare) -> 
     once = replace(SMALL, dropout=0.0, training=replace(SMALL.training, epochs=1))
     everything = torch.arange(len(small.owners))
     full, half = (
-        once.together(small.train, compute=compute).stack([everything] * 2, [0, 1])
-        for compute in (None, torch.bfloat16)
+        once.together(small.train, compute=compute).stack([everything] * 2, [0, 1]) for compute in (None, "bfloat16")
     )
-    task = shakespeare.task(once.build())
+    task = language.task(once.build())
     losses = [measured(task, stack, small.queries, len(small.passages)).mean(1) for stack in (full, half)]
     assert half["transformer.wte.weight"].dtype == torch.float32
     assert 0 < float((losses[0] - losses[1]).abs().max()) < 0.05

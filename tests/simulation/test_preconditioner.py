@@ -3,7 +3,6 @@
 import json
 import logging
 import random
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -23,6 +22,7 @@ from imprint.simulation.states import State
 from tests.problems import (
     Problem,
     base,
+    descents,
     imprints,
     quadratic,
     relative_error,
@@ -64,29 +64,6 @@ def run(problem: Problem, plan: Plan, m: Tensor | None = None, **options: Any) -
     checkpoints = None if m is None else with_m(problem, m)
     given = {"checkpoints": checkpoints, "batch_size": 512, "memory": "1GiB", "progress": False, **options}
     return simulate(problem.task, problem.data, problem.sources, plan, **given)
-
-
-def descents(problem: Problem, plan: Plan, m: Tensor) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
-    """θ_T⁰, and θ_T as a function of the shares ε/N of all sources, written out."""
-    assert isinstance(plan.steps, int) and isinstance(plan.damping, float) and isinstance(plan.lr, float)
-    lr, damping = plan.lr, plan.damping
-    drawn = minibatches(problem.n, plan.batch_size or problem.n, plan.seed)
-    weights = torch.zeros(plan.steps, problem.n, dtype=torch.float64)
-    for row in weights:
-        examples = next(drawn)
-        row[examples] = 1 / len(examples)
-    unperturbed = [problem.theta]
-    for row in weights:
-        unperturbed.append(unperturbed[-1] - lr * grad(problem.objective)(unperturbed[-1], row) / m)
-
-    def end(shares: Tensor) -> Tensor:
-        theta = unperturbed[0]
-        for row, beside in zip(weights, unperturbed[:-1], strict=True):
-            downhill: Tensor = grad(problem.objective)(theta, row + shares @ problem.indicator)
-            theta = theta - lr * (downhill + damping * (theta - beside)) / m
-        return theta
-
-    return unperturbed[-1], end
 
 
 @every_plan
