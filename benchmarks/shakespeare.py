@@ -356,9 +356,18 @@ def _beyond(values: Array) -> Array:
     return np.asarray(values - values.mean(0))
 
 
+def effects_of(halves: Truth) -> Tensor:
+    """What each source does to each passage, (queries, sources), by ridge regression on which sources a half has."""
+    kept, values = halves.subsets.kept().double(), halves.values.double().mean(0)
+    kept, values = kept - kept.mean(0), values - values.mean(0)
+    found: Tensor = torch.linalg.solve(kept.T @ kept + torch.eye(kept.shape[1], dtype=kept.dtype), kept.T @ values)
+    return found.T
+
+
 def table(bench: Bench, scores: dict[str, Tensor]) -> dict[str, dict[str, Any]]:
     """Of each method: figures as estimates, and the LDS with an interval over passages alone as the library has it."""
     kept, actual = bench.halves.subsets.kept().double().T, bench.halves.values.mean(0).T.numpy()
+    strongest = effects_of(bench.halves).argmax(1)
     halves, specific = Against(actual), Against(_beyond(actual))
     removed = Against(bench.removals.effects.mean(0).numpy()) if bench.removals else None
     predicted = {name: (each @ kept).numpy() for name, each in scores.items()}
@@ -369,6 +378,7 @@ def table(bench: Bench, scores: dict[str, Tensor]) -> dict[str, dict[str, Any]]:
             "LDS": _estimate(draws[name]),
             "LDS beyond the mean passage": _estimate(specific.draws(_beyond(predicted[name]))),
             "own segment first": mean_estimate((each.argmax(1) == bench.text.origins).double().numpy()),
+            "first as in the truth": mean_estimate((each.argmax(1) == strongest).double().numpy()),
             "removals": _estimate(removed.draws(-each.numpy())) if removed else None,
             "ahead of the best lexical": _estimate(draws[name] - draws[words]),
             "over passages alone": lds(each, bench.halves),
@@ -387,6 +397,7 @@ def about(bench: Bench) -> dict[str, Any]:
     found: dict[str, Any] = {
         "log-likelihood per token, halves": float(halves.values.mean()),
         "log-likelihood per token, everything": float(_measured(bench, final).mean()),
+        "own segment first in the truth": float((effects_of(halves).argmax(1).numpy() == origins).mean()),
         "ceiling of LDS": limits.ceiling,
         "one retraining against the other": limits.single_run,
         "ceiling of LDS beyond the mean passage": ceiling(ranks(runs - runs.mean(1, keepdims=True))),

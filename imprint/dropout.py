@@ -16,11 +16,18 @@ _TOGETHER: dict[type[nn.Module], int] = {  # how many of the last dimensions are
     nn.Dropout3d: 3,
 }
 
+_BLOCK = 32  # rows that are drawn together
+
 
 def dropouts(model: nn.Module) -> list[_DropoutNd]:
     """The modules of a model that drop something in training."""
     found = (module for module in model.modules() if isinstance(module, _DropoutNd))
     return [module for module in found if type(module) in _TOGETHER and 0 < module.p < 1]
+
+
+def draws(module: nn.Module) -> bool:
+    """Whether some part of a module is `dropping` now."""
+    return any(isinstance(hook, _Draw) for part in module.modules() for hook in part._forward_hooks.values())
 
 
 @contextmanager
@@ -32,20 +39,29 @@ def dropping(model: nn.Module, noise: tuple[int, ...] | None) -> Iterator[None]:
     if noise is None:
         yield
         return
-    seed = int(np.random.SeedSequence(noise).generate_state(1, np.uint64)[0] >> np.uint64(1))
-    draws: dict[torch.device, torch.Generator] = {}  # drawn where they are used: a transfer would take far longer
-
-    def hook(module: nn.Module, given: tuple[Any, ...], output: Tensor) -> Tensor:
-        assert isinstance(module, _DropoutNd)
-        alone = output.shape[: output.dim() - _TOGETHER[type(module)]]
-        if output.device not in draws:
-            draws[output.device] = torch.Generator(output.device).manual_seed(seed)
-        kept = torch.rand(alone, generator=draws[output.device], device=output.device) >= module.p
-        return output * kept.reshape(*alone, *[1] * (output.dim() - len(alone))) / (1 - module.p)
-
-    handles = [module.register_forward_hook(hook) for module in dropouts(model)]
+    handles = [module.register_forward_hook(_Draw((*noise, n))) for n, module in enumerate(dropouts(model))]
     try:
         yield
     finally:
         for handle in handles:
             handle.remove()
+
+
+class _Draw:
+    """What one module drops, by its own stream of random numbers, drawn where it is used.
+
+    A draw is for whole blocks of rows: what an example drops does not depend on how many others come after it.
+    """
+
+    def __init__(self, noise: tuple[int, ...]) -> None:
+        self._seed = int(np.random.SeedSequence(noise).generate_state(1, np.uint64)[0] >> np.uint64(1))
+        self._stream: torch.Generator | None = None
+
+    def __call__(self, module: nn.Module, given: tuple[Any, ...], output: Tensor) -> Tensor:
+        assert isinstance(module, _DropoutNd)
+        rows, *others = output.shape[: output.dim() - _TOGETHER[type(module)]]
+        if self._stream is None:
+            self._stream = torch.Generator(output.device).manual_seed(self._seed)
+        drawn = torch.rand(-(-rows // _BLOCK) * _BLOCK, *others, generator=self._stream, device=output.device)[:rows]
+        kept = drawn.reshape(*drawn.shape, *[1] * (output.dim() - drawn.dim())) >= module.p
+        return output * kept / (1 - module.p)

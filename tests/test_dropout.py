@@ -1,11 +1,13 @@
 """Dropout along the path: drawn by the seed, the same for every source and engine, and never outside of training."""
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.func import grad, jacrev, vmap
 
-from imprint import Plan, PlanError, Task
+from imprint import Plan, PlanError, Sources, Task, simulate
 from imprint.dropout import dropouts, dropping
 from tests.problems import Problem, base, imprints, overlapping, relative_error
 
@@ -22,6 +24,11 @@ def noisy(p: float = 0.4) -> Problem:
     return Problem(Task.classifier(model), (x[:14], y[:14]), (x[14:], y[14:]), overlapping(14), lr=LR)
 
 
+def uniform(problem: Problem) -> Tensor:
+    """The weight of every example in plain training."""
+    return torch.full((problem.n,), 1 / problem.n, dtype=torch.float64)
+
+
 def plan(**options: object) -> Plan:
     return Plan(**{"steps": STEPS, "lr": LR, "dropout": True, **options})  # type: ignore[arg-type]
 
@@ -34,29 +41,68 @@ def test_the_same_seed_gives_the_same_imprints_and_another_others() -> None:
     assert relative_error(imprints(problem.simulate(plan(dropout=False))), one) > 0.01
 
 
-@pytest.mark.parametrize("curvature", ["hessian", "gauss-newton"])
-def test_the_tangent_is_the_derivative_of_the_noisy_path(curvature: str) -> None:
-    """Gradient descent with the masks of each step is differentiated itself, in reverse; or its response written."""
+def test_the_tangent_is_the_derivative_of_the_noisy_path() -> None:
+    """Gradient descent with the masks of each step is differentiated itself, in reverse."""
     problem = noisy()
-    indicator, n = problem.indicator, problem.n
-
-    def slope(theta: Tensor, weights: Tensor, step: int) -> Tensor:
-        with dropping(problem.task.model, (0, step, 0)):
-            found: Tensor = grad(problem.objective)(theta, weights)
-            return found
 
     def end(shares: Tensor) -> Tensor:
         theta = problem.theta
         for step in range(STEPS):
-            theta = theta - LR * slope(theta, torch.full((n,), 1 / n, dtype=torch.float64) + shares @ indicator, step)
+            with dropping(problem.task.model, (0, step, 0)):
+                theta = theta - LR * grad(problem.objective)(theta, uniform(problem) + shares @ problem.indicator)
         return theta
 
-    if curvature == "hessian":
-        expected = jacrev(end)(torch.zeros(len(problem.sources), dtype=torch.float64))
-        assert relative_error(imprints(problem.simulate(plan())), expected) < 1e-10
-    else:  # differs, as the model is curved, but is a response along the same path
-        found = problem.simulate(plan(curvature=curvature))
-        assert torch.equal(base(found), base(problem.simulate(plan())))
+    expected = jacrev(end)(torch.zeros(len(problem.sources), dtype=torch.float64))
+    assert relative_error(imprints(problem.simulate(plan())), expected) < 1e-10
+
+
+def test_gauss_newton_responses_see_the_masks_too() -> None:
+    """v ← v − η[Gv + g_b] along the noisy path, with G from the outputs' derivative under the masks of the step."""
+    problem = noisy()
+    predict = problem.task.outputs
+    assert predict is not None
+    theta, response = problem.theta, torch.zeros(len(problem.theta), len(problem.sources), dtype=torch.float64)
+    for step in range(STEPS):
+
+        def outputs(flat: Tensor, step: int = step) -> Tensor:
+            with dropping(problem.task.model, (0, step, 0)):
+                return problem.value(predict, flat, problem.data)
+
+        def losses(flat: Tensor, outputs: Callable[[Tensor], Tensor] = outputs) -> Tensor:
+            return nn.functional.cross_entropy(outputs(flat), problem.data[1], reduction="none")
+
+        p, moved, slopes = outputs(theta).softmax(1), jacrev(outputs)(theta), jacrev(losses)(theta)
+        bent = torch.diag_embed(p) - p[:, :, None] * p[:, None, :]
+        newton = torch.einsum("nip,nij,njq->pq", moved, bent, moved) / problem.n
+        response = response - LR * (newton @ response + slopes.T @ problem.indicator.T)
+        theta = theta - LR * slopes.mean(0)
+    found = problem.simulate(plan(curvature="gauss-newton"))
+    assert relative_error(base(found), theta) < 1e-10
+    assert relative_error(imprints(found), response) < 1e-10
+
+
+@pytest.mark.parametrize("engine", ["tangent", "trajectories"])
+def test_what_a_source_drops_does_not_depend_on_its_neighbours(engine: str) -> None:
+    """Sources of other sizes beside it, or less memory, which cuts them into other chunks."""
+    torch.manual_seed(0)
+    layers = [nn.Linear(3, 6), nn.Tanh(), nn.Dropout(0.4), nn.Linear(6, 6), nn.Tanh(), nn.Dropout(0.4), nn.Linear(6, 3)]
+    x, y = torch.randn(60, 3, dtype=torch.float64), torch.randint(0, 3, (60,))
+    task = Task.classifier(nn.Sequential(*layers).double().eval())
+    one = {"a": [0, 1, 2]}
+    found = [
+        imprints(
+            simulate(task, (x, y), Sources.groups({**one, **others}), plan(**options), memory=memory, progress=False)
+        )
+        for others, memory in (
+            ({}, None),
+            ({"b": range(3, 12)}, None),
+            ({"b": range(10, 50)}, None),
+            ({"b": [4]}, 40_000),
+        )
+        for options in [{"batch_size": 6, "engine": engine}]
+    ]
+    for other in found[1:]:
+        torch.testing.assert_close(other[:, 0], found[0][:, 0], rtol=1e-10, atol=1e-13)
 
 
 def test_small_perturbations_agree_with_the_tangent() -> None:

@@ -12,6 +12,7 @@ from rich.markup import escape
 import imprint
 from imprint.commands.options import AsJson, ConfigPath, DeviceName, QueriesString, StorePath, StoreTask
 from imprint.commands.stores import over_store
+from imprint.errors import ConfigurationError
 from imprint.experiment import Experiment
 from imprint.loading import Objects
 from imprint.terminal import console, errors, working
@@ -49,6 +50,10 @@ def export(
     dtype: Annotated[
         Precision, typer.Option(help="The precision adapters will be served in, which their gains are chosen for.")
     ] = Precision.float32,
+    base: Annotated[
+        str | None,
+        typer.Option(help="The plain model's name or path, which is checked. Default: it is written, to `model/`."),
+    ] = None,
     device: DeviceName = None,
     config: ConfigPath = None,
     json: AsJson = False,
@@ -66,6 +71,8 @@ def export(
     """
     from imprint.export import to_onnx, to_peft
 
+    if format is Format.onnx and (base is not None or dtype is not Precision.float32):
+        raise ConfigurationError("--dtype and --base are for --format peft: a graph has its weights in it, in float32.")
     opened = imprint.Store(store)
     given = Experiment(task=task, queries=queries, device=device).over_file(config)
     given = over_store(given, opened)
@@ -73,7 +80,7 @@ def export(
         objects = Objects(given)
         options: dict[str, Any] = {"sources": source or None, "checkpoint": checkpoint}
         if format is Format.peft:
-            found = to_peft(objects.task, opened, out, objects.queries, dtype=dtype.value, **options)
+            found = to_peft(objects.task, opened, out, objects.queries, dtype=dtype.value, base=base, **options)
         else:
             found = to_onnx(objects.task, opened, out, objects.queries, **options)
     test = found.self_test

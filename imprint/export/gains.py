@@ -40,7 +40,7 @@ class Gains:
         return _REFUSED * self.rounding / self.values
 
 
-def chosen(point: Point, queries: list[Counted], dtype: str) -> Gains:
+def chosen_gains(point: Point, queries: list[Counted], dtype: str) -> Gains:
     """The gains whose scores, served in `dtype`, come closest to the exact derivative.
 
     Where some steps are so large that rounding hardly shows, one of those is taken.
@@ -54,6 +54,11 @@ def chosen(point: Point, queries: list[Counted], dtype: str) -> Gains:
     positions = [position for position in spread if moves[position] > 0] or [int(moves.argmax())]
     few = _first(queries)
     exact, _ = point.exact(few, positions)
+    if not bool(exact.any() and exact.isfinite().all()):
+        raise ReadoutError(
+            "the exact scores that gains are chosen by are 0 throughout, or not finite: give queries whose completions "
+            "have weight, and on which the sources matter."
+        )
     scale = moves[positions]  # scores times gains: sources are compared at displacements of equal length
     trials = []
     for step in _STEPS:

@@ -15,10 +15,14 @@ from imprint.task import Batch, Task
 COLUMNS = ("input_ids", "weights")
 
 
+def widened(tensor: Tensor) -> Tensor:
+    """In float32 at least. That of `imprint.language` would bring transformers, which a reader can do without."""
+    return tensor.float() if tensor.is_floating_point() and tensor.dtype.itemsize < 4 else tensor
+
+
 def of_logits(logits: Tensor, input_ids: Tensor, weights: Tensor) -> Tensor:
     """The log-likelihood of each row from its logits (rows, tokens, vocabulary), in float32 at least."""
-    wide = logits if logits.dtype.itemsize >= 4 else logits.float()
-    found = wide[:, :-1].log_softmax(-1).gather(-1, input_ids[:, 1:].unsqueeze(-1)).squeeze(-1)
+    found = widened(logits[:, :-1]).log_softmax(-1).gather(-1, input_ids[:, 1:].unsqueeze(-1)).squeeze(-1)
     return (found * weights[:, 1:]).sum(-1)
 
 

@@ -40,9 +40,12 @@ def adapted_layers(task: Task) -> list[Adapted]:
     aliases = {id(p): name for name, p in task.model.named_parameters()}  # a tied weight is known by its first name
     found = []
     for name, module in task.model.named_modules():
-        if not isinstance(module, peft.tuners.lora.LoraLayer) or not _is_active(module):
+        _refuse_other_kinds(module, name)
+        if not isinstance(module, peft.tuners.lora.LoraLayer) or not (active := _active(module)):
             continue
-        (adapter,) = _one_active(module, name)
+        if len(active) > 1:
+            raise TaskError(f"{name!r} has {len(active)} active adapters ({', '.join(active)}): activate one of them.")
+        (adapter,) = active
         if adapter not in module.lora_A or module.use_dora.get(adapter) or module.lora_bias.get(adapter):
             raise TaskError(
                 f"the adapter of {name!r} is not a plain LoRA of a linear layer (an embedding, DoRA, or one with a "
@@ -82,15 +85,19 @@ def peft_package() -> Any:
     return peft
 
 
-def _is_active(module: Any) -> bool:
-    return bool(module.active_adapters) and not module.disable_adapters
+def _active(module: Any) -> list[str]:
+    """The active adapters that a LoRA layer has; those of other layers are named there too."""
+    return [] if module.disable_adapters else [name for name in module.active_adapters if name in module.r]
 
 
-def _one_active(module: Any, name: str) -> list[str]:
-    active = list(module.active_adapters)
-    if len(active) != 1:
-        raise TaskError(f"{name!r} has {len(active)} active adapters ({', '.join(active)}): activate one of them.")
-    return active
+def _refuse_other_kinds(module: nn.Module, name: str) -> None:
+    peft = peft_package()
+    tuned = isinstance(module, peft.tuners.tuners_utils.BaseTunerLayer | peft.utils.other.AuxiliaryTrainingWrapper)
+    if tuned and not isinstance(module, peft.tuners.lora.LoraLayer):
+        raise TaskError(
+            f"{name!r} is a {type(module).__name__} of PEFT, which is no LoRA, and an adapter cannot carry it: merge "
+            'the fine-tune into its model (merge_and_unload) and simulate with parameters="lora:8".'
+        )
 
 
 def plain_name(name: str) -> str:
@@ -98,31 +105,31 @@ def plain_name(name: str) -> str:
     return name.removeprefix(_INSIDE_PEFT).replace(".base_layer.", ".")
 
 
-def plain_state(state: Mapping[str, Tensor], layers: list[Adapted]) -> Parameters:
-    """The tensors of the plain model in a state of the adapted one."""
-    own = {name for layer in layers for name in (layer.down, layer.up)}
-    rest = {name: tensor for name, tensor in state.items() if name not in own and not _is_adapter(name)}
-    return {plain_name(name): tensor for name, tensor in rest.items()}
-
-
-def _is_adapter(name: str) -> bool:
-    return ".lora_" in name  # of adapters that are loaded, but not active
-
-
-def plain_model(task: Task, state: Mapping[str, Tensor], layers: list[Adapted]) -> Any:
-    """A copy of the task's model at `state`, without its adapters."""
+def plain_model(task: Task, state: Mapping[str, Tensor]) -> Any:
+    """A copy of the task's model at `state`, without its adapters, active or not."""
     inner = task.model
     if type(inner).__name__.startswith("Peft"):
         inner = inner.get_base_model()  # type: ignore[operator]
     model = deepcopy(inner)
-    for layer in layers:
-        model.set_submodule(layer.path, model.get_submodule(layer.path).get_base_layer())  # type: ignore[operator]
+    for path, module in list(model.named_modules()):
+        if isinstance(module, peft_package().tuners.lora.LoraLayer):
+            model.set_submodule(path, module.get_base_layer())
     if hasattr(model, "peft_config"):
         del model.peft_config
-    model.load_state_dict(
-        plain_state(state, layers), strict=False
-    )  # a tied weight has one name there, two in the model
+    _load(model, {plain_name(name): tensor for name, tensor in state.items() if ".lora_" not in name})
     return model.eval().requires_grad_(False)
+
+
+def _load(model: nn.Module, state: Parameters) -> None:
+    """Give the model all of a state, in which a tied weight has one of its names."""
+    own = model.state_dict(keep_vars=True)
+    missing, unknown = model.load_state_dict(state, strict=False)
+    given = {id(own[name]) for name in state if name in own}
+    if lost := [*unknown, *(name for name in missing if id(own[name]) not in given)]:
+        raise TaskError(
+            f"{lost[0]!r} is in the model or in its checkpoint, and not in both, once adapters are taken off: such a "
+            "model cannot be exported."
+        )
 
 
 def adapter_tensors(layers: list[Adapted], parameters: Mapping[str, Tensor]) -> dict[str, tuple[Tensor, Tensor]]:

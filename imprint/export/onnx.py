@@ -19,13 +19,13 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from imprint.errors import MissingExtra, ReadoutError, StoreError, first_line
-from imprint.export.gains import chosen
+from imprint.export.gains import chosen_gains
 from imprint.export.graph import Graph
 from imprint.export.likelihood import as_batches
 from imprint.export.lora import plain_model
 from imprint.export.point import Point
 from imprint.export.reading import Scores, scores
-from imprint.export.record import Export, written
+from imprint.export.record import Export, begun, written
 from imprint.files import write
 from imprint.store import Store
 from imprint.task import Parameters, Task
@@ -50,14 +50,12 @@ def to_onnx(
     sources: ids, by default all. checkpoint: by default the one with the most weight.
     """
     _runtime()
-    point = Point.of(task, Store.of(store), sources, checkpoint)
-    batches = as_batches(queries, task.device)
-    point.refuse_measure(batches)
-    gains = chosen(point, batches, "float32")
+    point, batches = begun(task, store, folder, queries, sources, checkpoint)
+    gains = chosen_gains(point, batches, "float32")
 
     def fill(where: Path, _: Path) -> tuple[None, dict[str, tuple[str, str]]]:
         stacks = _displacements(point)
-        model = plain_model(task, point.state, point.layers).cpu().float()
+        model = plain_model(task, point.state).cpu().float()
         at = {name: tensor.cpu().float() for name, tensor in point.state.items()}
         graph = Graph(model, point.layers, at, task.names).eval()
         _export(graph, stacks, where / GRAPH)

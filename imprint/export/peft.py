@@ -4,7 +4,7 @@ export.json                          sources, gains, noise floors, the outcome o
 probes.safetensors                   a few queries, to recognise the model
 adapters/base/                       θ: the adapter at the checkpoint
 adapters/0000-plus/, 0000-minus/     adapter_config.json and adapter_model.safetensors
-model/                               the plain model, where it is not the task's own or has no name
+model/                               the plain model, unless another place of it is named
 """
 
 import logging
@@ -20,15 +20,15 @@ import torch
 from torch import Tensor
 
 from imprint.errors import ReadoutError, StoreError, first_line
-from imprint.export.gains import chosen
+from imprint.export.gains import DTYPES, chosen_gains
 from imprint.export.likelihood import as_batches, of_logits
-from imprint.export.lora import Adapted, adapter_tensors, peft_package, plain_model, plain_state
-from imprint.export.point import Counted, Point
+from imprint.export.lora import Adapted, adapter_tensors, peft_package, plain_model
+from imprint.export.point import Counted
 from imprint.export.reading import Scores, read
-from imprint.export.record import MODEL, Export, written
+from imprint.export.record import MODEL, Export, begun, written
 from imprint.files import write
 from imprint.store import Store
-from imprint.task import Batch, Parameters, Task
+from imprint.task import Batch, Task
 from imprint.tensorfile import save
 
 logger = logging.getLogger(__name__)
@@ -47,30 +47,28 @@ def to_peft(
     sources: Sequence[str] | None = None,
     checkpoint: int | None = None,
     dtype: str = "float32",
+    base: str | os.PathLike[str] | None = None,
 ) -> Export:
     """Write a pair of LoRA adapters for every source, and test them on `queries` through PEFT.
 
     queries: completions like those to be asked: gains are chosen and noise is measured on them.
     sources: ids, by default all. checkpoint: by default the one with the most weight.
     dtype: the precision they will be served in, "float32", "bfloat16" or "float16".
+    base: the name or path of a model that has the weights under the adapter; by default they are written, to `model/`.
     """
-    point = Point.of(task, Store.of(store), sources, checkpoint)
-    batches = as_batches(queries, task.device)
-    point.refuse_measure(batches)
-    gains = chosen(point, batches, dtype)
-    model = plain_model(task, point.state, point.layers)
+    point, batches = begun(task, store, folder, queries, sources, checkpoint)
+    model = plain_model(task, point.state)
+    if base is not None:
+        base = str(Path(base).absolute() if Path(base).is_dir() else base)
+        model = _base_model(base, model)
     _warn_of_head(model, point.layers)
+    gains = chosen_gains(point, batches, dtype)
 
-    def fill(where: Path, place: Path) -> tuple[str | None, dict[str, tuple[str, str]]]:
-        name = getattr(model.config, "name_or_path", "") or None
-        own = plain_state(task.state(), point.layers)
-        same = all(torch.equal(own[key], tensor.to(own[key].dtype)) for key, tensor in _plain(point).items())
-        if name is None or not same:
-            name = MODEL
+    def fill(where: Path, place: Path) -> tuple[str, dict[str, tuple[str, str]]]:
+        if base is None:
             with _no_bars():
                 model.save_pretrained(where / MODEL)
-        known = str(place / MODEL) if name == MODEL else name
-        about = _configuration(point.layers, model, known)
+        about = _configuration(point.layers, model, str(place / MODEL) if base is None else base)
         _write_adapter(where / BASE, point.layers, point.state, about)
         pairs = {}
         for positions, imprints in point.chunks():
@@ -81,10 +79,10 @@ def to_peft(
                     moved = {key: point.state[key] + signed * u[row] for key, u in imprints.items()}
                     _write_adapter(where / path, point.layers, {**point.state, **moved}, about)
                 pairs[point.ids[position]] = names
-        return name, pairs
+        return base or MODEL, pairs
 
     def tested(draft: Export) -> Tensor:
-        plus, minus = _log_likelihoods(draft, model.float() if _is_half(model) else model, batches)
+        plus, minus = _log_likelihoods(draft, model if _precision(model) == "float32" else model.float(), batches)
         return (plus - minus) / (2 * draft.gains)
 
     return written("peft", folder, point, batches, gains, dtype, fill, tested)
@@ -137,12 +135,35 @@ def _no_bars() -> Iterator[None]:
             bars.enable_progress_bar()
 
 
-def _plain(point: Point) -> Parameters:
-    return plain_state(point.state, point.layers)
+def _base_model(name: str, plain: Any) -> Any:
+    """The model of a name, refused unless its weights are those of the plain one."""
+    import transformers
+
+    try:
+        with _no_bars():
+            found: Any = transformers.AutoModelForCausalLM.from_pretrained(name)
+    except (OSError, ValueError, RuntimeError) as error:
+        raise ReadoutError(f"the base model {name!r} cannot be loaded: {first_line(error)}.") from error
+    found = found.to(plain.device).eval().requires_grad_(False)
+    own, other = plain.state_dict(), found.state_dict()
+    for key in {**own, **other}:
+        if not _same(own.get(key), other.get(key)):
+            raise ReadoutError(
+                f"the base model {name!r} is not the one under the adapter: {key!r} at the checkpoint is another. "
+                "Leave base out, and the right one is written beside the adapters."
+            )
+    return found
 
 
-def _is_half(model: Any) -> bool:
-    return any(p.is_floating_point() and p.dtype.itemsize < 4 for p in model.parameters())
+def _same(left: Tensor | None, right: Tensor | None) -> bool:
+    """Whether tensors are equal in the wider of their precisions: what was rounded is something else."""
+    return left is not None and right is not None and left.shape == right.shape and bool((left == right).all())
+
+
+def _precision(model: Any) -> str:
+    """The half precision that a model has weights in, or "float32"."""
+    held = {parameter.dtype for parameter in model.parameters()}
+    return next((name for name in ("bfloat16", "float16") if DTYPES[name] in held), "float32")
 
 
 def _write_adapter(folder: Path, layers: list[Adapted], parameters: Mapping[str, Tensor], about: Any) -> None:
@@ -227,8 +248,7 @@ def _refuse_model(export: Export, adapted: Any) -> None:
     """Refuse a model whose log-likelihoods under the base adapter are not those at the checkpoint."""
     device = adapted.get_input_embeddings().weight.device
     batch = {name: column.to(device) for name, column in export.probe_batch().items()}
-    tolerance = 0.1 if _is_half(adapted.get_base_model()) else 1e-3
-    export.refuse_values(_mixed(adapted, [BASE], batch)[0], tolerance)
+    export.refuse_values(_mixed(adapted, [BASE], batch)[0], _precision(adapted))
 
 
 @torch.no_grad()

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from imprint.errors import ImprintError, ReadoutError, SourcesError, TaskError
-from imprint.export.likelihood import is_log_likelihood, log_likelihood
+from imprint.export.likelihood import is_log_likelihood, log_likelihood, widened
 from imprint.export.lora import Adapted, adapted_layers, weight_moves
 from imprint.readout import Measure, along, between, dots, forward_only, query_gradients
 from imprint.store import Store
@@ -24,7 +24,10 @@ _AT_ONCE = 16  # sources whose imprints are in memory at a time
 
 @dataclass(frozen=True, eq=False)
 class Point:
-    """A checkpoint made ready to be exported: all tensors there, and the rows of the chosen sources in the store."""
+    """A checkpoint made ready to be exported: all tensors there, and the rows of the chosen sources in the store.
+
+    state: in float32 at least, where what is exported is compared.
+    """
 
     task: Task
     store: Store
@@ -44,7 +47,7 @@ class Point:
         first = next(index for index, about in enumerate(store.checkpoints) if about.weight > 0)
         store.check_loss(*task.at(store.base(first, task.device)))
         index = _checkpoint(store, checkpoint)
-        state = {name: _widened(tensor) for name, tensor in store.base(index, task.device).items()}
+        state = {name: widened(tensor) for name, tensor in store.base(index, task.device).items()}
         return cls(task, store, index, _rows(store, sources), layers, state)
 
     @property
@@ -57,11 +60,15 @@ class Point:
         """The selected parameters at the checkpoint."""
         return {name: self.state[name] for name in self.task.names}
 
+    def rounded(self, dtype: torch.dtype) -> Parameters:
+        """All tensors at the checkpoint, as an engine keeps them that computes in `dtype`."""
+        return {name: t.to(dtype) if t.is_floating_point() else t for name, t in self.state.items()}
+
     def imprints(self, positions: Sequence[int]) -> Parameters:
         """u_b of some of the chosen sources, stacked."""
         rows, device = [self.rows[position] for position in positions], self.task.device
         pieces = [self.store.imprints(self.checkpoint, row, row + 1, device) for row in rows]
-        return {name: torch.cat([_widened(piece[name]) for piece in pieces]) for name in self.task.names}
+        return {name: torch.cat([widened(piece[name]) for piece in pieces]) for name in self.task.names}
 
     def chunks(self) -> Iterator[tuple[list[int], Parameters]]:
         """All chosen sources, a few at a time."""
@@ -122,14 +129,14 @@ class Point:
 
     def served(self, queries: list[Counted], gains: Tensor, positions: Sequence[int], dtype: torch.dtype) -> Tensor:
         """The central scores of an engine whose weights and adapters are in `dtype`, shape (queries, positions)."""
-        cast = {name: t.to(dtype) if t.is_floating_point() else t for name, t in self.state.items()}
+        state = self.rounded(dtype)
         wide = torch.float64 if dtype == torch.float64 else torch.float32
         theta = {name: tensor.to(wide) for name, tensor in self.theta.items()}
 
         def read(imprints: Parameters, c: Tensor, _: int, batch: Batch, vectorise: bool) -> Tensor:
             def measure(at: Parameters) -> Tensor:
                 rounded = {name: tensor.to(dtype) for name, tensor in at.items()}
-                return self.task.call(log_likelihood, {**cast, **rounded}, batch).double()
+                return self.task.call(log_likelihood, {**state, **rounded}, batch).double()
 
             moves, steps = {name: u.to(wide) for name, u in imprints.items()}, c.to(wide)
             return between(measure, theta, moves, steps, steps, vectorise=vectorise)
@@ -161,11 +168,6 @@ class Point:
                     columns.append(column.cpu())
                 blocks.append(torch.cat(columns, 1))
         return torch.cat(blocks).T
-
-
-def _widened(tensor: Tensor) -> Tensor:
-    """In float32 at least: what is exported is compared there."""
-    return tensor.float() if tensor.is_floating_point() and tensor.dtype.itemsize < 4 else tensor
 
 
 def _measure(functional: Functional, count: int, batch: Batch) -> Measure:

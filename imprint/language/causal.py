@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 from imprint.errors import TaskError
 from imprint.language.checkpointing import checkpointing
-from imprint.language.head import chosen, in_full_precision, log_likelihoods, token_log_probs
+from imprint.language.head import in_full_precision, log_likelihoods, of_targets, token_log_probs, weighted_sum
 from imprint.language.presets import Preset, adapter_names, blocks, causal, text_config, with_adapter
 from imprint.task import Batch, Parameters, Task
 
@@ -43,7 +43,18 @@ def task(
 
     An adapter that was loaded for inference has `requires_grad` set on its parameters, and keeps it.
     """
-    return LanguageTask(model, tokenizer, parameters=parameters, regulariser=regulariser, compute=compute)
+    _refuse_model(model)
+    _refuse_tokenizer(model, tokenizer)
+    preset = Preset.read(parameters) if isinstance(parameters, str) else None
+    if preset is not None and preset.rank is not None:
+        model, adapter = with_adapter(model, preset.rank, preset.last)
+        globs = [name for name in adapter_names(model) if ".lora_B." in name]
+    else:
+        adapter = None
+        for name in adapter_names(model):
+            model.get_parameter(name).requires_grad_()
+        globs = _globs(model, parameters)
+    return LanguageTask(model, globs, adapter=adapter, regulariser=regulariser, compute=compute)
 
 
 class LanguageTask(Task):
@@ -55,60 +66,35 @@ class LanguageTask(Task):
     def __init__(
         self,
         model: nn.Module,
-        tokenizer: Any = None,
+        parameters: Sequence[str],
         *,
-        parameters: str | Sequence[str] | None = None,
-        regulariser: Callable[[nn.Module], Tensor] | None = None,
-        compute: Compute = None,
+        adapter: Any,
+        regulariser: Callable[[nn.Module], Tensor] | None,
+        compute: Compute,
     ) -> None:
         if compute not in (None, "bfloat16"):
             raise TaskError(f'compute is None or "bfloat16", got {compute!r}.')
-        _refuse_model(model)
-        _refuse_tokenizer(model, tokenizer)
-        self.adapter: Any = None
+        self.adapter = adapter
         self.compute = compute
-        preset = Preset.read(parameters) if isinstance(parameters, str) else None
-        if preset is not None and preset.rank is not None:
-            model, self.adapter = with_adapter(model, preset.rank, preset.last)
         self._adapter_names = adapter_names(model)
-        for name in self._adapter_names if self.adapter is None else ():
-            model.get_parameter(name).requires_grad_()
         self._vocabulary = causal(model).get_input_embeddings().weight.shape[0]
         self._context = getattr(text_config(model), "max_position_embeddings", None)
-        self._contracts = False
         super().__init__(
             model,
             outputs=self._logits_before,
             output_loss=_weighted_loss,
             measure=self._log_likelihood,
             regulariser=regulariser,
-            parameters=self._globs(model, parameters),
+            parameters=parameters,
         )
         self.measure_name, self.better = "log-likelihood", "higher"
-        self._probe()
-
-    def _globs(self, model: nn.Module, parameters: str | Sequence[str] | None) -> list[str]:
-        """What was asked for as globs of parameter names."""
-        if self.adapter is not None:
-            return [name for name in self._adapter_names if ".lora_B." in name]
-        if parameters is None:
-            return list(self._adapter_names) or ["*"]
-        globs = []
-        for glob in [parameters] if isinstance(parameters, str) else parameters:
-            preset = Preset.read(glob)
-            if preset is None:
-                globs.append(glob)
-            elif preset.rank is not None:
-                raise TaskError(f"parameters={glob!r} stands alone: an adapter carries the whole imprint.")
-            else:
-                globs += [f"{name}.*" for name, _ in blocks(model, preset.last)]
-        return globs
+        self._contracts = self._probe()
 
     def complete(self, state: Mapping[str, Tensor]) -> Parameters:
         """A checkpoint as a complete state, which for models with adapters need not hold everything.
 
         With an adapter made by "lora:R", a state of the plain model will do. With an adapter of the model's own, its
-        tensors alone will do, as peft writes them: the weights under it are taken as they are.
+        tensors will do, as peft writes them, and those of what else is trainable: frozen ones are taken as they are.
         """
         if self._adapter_names:
             state = self._spelt_out(dict(state))
@@ -120,13 +106,18 @@ class LanguageTask(Task):
             written = self._adapter_names.get(name, name.replace(".base_layer.", "."))
             if name not in state and written in state:
                 state[name] = state.pop(written)
-        under = {name: tensor for name, tensor in own.items() if name not in self._adapter_names}
         adapter = {name: own[name] for name in self._adapter_names}
-        if self.adapter is not None and not any(name in state for name in adapter):
+        lacking = [name for name in adapter if name not in state]
+        if self.adapter is not None and len(lacking) == len(adapter):
             fresh = {name: t.zero_() if name in self.names else t for name, t in adapter.items()}
             return {**fresh, **state}
-        if self.adapter is None and all(name in state for name in adapter):
-            return {**under, **state}
+        if lacking:
+            some = ", ".join(lacking[:3]) + ", …" * (len(lacking) > 3)
+            count = f"{len(lacking)} of the adapter's {len(adapter)} tensors"
+            raise TaskError(f"a checkpoint does not fit the model: it lacks {count}: {some}.")
+        if self.adapter is None:
+            trainable = {name for name, parameter in self.model.named_parameters() if parameter.requires_grad}
+            return {**{name: t for name, t in own.items() if name not in trainable}, **state}
         return state
 
     @contextmanager
@@ -162,20 +153,21 @@ class LanguageTask(Task):
         first, last = _counted(weights)
         with self._computing():
             hidden, head = _hidden(model, ids)[:, first - 1 : last - 1], causal(model).get_output_embeddings()
-            weights = weights[:, first:last].to(hidden.dtype)
-            return log_likelihoods(hidden, head.weight, head.bias, ids[:, first:last], weights)
+            return log_likelihoods(hidden, head.weight, head.bias, ids[:, first:last], weights[:, first:last])
 
     def token_log_probs(self, model: nn.Module, batch: Batch) -> Tensor:
-        """log p of each token from those before it, (n, length); 0 for the first, which nothing predicts."""
-        ids, _ = self._read(batch)
+        """log p of each token from those before it, (n, length); 0 before the first that counts and after the last."""
+        ids, weights = self._read(batch)
+        first, last = _counted(weights)
+        targets = ids[:, first:last]
         with self._computing():
             if self._contracts:
-                hidden, head = _hidden(model, ids)[:, :-1], causal(model).get_output_embeddings()
-                each = token_log_probs(hidden, head.weight, head.bias, ids[:, 1:])
+                hidden, head = _hidden(model, ids)[:, first - 1 : last - 1], causal(model).get_output_embeddings()
+                each = token_log_probs(hidden, head.weight, head.bias, targets)
             else:
-                logits = in_full_precision(_logits(model, ids)[:, :-1])
-                each = chosen(logits.log_softmax(-1), ids[:, 1:])
-        return F.pad(each, (1, 0))
+                logits = in_full_precision(_logits(model, ids)[:, first - 1 : last - 1])
+                each = of_targets(logits.log_softmax(-1), targets)
+        return F.pad(each, (first, ids.shape[1] - last))
 
     def _read(self, batch: Batch) -> tuple[Tensor, Tensor]:
         """The columns of a batch, which the model must be able to take."""
@@ -200,11 +192,10 @@ class LanguageTask(Task):
                 )
         return ids, weights
 
-    def _probe(self) -> None:
-        """Refuse a model that looks ahead, and see whether its head is a matrix that can be contracted."""
+    def _probe(self) -> bool:
+        """Refuse a model that looks ahead, and tell whether its head is a matrix that can be contracted."""
         length = min(_PROBE, self._context or _PROBE)
-        ids = torch.arange(length, device=self.device).remainder(self._vocabulary).repeat(2, 1)
-        ids[1, -1] = (ids[1, -1] + 1) % self._vocabulary
+        ids = torch.arange(1, length + 1, device=self.device).remainder(self._vocabulary).unsqueeze(0)  # 0 often pads
         with torch.no_grad(), self.evaluating():
             found = _logits(self.model, ids)
             if found.dim() != 3 or found.shape[:2] != ids.shape:
@@ -212,15 +203,39 @@ class LanguageTask(Task):
                     f"{type(causal(self.model)).__name__} gives outputs of shape {tuple(found.shape)} for tokens of "
                     f"shape {tuple(ids.shape)}, not logits for each of them: a causal language model is needed."
                 )
-            if not _close(found[0, :-1], found[1, :-1]):
+            if _looks_ahead(self.model, ids):
                 raise TaskError(
                     f"{type(causal(self.model)).__name__} looks ahead: what it says of a token changes with the tokens "
                     "after it. A causal language model is needed, not a masked one."
                 )
-            reason = _why_not_contracted(self.model, ids, found)
+            reason = _why_not_contracted(self.model, ids)
         if reason:
             logger.warning("the output head is computed for every source, because %s", reason)
-        self._contracts = reason is None
+        return reason is None
+
+
+def _globs(model: nn.Module, parameters: str | Sequence[str] | None) -> list[str]:
+    """What was asked for as globs of the names of a model's own parameters."""
+    if parameters is None:
+        adapter = adapter_names(model)
+        beside = [name for name, p in model.named_parameters() if p.requires_grad and name not in adapter]
+        if adapter and beside:
+            logger.warning(
+                "%d trainable parameters beside the adapter carry no imprint, such as %s: "
+                'parameters="*" takes everything that is trainable',
+                *(len(beside), beside[0]),
+            )
+        return list(adapter) or ["*"]
+    globs = []
+    for glob in [parameters] if isinstance(parameters, str) else parameters:
+        preset = Preset.read(glob)
+        if preset is None:
+            globs.append(glob)
+        elif preset.rank is not None:
+            raise TaskError(f"parameters={glob!r} stands alone: an adapter carries the whole imprint.")
+        else:
+            globs += [f"{name}.*" for name, _ in blocks(model, preset.last)]
+    return globs
 
 
 def _has_values(tensor: Tensor) -> bool:
@@ -240,8 +255,7 @@ def _weighted_loss(logits: Tensor, batch: Batch) -> Tensor:
     """Σ_t weight_t · (−log p(token_t)), (n,), from the logits before each token but the first."""
     ids, weights = batch["input_ids"][:, 1:], batch["weights"][:, 1:]
     each = F.cross_entropy(logits.flatten(0, 1), ids.flatten(), reduction="none").view_as(ids)
-    total: Tensor = (weights.to(each.dtype) * each).sum(1)
-    return total
+    return weighted_sum(each, weights)
 
 
 def _logits(model: nn.Module, ids: Tensor) -> Tensor:
@@ -255,23 +269,42 @@ def _hidden(model: nn.Module, ids: Tensor) -> Tensor:
     return found
 
 
-def _why_not_contracted(model: nn.Module, ids: Tensor, logits: Tensor) -> str | None:
+def _looks_ahead(model: nn.Module, ids: Tensor) -> bool:
+    """Whether what is said of tokens has a derivative by a later one; in a causal model it is 0, however it rounds."""
+    seen: list[Tensor] = []
+
+    def hook(module: nn.Module, given: Any, embedded: Tensor) -> Tensor:
+        seen.append(embedded.detach().requires_grad_())
+        return seen[-1]
+
+    with torch.enable_grad(), causal(model).get_input_embeddings().register_forward_hook(hook):
+        said = of_targets(_logits(model, ids)[:, :-1], ids[:, 1:]).sum()
+        slopes = torch.autograd.grad(said, seen)
+    return any(bool(slope[:, -1].nan_to_num().any()) for slope in slopes)  # 0 · ∞ says nothing
+
+
+def _why_not_contracted(model: nn.Module, ids: Tensor) -> str | None:
     """Why the head must be computed as the model does; None where its weight times the hidden states says the same."""
     head = causal(model).get_output_embeddings()
-    if type(head) is not nn.Linear:  # such as one with an adapter on it
-        return f"it is a {type(head).__name__}"
+    if type(head) is not nn.Linear:
+        return "it has an adapter" if adapter_names(head) else f"it is a {type(head).__name__}"
     if causal(model).base_model is causal(model):
         return "the model has no part without it"
-    hidden = _hidden(model, ids)
-    if hidden.shape[:2] != ids.shape or hidden.shape[-1] != head.in_features:
+    calls: list[tuple[Tensor, Tensor]] = []
+    with head.register_forward_hook(lambda module, given, output: calls.append((given[0], output))):
+        logits = _logits(model, ids)
+    if len(calls) != 1 or not _close(_hidden(model, ids), calls[0][0]):
         return "the hidden states before it are not those of the tokens"
-    return None if _close(head(hidden), logits) else "the model does more to the logits than a matrix"
+    if not torch.equal(calls[0][1].to(logits.dtype), logits):  # to the bit: capping can be as small as rounding
+        return "the model does more to the logits than a matrix"
+    return None
 
 
 def _close(left: Tensor, right: Tensor) -> bool:
     """Equal up to the rounding of their dtype."""
-    tolerance = 64 * torch.finfo(left.dtype).eps
-    return left.shape == right.shape and bool((left - right).abs().max() <= tolerance * right.abs().max())
+    if left.shape != right.shape or left.dtype != right.dtype:
+        return False
+    return bool((left - right).abs().max() <= 4 * torch.finfo(left.dtype).eps * right.abs().max())
 
 
 @contextmanager

@@ -13,6 +13,9 @@ from torch import nn
 from torch.func import functional_call
 from torch.utils.checkpoint import checkpoint
 
+from imprint.dropout import draws
+from imprint.errors import TaskError
+
 
 @contextmanager
 def checkpointing(blocks: Sequence[nn.Module]) -> Iterator[None]:
@@ -37,6 +40,11 @@ def _recomputed(block: nn.Module, forward: Any) -> Any:
     def call(*args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
             return forward(*args, **kwargs)
+        if draws(block):  # by hooks that are gone when it is computed again
+            raise TaskError(
+                "the model's gradient checkpointing computes blocks again without the dropout that Plan(dropout=True) "
+                "has drawn for them: model.gradient_checkpointing_disable() turns it off."
+            )
         tensors = {**dict(block.named_parameters()), **dict(block.named_buffers())}
         try:
             return checkpoint(run, tensors, args, kwargs, use_reentrant=False)

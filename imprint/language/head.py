@@ -34,16 +34,24 @@ class _Head(NamedTuple):
         """Whether a forward-mode derivative is being taken."""
         return any(t is not None for t in (self.along_hidden, self.along_weight, self.along_bias))
 
-    def slope(self) -> Tensor:
-        """d log p(y)/dh = W_y − Σ_v p_v W_v for every token, (n, length, width)."""
-        return F.embedding(self.targets, self.weight).to(self.hidden) - (
-            self.probs.to(self.hidden.dtype) @ self.weight.to(self.hidden.dtype)
-        )
+    def through_hidden(self) -> Tensor:
+        """What the tangents of the hidden states contribute to d log p(y), (W_y − Σ_v p_v W_v)·dh, (n, length)."""
+        if self.along_hidden is None:
+            return torch.zeros_like(self.log_probs)
+        weight = self.weight.to(self.hidden.dtype)
+        slope = F.embedding(self.targets, weight) - self.probs.to(weight.dtype) @ weight  # (n, length, width)
+        return (slope * self.along_hidden).sum(-1).to(self.log_probs.dtype)
 
 
-def chosen(of_each: Tensor, targets: Tensor) -> Tensor:
+def of_targets(of_each: Tensor, targets: Tensor) -> Tensor:
     """The value of the target in the last dimension."""
     return of_each.gather(-1, targets.unsqueeze(-1)).squeeze(-1)
+
+
+def weighted_sum(of_each: Tensor, weights: Tensor) -> Tensor:
+    """Σ_t w_t times the value of each token, (n,), in the precision of the values."""
+    total: Tensor = (weights.to(of_each.dtype) * of_each).sum(-1)
+    return total
 
 
 def in_full_precision(logits: Tensor) -> Tensor:
@@ -58,7 +66,7 @@ def _evaluated(hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Ten
     everything = in_full_precision(F.linear(hidden, weight, bias)).log_softmax(-1)
     return _Head(
         *(hidden, weight, along_hidden, along_weight, along_bias, targets),
-        log_probs=chosen(everything, targets),
+        log_probs=of_targets(everything, targets),
         probs=everything.exp(),
     )
 
@@ -68,12 +76,10 @@ def token_log_probs(hidden: Tensor, weight: Tensor, bias: Tensor | None, targets
     head = _evaluated(hidden, weight, bias, targets)
     if not head.moves:
         return head.log_probs
-    along = torch.zeros_like(head.log_probs)
-    if head.along_hidden is not None:
-        along = along + (head.slope() * head.along_hidden).sum(-1).to(along.dtype)
+    along = head.through_hidden()
     if head.along_weight is not None:
         logits = F.linear(head.hidden, head.along_weight).to(along.dtype)
-        along = along + chosen(logits, targets) - (head.probs * logits).sum(-1)
+        along = along + of_targets(logits, targets) - (head.probs * logits).sum(-1)
     if head.along_bias is not None:
         shift = head.along_bias.to(along.dtype)
         along = along + shift[targets] - head.probs @ shift
@@ -84,16 +90,13 @@ def token_log_probs(hidden: Tensor, weight: Tensor, bias: Tensor | None, targets
 def log_likelihoods(hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, weights: Tensor) -> Tensor:
     """Σ_t w_t log p of the targets, (n,); here the head's own tangents are contracted over the tokens first, too."""
     head = _evaluated(hidden, weight, bias, targets)
-    total = (weights * head.log_probs).sum(-1)
+    total = weighted_sum(head.log_probs, weights)
     if not head.moves:
         return total
-    along = torch.zeros_like(total)
-    if head.along_hidden is not None:
-        slope = weights.unsqueeze(-1) * head.slope()
-        along = along + (slope * head.along_hidden).flatten(1).sum(-1).to(total.dtype)
+    along = weighted_sum(head.through_hidden(), weights)
     if head.along_weight is not None or head.along_bias is not None:
         right = F.one_hot(targets, len(head.weight)).to(head.probs)
-        residual = weights.unsqueeze(-1) * (right - head.probs)  # w_t (e_y − p_t)
+        residual = weights.to(right.dtype).unsqueeze(-1) * (right - head.probs)  # w_t (e_y − p_t)
         if head.along_weight is not None:
             outer = residual.transpose(1, 2) @ head.hidden.to(residual.dtype)  # (n, vocabulary, width)
             along = along + outer.flatten(1) @ head.along_weight.to(residual.dtype).flatten()

@@ -160,6 +160,11 @@ def _adapter_parameters(model: nn.Module) -> Iterator[tuple[str, str]]:
                     f"the adapter of {prefix} is merged into the weights and no longer moves them: "
                     "model.unmerge_adapter() takes it out again."
                 )
+            if module.disable_adapters:
+                raise TaskError(
+                    f"the adapter of {prefix} is disabled and does not move the outputs: "
+                    "model.enable_adapter_layers() turns it on again."
+                )
             kinds = {kind: f".{kind}" for kind in module.adapter_layer_names}
         elif isinstance(module, ModulesToSaveWrapper):
             kinds = {"modules_to_save": ""}
@@ -170,4 +175,6 @@ def _adapter_parameters(model: nn.Module) -> Iterator[tuple[str, str]]:
                 for adapter in module.active_adapters:
                     held = f"{kind}.{adapter}"
                     if name == held or name.startswith(f"{held}."):
-                        yield f"{prefix}.{name}", f"{prefix}{written}{name.removeprefix(held)}"
+                        # DoRA's magnitudes were once a bare parameter, and are written as one still
+                        rest = "" if kind == "lora_magnitude_vector" else name.removeprefix(held)
+                        yield f"{prefix}.{name}", f"{prefix}{written}{rest}"

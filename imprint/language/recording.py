@@ -1,13 +1,14 @@
 """Keeps the checkpoints that imprints want from a transformers Trainer."""
 
 import os
+import warnings
 from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
 from torch import nn
 
-from imprint.errors import MissingExtra
+from imprint.errors import MissingExtra, PlanError
 from imprint.language.presets import adapter_names
 from imprint.recording import Recorder
 
@@ -21,7 +22,8 @@ class Recording(TrainerCallback):  # type: ignore[misc]
     """A callback for `Trainer(callbacks=[Recording("checkpoints", at=(100, 250, 500))])`.
 
     Writes the model after these steps, and the optimiser's second moments beside it, with an `imprint.Recorder`; of a
-    model with an adapter, the adapter alone.
+    model with an adapter, the adapter and what else is trainable. An optimiser whose second moments cannot be read is
+    warned of, and checkpoints are kept without them.
 
     at: which steps, early ones above all; None keeps every one.
     """
@@ -48,19 +50,30 @@ class Recording(TrainerCallback):  # type: ignore[misc]
 
     def on_step_end(self, args: Any, state: Any, control: Any, **given: Any) -> None:
         """Called by the Trainer after every step of its optimiser."""
-        if state.is_world_process_zero:
-            self._recorder(_kept(given["model"]), state.global_step)
+        if not state.is_world_process_zero:
+            return
+        kept = _kept(given["model"])
+        try:
+            self._recorder(kept, state.global_step)
+        except PlanError as error:  # of the optimiser; a training is not to end for it
+            warnings.warn(f"checkpoints are kept without second moments: {error}", stacklevel=2)
+            self._recorder = Recorder(self._folder, self._at)
+            self._recorder(kept, state.global_step)
 
 
 def _kept(model: nn.Module) -> nn.Module:
-    """What is written of a model: all of it, or where it has an adapter, a tree with the adapter's parameters alone."""
-    tree = nn.Module()
-    for name in adapter_names(model):
+    """What is written of a model: all of it, or of one with an adapter, a tree of that and what else is trainable."""
+    adapter, tree = adapter_names(model), nn.Module()
+    if not adapter:
+        return model
+    for name, parameter in model.named_parameters():
+        if name not in adapter and not parameter.requires_grad:
+            continue
         *path, last = name.split(".")
         place = tree
         for part in path:
             if part not in dict(place.named_children()):
                 place.add_module(part, nn.Module())
             place = place.get_submodule(part)
-        place.register_parameter(last, model.get_parameter(name))
-    return tree if any(True for _ in tree.parameters()) else model
+        place.register_parameter(last, parameter)
+    return tree

@@ -207,8 +207,8 @@ body {{ color: #222; background: #fff }}
 .text span[title] {{ border-radius: 3px; padding: 1px 0 }}
 .scale {{ display: flex; gap: .6rem; align-items: center; font-size: .85rem }}
 .scale i {{ flex: 0 0 12rem; height: .8rem; background: linear-gradient(to right, {bar}) }}
-table {{ border-collapse: collapse; margin-top: 1.5rem; font-size: .9rem }}
-caption {{ text-align: left; color: #666 }}
+table {{ border-collapse: collapse; font-size: .9rem }}
+.unit {{ margin: 1.5rem 0 .3rem; color: #666; font-size: .9rem }}
 td {{ border-top: 1px solid #ddd; padding: .2rem .8rem .2rem 0 }}
 td + td {{ text-align: right; font-variant-numeric: tabular-nums }}
 </style>
@@ -218,7 +218,8 @@ td + td {{ text-align: right; font-variant-numeric: tabular-nums }}
 <p>{legend}</p>
 <p class="scale"><span>{low}</span><i></i><span>{high} nats</span></p>
 <p class="text"><span class="prompt">{prompt}</span>{body}</p>
-<table><caption>All of the completion: {unit}</caption>{rows}</table>
+<p class="unit">All of the completion: {unit}</p>
+<table>{rows}</table>
 </body>
 </html>
 """

@@ -27,7 +27,7 @@ from imprint.simulation.derivatives import (
 )
 from imprint.simulation.plan import Curvature
 from imprint.task import Functional, Parameters
-from imprint.vectors import Flat, norm
+from imprint.vectors import Flat, norm, scale
 
 logger = logging.getLogger(__name__)
 ENDED = 100  # times rounding: what remains below it is noise, and the Krylov space is complete
@@ -252,7 +252,7 @@ def _forward_mode_works(task: Functional, theta: Parameters, batches: Iterable[W
 
 def _by_difference(task: Functional, theta: Parameters, batches: Iterable[Weighted], v: Parameters) -> Parameters:
     """H v from two gradients, for models without forward-mode rules."""
-    step = _DIFFERENCE * (norm(theta) or 1.0) / norm(v)
+    step = _DIFFERENCE * scale(theta, task) / norm(v)
 
     def total(sign: float) -> Parameters:
         at = {name: p + sign * step * v[name] for name, p in theta.items()}

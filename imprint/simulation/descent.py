@@ -18,7 +18,7 @@ from imprint.simulation.plan import Plan
 from imprint.simulation.snapshot import Moment, Snapshot
 from imprint.sources import Sources
 from imprint.task import Batch, Functional, Parameters
-from imprint.vectors import add_scaled_, norm, row, row_norms
+from imprint.vectors import add_scaled_, row, row_norms, scale
 
 if TYPE_CHECKING:
     from imprint.simulation.preconditioner import Preconditioner
@@ -142,11 +142,17 @@ class Descent:
         pieces = zip(torch.split(examples, size), torch.split(weights, size), strict=True)
         return [Weighted(piece.to(self.data.device), weight, self.data.gather(piece)) for piece, weight in pieces]
 
-    def base_gradient(self, theta: Parameters, parts: Iterable[Weighted], step: int) -> Parameters:
-        """∇L(θ) on the batches of a step; a loss that is not finite stops the simulation."""
+    def base_gradient(
+        self, theta: Parameters, parts: Iterable[Weighted], step: int, draw: int | None = None
+    ) -> Parameters:
+        """∇L(θ) on the batches of a step; a loss that is not finite stops the simulation.
+
+        draw: the number of the step whose dropout is drawn, where that is another.
+        """
+        noisy = step if draw is None else draw
         total = {name: torch.zeros_like(p) for name, p in theta.items()}
         for index, part in enumerate(parts):
-            piece, losses = gradient(self.at_part(step, index), theta, part.weights, part.batch, plain=True)
+            piece, losses = gradient(self.at_part(noisy, index), theta, part.weights, part.batch, plain=True)
             if not bool(losses.isfinite().all()):
                 self.refuse_losses(losses, part.examples, step)
             add_scaled_(total, piece, 1.0)
@@ -207,11 +213,11 @@ class Descent:
             if stacked is not None:
                 return stacked
         rows = []
-        for index, (chosen, scale) in enumerate(members):
+        for index, (chosen, factor) in enumerate(members):
             at = row(theta, index) if per_row else theta
             total = {name: torch.zeros_like(p) for name, p in at.items()}
             for piece in torch.split(chosen, self.data.batch_size):
-                weights = torch.full((len(piece),), scale, dtype=self.dtype, device=self.data.device)
+                weights = torch.full((len(piece),), factor, dtype=self.dtype, device=self.data.device)
                 piece_of = gradient(self.at_part(step, _OWN), at, weights, self.data.gather(piece), plain=True)[0]
                 add_scaled_(total, piece_of, 1.0)
             rows.append(total)
@@ -233,9 +239,9 @@ class Descent:
         rows, width = len(members), max(len(chosen) for chosen, _ in members)
         examples = torch.zeros(rows, width, dtype=torch.int64)
         weights = torch.zeros(rows, width, dtype=self.dtype)
-        for index, (chosen, scale) in enumerate(members):
+        for index, (chosen, factor) in enumerate(members):
             examples[index, : len(chosen)], examples[index, len(chosen) :] = chosen, chosen[0]
-            weights[index, : len(chosen)] = scale
+            weights[index, : len(chosen)] = factor
         batch = self.data.gather(examples.flatten())
         if not is_columnar(batch, rows * width):
             return None
@@ -262,7 +268,7 @@ class Watch:
         self.advice = descent.advice
         self._removal = removal
         self._runaway = _RUNAWAY / (1 - descent.plan.momentum)  # which takes a while to gather speed
-        self._length = norm(descent.start)
+        self._length = scale(descent.start, descent.task)
         self.pull: Tensor | None = None  # of each row: the largest displacement per step at the beginning
 
     def __call__(self, responses: Parameters, step: int) -> None:

@@ -61,7 +61,7 @@ def estimated_moments(descent: Descent) -> Parameters:
         parts = descent.weighted(examples)
         if index == 0:
             refuse_loss(descent, parts)
-        slope = descent.base_gradient(descent.start, parts, 0)
+        slope = descent.base_gradient(descent.start, parts, 0, draw=index)
         if not all(bool(tensor.isfinite().all()) for tensor in slope.values()):
             descent.refuse_gradients(parts)
         for name, tensor in total.items():

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from imprint import Store, StoreError, Task, export, simulate
 from imprint.export import Export, OnnxReader
-from imprint.export.gains import chosen
+from imprint.export.gains import chosen_gains
 from imprint.export.graph import Graph
 from imprint.export.likelihood import as_batches
 from imprint.export.lora import plain_model
@@ -67,8 +67,8 @@ def test_padding_does_not_change_scores(exported: Any) -> None:
 def _graph(task: Task, store: Store) -> tuple[Graph, list[Tensor], Tensor, Tensor]:
     """The computation before it is exported, its displacements and gains, and what `central` says."""
     point, queries = Point.of(task, store, None, None), as_batches(models.queries(), torch.device("cpu"))
-    gains = chosen(point, queries, "float32").values
-    graph = Graph(plain_model(task, point.state, point.layers), point.layers, point.state, task.names).eval()
+    gains = chosen_gains(point, queries, "float32").values
+    graph = Graph(plain_model(task, point.state), point.layers, point.state, task.names).eval()
     return graph, list(_displacements(point).values()), gains.float(), point.central(queries, gains)
 
 

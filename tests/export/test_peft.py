@@ -1,5 +1,6 @@
 """Adapters that PEFT loads on the plain model score as `central` does at the same gains."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from imprint import Plan, ReadoutError, Sources, StoreError, Task, attribute, export, simulate
+from imprint import Plan, ReadoutError, Sources, StoreError, Task, attribute, export, language, simulate
 from imprint.export import Export
 from imprint.export import peft as writing
 from imprint.export.likelihood import log_likelihood
@@ -107,8 +108,6 @@ def test_adapters_are_ordinary_ones_with_a_scale_of_1(exported: Any) -> None:
 
 
 def test_a_preset_of_the_language_task_is_exported(tmp_path: Path) -> None:
-    from imprint import language
-
     task = language.task(models.llama(), parameters="lora:20:last:1")  # wider than some layers, which get a lower rank
     store = simulate(task, models.data(), models.sources(), models.PLAN, progress=False)
     found = export.to_peft(task, store, tmp_path / "x", models.queries())
@@ -117,24 +116,96 @@ def test_a_preset_of_the_language_task_is_exported(tmp_path: Path) -> None:
     assert models.deviation(read.measured, models.central(task, store, found)) < 1e-4
 
 
-def test_weights_are_written_where_those_of_the_checkpoint_are_not_the_models_own(tmp_path: Path) -> None:
-    model = models.adapted("gpt2", moved=True)
-    model.get_base_model().config.name_or_path = "somebody/model"
-    task = models.task(model)
+def _tuned(folder: Path, whole: bool) -> Any:
+    """A model from a folder, trained since with the name of that folder in it: all of it, or an adapter with biases."""
+    model: Any = AutoModelForCausalLM.from_pretrained(folder)
+    if not whole:
+        bias: Any = {"bias": "lora_only", "task_type": "CAUSAL_LM"}
+        model = peft.get_peft_model(model, peft.LoraConfig(r=4, target_modules=["c_attn"], fan_in_fan_out=True, **bias))
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    optimiser = torch.optim.SGD(trained, lr=0.1)
+    for _ in range(10):
+        optimiser.zero_grad()
+        models.loss(model, models.data()).mean().backward()
+        optimiser.step()
+    return model.eval()
+
+
+@pytest.mark.parametrize("whole", [True, False], ids=["trained", "fine-tuned with biases"])
+def test_an_export_belongs_to_the_weights_of_the_checkpoint_and_not_to_a_name(whole: bool, tmp_path: Path) -> None:
+    models.gpt2().save_pretrained(tmp_path / "start")
+    model = _tuned(tmp_path / "start", whole)
+    task = language.task(model, parameters="lora:4" if whole else "*lora_*")
+    plan = Plan(engine="tangent", steps=3, lr=0.1)
+    store = simulate(task, models.data(), models.sources(), plan, progress=False)
+    found = export.to_peft(task, store, tmp_path / "x", models.queries())
+    assert found.model == "model"
+    about = peft.PeftConfig.from_pretrained(str(found.folder / "adapters/base"))
+    scores = export.read_peft(
+        found, AutoModelForCausalLM.from_pretrained(about.base_model_name_or_path), models.queries()
+    )
+    assert models.deviation(scores.measured, models.central(task, store, found)) < 1e-4
+    with pytest.raises(ReadoutError, match="is not the one under the adapter: 'transformer"):
+        export.to_peft(task, store, tmp_path / "y", models.queries(), base=tmp_path / "start")
+    named = export.to_peft(task, store, tmp_path / "z", models.queries(), base=found.folder / "model")
+    assert named.model == str(found.folder / "model") and not (named.folder / "model").exists()
+    about = peft.PeftConfig.from_pretrained(str(named.folder / "adapters/base"))
+    assert about.base_model_name_or_path == named.model
+
+
+def test_a_base_that_computes_otherwise_or_is_not_there_is_refused(tmp_path: Path) -> None:
+    task, store = models.prepared("gpt2")
+    plain = models.gpt2()
+    plain.config.layer_norm_epsilon = 0.1
+    plain.save_pretrained(tmp_path / "other")
+    with pytest.raises(ReadoutError, match="another base model"):
+        export.to_peft(task, store, tmp_path / "x", models.queries(), base=tmp_path / "other")
+    with pytest.raises(ReadoutError, match=r"the base model .* cannot be loaded"):
+        export.to_peft(task, store, tmp_path / "x", models.queries(), base=tmp_path / "nowhere")
+
+
+def test_the_checkpoint_with_the_most_weight_is_exported(tmp_path: Path) -> None:
+    task = models.task(models.adapted("gpt2", moved=True))
     later = {name: t + 0.1 if name.endswith("ln_f.weight") else t for name, t in task.state().items()}
     plan = Plan(engine="tangent", steps=2, lr=0.1, weight=(1.0, 3.0))
     options: Any = {"checkpoints": [task.state(), later], "progress": False}
     store = simulate(task, models.data(), models.sources(), plan, **options)
-    own = export.to_peft(task, store, tmp_path / "own", models.queries(), checkpoint=0)
-    assert own.model == "somebody/model"
-    assert not (own.folder / "model").exists()
-    assert peft.PeftConfig.from_pretrained(str(own.folder / "adapters/base")).base_model_name_or_path == own.model
-    other = export.to_peft(task, store, tmp_path / "other", models.queries())
-    assert other.checkpoint == 1  # it has more weight
-    scores = export.read_peft(other, _model(other), models.queries())
-    assert models.deviation(scores.measured, models.central(task, store, other)) < 1e-4
+    found = export.to_peft(task, store, tmp_path / "x", models.queries())
+    assert found.checkpoint == 1
+    scores = export.read_peft(found, _model(found), models.queries())
+    assert models.deviation(scores.measured, models.central(task, store, found)) < 1e-4
     with pytest.raises(ReadoutError, match="another base model, or with other weights"):
-        export.read_peft(other, models.gpt2(), models.queries())
+        export.read_peft(found, models.gpt2(), models.queries())
+
+
+def test_an_adapter_that_is_loaded_and_not_active_is_left_out(tmp_path: Path) -> None:
+    config = peft.LoraConfig(r=4, target_modules=["c_attn"], fan_in_fan_out=True, task_type="CAUSAL_LM")
+    elsewhere = peft.LoraConfig(r=4, target_modules=["c_fc"], fan_in_fan_out=True, init_lora_weights=False)
+    model = peft.get_peft_model(models.gpt2(), config, adapter_name="first")
+    model.add_adapter("second", elsewhere)
+    task = models.task(model.eval(), "*lora_B.first*")
+    store = simulate(task, models.data(), models.sources(), models.PLAN, progress=False)
+    found = export.to_peft(task, store, tmp_path / "x", models.queries())
+    assert {path.rsplit(".", 1)[-1] for path in found.layers} == {"c_attn"}
+    scores = export.read_peft(found, _model(found), models.queries())
+    assert models.deviation(scores.measured, models.central(task, store, found)) < 1e-4
+
+
+def test_adapters_of_a_model_in_float64_are_in_float64(tmp_path: Path) -> None:
+    task = models.task(models.adapted("gpt2").double())
+    data = {name: t.double() if t.is_floating_point() else t for name, t in models.data().items()}
+    store = simulate(task, data, models.sources(), models.PLAN, progress=False)
+    found = export.to_peft(task, store, tmp_path / "x", models.queries())
+    tensors = load_file(found.folder / "adapters/base/adapter_model.safetensors")
+    assert {tensor.dtype for tensor in tensors.values()} == {torch.float64}
+
+
+def test_scores_far_from_the_exact_derivative_are_told_of(tmp_path: Path, caplog: Any) -> None:
+    task, store = models.prepared("llama")
+    full = export.to_peft(task, store, tmp_path / "full", models.queries())
+    assert full.self_test.exact < 0.05 and "exact derivative" not in caplog.text
+    half = export.to_peft(task, store, tmp_path / "half", models.queries(), dtype="bfloat16")
+    assert half.self_test.served > 0.05 and "deviate from the exact derivative" in caplog.text
 
 
 def test_a_choice_of_sources_keeps_its_order(tmp_path: Path) -> None:
@@ -155,7 +226,10 @@ def test_gains_for_half_precision_rise_above_its_noise(dtype: str, tmp_path: Pat
     exact = attribute(task, store, models.queries(), progress=False).scores.double()
     model = _model(half).to(getattr(torch, dtype))
     read = export.read_peft(half, model, models.queries())
-    small = export.read_peft(full, model, models.queries())
+    with pytest.raises(ReadoutError, match=f"the model is in {dtype}, and gains and noise floors .* are for float32"):
+        export.read_peft(full, model, models.queries())
+    for_half = replace(full, dtype=dtype, probes=half.probes, rounding=half.rounding)
+    small = export.read_peft(for_half, model, models.queries())
     assert models.deviation(read.measured, exact) < min(0.1, models.deviation(small.measured, exact))
     above = ~read.refused  # what is not refused has the right sign
     assert int(above.sum()) >= 8
@@ -188,8 +262,9 @@ def test_artefacts_that_score_otherwise_are_refused_and_removed(tmp_path: Path, 
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_folder_that_holds_something_is_left_alone(tmp_path: Path) -> None:
+def test_a_folder_that_holds_something_is_left_alone_and_refused_at_once(tmp_path: Path, monkeypatch: Any) -> None:
     task, store = models.prepared("gpt2")
+    monkeypatch.setattr(writing, "chosen_gains", None)  # which takes its time, is not even called
     (tmp_path / "note").write_text("mine")
     with pytest.raises(StoreError, match="holds something else"):
         export.to_peft(task, store, tmp_path, models.queries())

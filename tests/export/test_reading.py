@@ -2,6 +2,8 @@
 
 import json
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +14,11 @@ from typer.testing import CliRunner
 
 from imprint import DataError, Plan, ReadoutError, SourcesError, StoreError, Task, TaskError, export, language, simulate
 from imprint.commands.export import export as command
+from imprint.errors import ConfigurationError
 from imprint.export import Export
+from imprint.export.likelihood import log_likelihood
+from imprint.export.lora import plain_model
+from imprint.export.point import Point
 from imprint.export.reading import scores
 from tests.export import models
 
@@ -117,6 +123,25 @@ def test_adapters_of_the_wrong_shape_or_another_model_are_refused(found: Export)
     assert not any("lora" in name for name, _ in other.named_modules())
 
 
+def test_other_weights_are_recognised_in_half_precision(found: Export) -> None:
+    """Also those whose log-likelihoods differ by less than a tenth; two of their scores have the wrong sign."""
+    own, other = (models.gpt2() for _ in range(2))
+    noise = torch.Generator().manual_seed(3)
+    with torch.no_grad():
+        for parameter in (parameter for parameter in other.parameters() if parameter.dim() > 1):
+            parameter += 0.15 * parameter.std() * torch.randn(parameter.shape, generator=noise)
+        before, after = (log_likelihood(model, models.queries()) for model in (own, other))
+    assert bool(((after - before).abs() < 0.1 * (1 + before.abs())).all())
+    export.read_peft(found, own.to(torch.bfloat16), models.queries())
+    with pytest.raises(ReadoutError, match=r"the log-likelihood of probe \d is .* another base model"):
+        export.read_peft(found, other.to(torch.bfloat16), models.queries())
+
+
+def test_an_export_for_one_half_precision_is_not_read_in_another(found: Export) -> None:
+    with pytest.raises(ReadoutError, match=r"the model is in float16, and gains and noise floors .* are for bfloat16"):
+        export.read_peft(found, models.gpt2().to(torch.float16), models.queries())
+
+
 def test_a_store_without_lora_parameters_is_told_which_preset_to_use(tmp_path: Path) -> None:
     task = models.task(models.gpt2(), "transformer.h.2.mlp.c_fc.*")
     store = simulate(task, models.data(), models.sources(), models.PLAN, progress=False)
@@ -129,7 +154,7 @@ def test_a_store_without_lora_parameters_is_told_which_preset_to_use(tmp_path: P
 def test_what_an_adapter_file_cannot_say_is_refused(tmp_path: Path) -> None:
     import peft
 
-    task, store = models.prepared("gpt2")
+    _, store = models.prepared("gpt2")
     dora = peft.LoraConfig(r=2, target_modules=["c_attn"], fan_in_fan_out=True, use_dora=True)
     with pytest.raises(TaskError, match="is not a plain LoRA of a linear layer"):
         export.to_peft(models.task(peft.get_peft_model(models.gpt2(), dora)), store, tmp_path / "x", models.queries())
@@ -150,7 +175,36 @@ def test_what_an_adapter_file_cannot_say_is_refused(tmp_path: Path) -> None:
     half = language.task(models.gpt2(), parameters="lora:2", compute="bfloat16")
     with pytest.raises(TaskError, match="the task computes in bfloat16"):
         export.to_peft(half, store, tmp_path / "x", models.queries())
-    assert task.names
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("option", "message"),
+    [
+        ({"modules_to_save": ["lm_head"]}, "lm_head' is a ModulesToSaveWrapper of PEFT"),
+        ({"trainable_token_indices": [1, 2]}, "embed_tokens' is a TrainableTokensWrapper of PEFT"),
+    ],
+)
+def test_what_peft_trains_beside_an_adapter_is_refused_by_name(option: Any, message: str, tmp_path: Path) -> None:
+    import peft
+
+    config = peft.LoraConfig(r=2, target_modules=["q_proj"], **option)
+    task = models.task(peft.get_peft_model(models.llama(), config), "*lora_*")
+    plan = Plan(engine="tangent", steps=1, lr=0.05)
+    store = simulate(task, models.data(), models.sources(), plan, progress=False)
+    with pytest.raises(TaskError, match=message):
+        export.to_peft(task, store, tmp_path / "x", models.queries())
+
+
+def test_a_checkpoint_that_does_not_fill_the_plain_model_is_refused() -> None:
+    task, _ = models.prepared("gpt2")
+    state = task.state()
+    lacking = {name: tensor for name, tensor in state.items() if not name.endswith("ln_f.weight")}
+    for given in (lacking, {**state, "elsewhere": torch.zeros(1)}):
+        with pytest.raises(
+            TaskError, match=r"'(transformer.ln_f.weight|elsewhere)' is in the model or in its checkpoint"
+        ):
+            plain_model(task, given)
 
 
 def test_a_model_that_overflows_in_the_serving_precision_is_refused(tmp_path: Path) -> None:
@@ -216,6 +270,23 @@ def test_queries_and_measurements_of_another_kind_are_refused(tmp_path: Path) ->
         export.to_peft(task.model, store, tmp_path / "x", asked)  # type: ignore[arg-type]
 
 
+def test_gains_are_not_chosen_by_scores_that_say_nothing(tmp_path: Path, monkeypatch: Any) -> None:
+    task, store = models.prepared("gpt2")
+    asked = models.queries()
+    with pytest.raises(ReadoutError, match="0 throughout, or not finite"):
+        export.to_peft(task, store, tmp_path / "x", {**asked, "weights": asked["weights"] * 0})
+    monkeypatch.setattr(Point, "exact", lambda *_: (torch.full((4, 3), float("nan")), "jvp"))
+    with pytest.raises(ReadoutError, match="0 throughout, or not finite"):
+        export.to_peft(task, store, tmp_path / "x", asked)
+
+
+def test_importing_brings_neither_transformers_nor_onnxruntime() -> None:
+    """Reading log-likelihoods that an engine found needs neither, and starts at once."""
+    code = "import sys, imprint.export; print(*{'transformers', 'peft', 'onnxruntime'} & set(sys.modules))"
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert found.stdout.split() == []
+
+
 def test_imprints_that_are_all_zero_are_not_exported(tmp_path: Path) -> None:
     data = models.data()
     data["weights"][[0, 3, 6]] = 0
@@ -226,18 +297,38 @@ def test_imprints_that_are_all_zero_are_not_exported(tmp_path: Path) -> None:
 
 
 def test_the_command_exports_and_tells_of_the_self_test(tmp_path: Path) -> None:
-    task, store = models.prepared("gpt2")
-    place = tmp_path / "objects.py"
-    place.write_text(
-        'from tests.export import models\n\ntask = models.prepared("gpt2")[0]\nqueries = models.queries()\n'
-    )
-    app = Typer()
-    app.command()(command)
-    arguments = [str(store.path), "--out", str(tmp_path / "x"), "--task", f"{place}:task", "-s", "site/1", "--json"]
+    app, arguments = _command(tmp_path)
+    arguments += ["-s", "site/1", "--json"]
     result = CliRunner().invoke(app, arguments, catch_exceptions=False)
     told = json.loads(result.stdout)
     assert told["sources"] == ["site/1"] and told["self_test"]["central"] < 1e-4
     assert told["gains"] == Export.open(tmp_path / "x").gains.tolist()
     again = CliRunner().invoke(app, [*arguments[:2], str(tmp_path / "y"), *arguments[3:-1]], catch_exceptions=False)
     assert "self-test on 4 queries" in again.stdout
-    assert task.names
+    assert Export.open(tmp_path / "y").ids == ["site/1"]
+
+
+@pytest.mark.parametrize("option", [["--dtype", "bfloat16"], ["--base", "gpt2"]])
+def test_the_command_refuses_what_a_graph_cannot_follow(option: list[str], tmp_path: Path) -> None:
+    app, arguments = _command(tmp_path)
+    with pytest.raises(ConfigurationError, match="are for --format peft"):
+        CliRunner().invoke(app, [*arguments, "--format", "onnx", *option], catch_exceptions=False)
+
+
+def test_the_command_takes_the_name_of_the_plain_model(tmp_path: Path) -> None:
+    models.gpt2().save_pretrained(tmp_path / "plain")
+    app, arguments = _command(tmp_path)
+    CliRunner().invoke(app, [*arguments, "--base", str(tmp_path / "plain")], catch_exceptions=False)
+    assert Export.open(tmp_path / "x").model == str(tmp_path / "plain")
+
+
+def _command(folder: Path) -> tuple[Typer, list[str]]:
+    """`imprint export` alone, and its arguments for an export to `folder/x`."""
+    place = folder / "objects.py"
+    place.write_text(
+        'from tests.export import models\n\ntask = models.prepared("gpt2")[0]\nqueries = models.queries()\n'
+    )
+    app = Typer()
+    app.command()(command)
+    _, store = models.prepared("gpt2")
+    return app, [str(store.path), "--out", str(folder / "x"), "--task", f"{place}:task"]

@@ -6,6 +6,8 @@ from typing import Any
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import (
+    Gemma2Config,
+    Gemma2ForCausalLM,
     GPT2Config,
     GPT2LMHeadModel,
     LlamaConfig,
@@ -66,6 +68,13 @@ def llama(**changes: Any) -> Any:
     options = {"vocab_size": VOCABULARY, "max_position_embeddings": CONTEXT, "hidden_size": 8, "intermediate_size": 12}
     more = {"num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1}
     return _made(LlamaForCausalLM, LlamaConfig(**{**options, **more, "initializer_range": 0.2, **changes}))
+
+
+def gemma2(**changes: Any) -> Any:
+    """Caps its logits at 30, which small ones hardly show."""
+    options = {"vocab_size": VOCABULARY, "max_position_embeddings": CONTEXT, "hidden_size": 8, "intermediate_size": 12}
+    more = {"num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 4}
+    return _made(Gemma2ForCausalLM, Gemma2Config(**{**options, **more, "pad_token_id": 0, **changes}))
 
 
 MODELS = {"gpt2": gpt2, "llama": llama}

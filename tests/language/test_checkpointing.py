@@ -73,3 +73,24 @@ def test_the_tangent_engine_says_how_to_turn_it_off() -> None:
         simulated(task(model), documents().columns)
     model.gradient_checkpointing_disable()
     simulated(task(model), documents().columns)
+
+
+@pytest.mark.parametrize("engine", ["tangent", "trajectories"])
+def test_dropout_along_the_path_is_refused(engine: Any) -> None:
+    """What is drawn in the forward pass could not be drawn again in the backward pass."""
+    model, plan = gpt2(embd_pdrop=0.0), Plan(engine=engine, steps=1, lr=0.01, dropout=True)
+    model.gradient_checkpointing_enable()
+    with pytest.raises(
+        TaskError, match=r"^the model's gradient checkpointing .* dropout.*gradient_checkpointing_disable"
+    ):
+        simulated(task(model), documents().columns, plan)
+    model.gradient_checkpointing_disable()
+    simulated(task(model), documents().columns, plan)
+
+
+def test_dropout_outside_of_the_blocks_is_drawn_once() -> None:
+    plain, thrifty = (gpt2(resid_pdrop=0.0, attn_pdrop=0.0) for _ in range(2))
+    thrifty.gradient_checkpointing_enable()
+    plan = Plan(engine="trajectories", steps=2, lr=0.05, epsilon=1.0, dropout=True)
+    stores = [simulated(task(model), documents().columns, plan) for model in (plain, thrifty)]
+    close(imprints(stores[0]), imprints(stores[1]), 1e-10)

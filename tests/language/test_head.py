@@ -73,6 +73,17 @@ def test_every_derivative_is_that_of_plain_logits(mode: str, moving: str) -> Non
     torch.testing.assert_close(MODES[mode](of(log_likelihoods, moving)), expected)
 
 
+@pytest.mark.parametrize("precision", [torch.float16, torch.bfloat16])
+def test_weights_are_not_rounded_to_the_precision_of_the_hidden_states(precision: torch.dtype) -> None:
+    """Those of a mean over 3 tokens would all be off to the same side."""
+    hidden, weight, along = (t.to(precision) for t in (HIDDEN, WEIGHT, drawn(N, LENGTH, WIDTH, seed=7)))
+    weights = torch.full((N, LENGTH), 1 / 3)
+    each = jvp(lambda h: token_log_probs(h, weight, None, TARGETS), (hidden,), (along,))
+    total = jvp(lambda h: log_likelihoods(h, weight, None, TARGETS, weights), (hidden,), (along,))
+    for of_tokens, found in zip(each, total, strict=True):
+        torch.testing.assert_close(found, (weights * of_tokens).sum(-1), rtol=1e-6, atol=0)
+
+
 class _Products(TorchDispatchMode):
     """Counts the multiplications with the vocabulary, by all values in them that meet it."""
 
@@ -137,7 +148,8 @@ def test_scores_are_those_of_a_head_that_is_not_contracted(kind: str, parameters
     assert scores[0].abs().min() > 0
 
 
-def test_the_head_is_not_paid_for_tokens_of_the_prompt() -> None:
+@pytest.mark.parametrize("by_token", [False, True])
+def test_the_head_is_not_paid_for_tokens_of_the_prompt(by_token: bool) -> None:
     task = language.task(MODELS["gpt2"]())
     functional, theta = task.at(task.state())
     whole = language.Completions(
@@ -146,6 +158,7 @@ def test_the_head_is_not_paid_for_tokens_of_the_prompt() -> None:
     met = []
     for weights in (whole.columns["weights"], torch.ones_like(whole.columns["weights"])):
         with forward_only(task), _Products(300) as products:
-            functional.measures(theta, {**whole.columns, "weights": weights}, 2)
+            batch = {**whole.columns, "weights": weights}
+            task.token_log_probs(task.model, batch) if by_token else functional.measures(theta, batch, 2)
         met.append(products.values)
     assert met[0] < met[1]

@@ -231,12 +231,43 @@ def test_the_adapters_own_files_are_checkpoints_of_a_fine_tune(tmp_path: Path) -
         language.complete(wrong)
 
 
-def test_an_adapter_on_the_head_is_computed_in_full() -> None:
+def test_a_dora_adapter_is_read_as_peft_writes_it(tmp_path: Path) -> None:
+    config = LoraConfig(r=2, target_modules=["c_attn"], fan_in_fan_out=True, use_dora=True)
+    model = get_peft_model(gpt2(), config)
+    model.save_pretrained(str(tmp_path))
+    language = task(model)
+    completed = language.complete(load_file(tmp_path / "adapter_model.safetensors"))
+    assert all(torch.allclose(tensor, completed[name]) for name, tensor in language.state().items())
+
+
+def test_an_incomplete_adapter_is_refused_by_what_it_lacks_itself() -> None:
+    model = fine_tuned()
+    language, written = task(model), get_peft_model_state_dict(model)
+    name = next(iter(written))
+    del written[name]
+    own = name.replace(".weight", ".default.weight")
+    with pytest.raises(TaskError, match=rf"it lacks 1 of the adapter's {len(language.names)} tensors: {own}\.$"):
+        language.complete(written)
+
+
+def test_a_disabled_adapter_is_refused() -> None:
+    model = fine_tuned()
+    model.disable_adapter_layers()
+    with pytest.raises(
+        TaskError, match=r"is disabled and does not move .*: model\.enable_adapter_layers\(\) turns it on"
+    ):
+        task(model)
+    model.enable_adapter_layers()
+    assert task(model).names
+
+
+def test_an_adapter_on_the_head_is_computed_in_full(caplog: pytest.LogCaptureFixture) -> None:
     config = LoraConfig(r=2, target_modules=["lm_head", "c_attn"], fan_in_fan_out=True)
     with pytest.warns(UserWarning, match="fan_in_fan_out"):
         model = get_peft_model(gpt2(tie_word_embeddings=False), config).double()
     language = task(model)
     assert not language._contracts
+    assert "computed for every source, because it has an adapter" in caplog.text
     store = simulated(language, documents().columns)
     by_jvp, by_gradient = (scores(language, store, QUERIES, readout=kind) for kind in ("jvp", "gradient"))
     torch.testing.assert_close(by_jvp, by_gradient)

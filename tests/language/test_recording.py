@@ -12,13 +12,15 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import Trainer, TrainingArguments
 
-from imprint import Plan, simulate
+from imprint import Plan, TaskError, simulate
 from imprint.language import Completions, Recording, task
 from tests.language.models import LABELS, documents, gpt2, tokenizer
 from tests.language.test_task import scores
 
 
-def train(model: Any, recording: Recording, folder: Path, **options: Any) -> dict[int, dict[str, Tensor]]:
+def train(
+    model: Any, recording: Recording, folder: Path, optimiser: Any = None, **options: Any
+) -> dict[int, dict[str, Tensor]]:
     """A real training of four steps. Gives the state after each, as another callback sees it."""
     ids = documents().columns["input_ids"]
     seen: dict[int, dict[str, Tensor]] = {}
@@ -40,7 +42,8 @@ def train(model: Any, recording: Recording, folder: Path, **options: Any) -> dic
     )
     rows = [{"input_ids": row, "labels": row} for row in ids]
     callbacks = [recording, Watching(folder / "unused")]
-    Trainer(model=model, args=arguments, train_dataset=rows, callbacks=callbacks).train()
+    optimisers = (optimiser, None)  # without a schedule of its own
+    Trainer(model=model, args=arguments, train_dataset=rows, callbacks=callbacks, optimizers=optimisers).train()
     return seen
 
 
@@ -71,6 +74,54 @@ def test_of_a_fine_tune_the_adapter_alone_is_kept(tmp_path: Path) -> None:
     kept = language.complete(load_file(path))
     assert all(torch.equal(kept[name], seen[2][name]) for name in kept)
     assert any(not torch.equal(kept[name], tensor) for name, tensor in language.state().items())
+
+
+@pytest.mark.parametrize("bias", ["lora_only", "all"])
+def test_what_is_trained_beside_the_adapter_is_kept_too(
+    bias: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    config = LoraConfig(r=2, target_modules=["c_attn"], fan_in_fan_out=True, bias=bias)
+    model, recording = get_peft_model(gpt2().float(), config), Recording(tmp_path / "kept", at=(2,))
+    seen = train(model, recording, tmp_path)
+    trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+    (path,) = recording.paths
+    assert set(load_file(path)) == trained
+    with caplog.at_level("WARNING", logger="imprint"):
+        language = task(model)
+    beside = len(trained) - len(language.names)
+    assert f"{beside} trainable parameters beside the adapter carry no imprint" in caplog.text
+    caplog.clear()
+    assert set(task(model, parameters="*").names) == trained
+    assert not caplog.text
+    kept = language.complete(load_file(path))
+    assert all(torch.equal(kept[name], seen[2][name]) for name in kept)
+    alone = {name: tensor for name, tensor in kept.items() if name in language.names}
+    with pytest.raises(TaskError, match=r"does not fit the model: it lacks .*bias"):
+        language.complete(alone)
+
+
+class _Lion(torch.optim.Optimizer):
+    """Has betas, and no second moments."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {"lr": 1e-3, "betas": (0.9, 0.99)})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for parameter in self.param_groups[0]["params"]:
+            self.state[parameter].setdefault("exp_avg", torch.zeros_like(parameter)).lerp_(parameter.grad, 0.1)
+            parameter.sub_(self.state[parameter]["exp_avg"].sign(), alpha=self.param_groups[0]["lr"])
+
+
+def test_an_optimiser_whose_moments_are_not_found_does_not_stop_the_training(tmp_path: Path) -> None:
+    model, recording = gpt2().float(), Recording(tmp_path / "kept", at=(2, 3))
+    with pytest.warns(UserWarning, match=r"without second moments: .* it has exp_avg") as warned:
+        seen = train(model, recording, tmp_path, optimiser=_Lion(model.parameters()))
+    assert sum("without second moments" in str(each.message) for each in warned) == 1
+    assert len(seen) == 4
+    names = [path.name for path in recording.paths]
+    assert names == ["checkpoint-000002.safetensors", "checkpoint-000003.safetensors"]
+    assert sorted(path.name for path in (tmp_path / "kept").iterdir()) == names
 
 
 @pytest.mark.filterwarnings("ignore:.*:UserWarning")

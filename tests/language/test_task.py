@@ -18,7 +18,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from imprint import Plan, Reader, Sources, Store, Task, TaskError, attribute, check, self_influence, simulate
 from imprint.language import Completions, LanguageTask, task
-from tests.language.models import CONTEXT, LABELS, MODELS, TEXTS, VOCABULARY, documents, gpt2, llama, tokenizer
+from tests.language.models import CONTEXT, LABELS, MODELS, TEXTS, VOCABULARY, documents, gemma2, gpt2, llama, tokenizer
 
 PLAN = Plan(steps=2, lr=0.02)
 
@@ -255,7 +255,25 @@ def test_a_head_that_does_more_than_a_matrix_is_computed_in_full(caplog: pytest.
         logits = model(input_ids=queries()["input_ids"]).logits
     expected = -F.cross_entropy(logits[:, :-1].transpose(1, 2), queries()["input_ids"][:, 1:], reduction="none")
     torch.testing.assert_close(found, (expected * queries()["weights"][:, 1:]).sum(1))
-    torch.testing.assert_close(each, F.pad(expected, (1, 0)))
+    counted = queries()["weights"].any(0)
+    torch.testing.assert_close(each[:, counted], F.pad(expected, (1, 0))[:, counted])
+
+
+def test_a_half_precision_model_is_measured_with_weights_in_full() -> None:
+    language = task(gpt2().bfloat16())
+    batch = {**queries(), "weights": queries()["weights"] / 3}
+    functional, theta = language.at(language.state())
+    with torch.no_grad(), language.evaluating():
+        measured = functional.measures(theta, batch, 3)
+        each = language.token_log_probs(language.model, batch)
+    torch.testing.assert_close(measured, (batch["weights"] * each).sum(1), rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("precision", [torch.float32, torch.float16, torch.bfloat16])
+def test_what_the_model_does_to_its_logits_shows_in_every_precision(precision: torch.dtype) -> None:
+    assert not task(gemma2().to(precision))._contracts
+    assert task(gemma2(final_logit_softcapping=None).to(precision))._contracts
+    assert all(task(made().to(precision))._contracts for made in MODELS.values())
 
 
 def test_tokens_of_another_vocabulary_are_refused_before_the_model_sees_them() -> None:
@@ -298,17 +316,16 @@ def test_other_batches_are_told_what_to_be(batch: Any) -> None:
         task(gpt2()).loss(gpt2(), batch)
 
 
-def test_models_that_are_not_causal_are_refused() -> None:
-    sizes = {
-        "vocab_size": 50,
-        "hidden_size": 8,
-        "num_hidden_layers": 1,
-        "num_attention_heads": 2,
-        "intermediate_size": 8,
-    }
-    bert = BertForMaskedLM(BertConfig(**sizes, initializer_range=0.2))
+@pytest.mark.parametrize("precision", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("spread", [0.02, 0.2])
+def test_models_that_look_ahead_are_refused_in_every_precision(precision: torch.dtype, spread: float) -> None:
+    sizes = {"vocab_size": 50, "hidden_size": 8, "num_attention_heads": 2, "intermediate_size": 8}
+    bert = BertForMaskedLM(BertConfig(**sizes, num_hidden_layers=1, initializer_range=spread)).to(precision)
     with pytest.raises(TaskError, match="BertForMaskedLM looks ahead"):
         task(bert)
+
+
+def test_models_that_are_not_causal_are_refused() -> None:
     t5 = T5ForConditionalGeneration(
         T5Config(vocab_size=50, d_model=8, d_kv=4, d_ff=8, num_layers=1, num_heads=2, decoder_start_token_id=0)
     )

@@ -1,6 +1,7 @@
 """The measured curvature, the step chosen from it, and what happens when the step is too large."""
 
 import logging
+import math
 import re
 import warnings
 from collections.abc import Callable
@@ -13,7 +14,9 @@ from torch.func import hessian
 
 from imprint import Plan, SimulationError, Sources, Task, simulate
 from imprint.data import Data
+from imprint.simulation import curvature
 from imprint.simulation.curvature import Spectrum, lanczos, spectrum
+from imprint.simulation.derivatives import Weighted
 from imprint.simulation.descent import Descent, minibatches
 from imprint.simulation.plan import Engine
 from tests.problems import (
@@ -243,6 +246,40 @@ def test_runaway_growth_names_source_spectrum_and_a_step_that_holds(engine: Engi
     holds = re.search(r"A step below (\S+) holds", message)
     assert holds is not None and float(holds[1]) == pytest.approx(2 / extremes(problem.hessian())[1], rel=0.05)
     problem.simulate(replace(plan, lr=0.9 * float(holds[1])))
+
+
+class Adapted(nn.Module):
+    """x ↦ (w + b)·x with a weight that stays, and one beside it that is hardly there."""
+
+    def __init__(self, b: float) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.tensor([1.0], dtype=torch.float64))
+        self.b = nn.Parameter(torch.tensor([b], dtype=torch.float64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (self.w + self.b) * x
+
+
+def test_a_response_that_grows_from_zero_is_held_against_the_weights_beside() -> None:
+    """It doubles with every step, and ends far below what would move a model whose weight is 1."""
+    task = Task(
+        Adapted(0.0),
+        loss=lambda model, batch: model(batch[0]),
+        regulariser=lambda model: -0.5 * dict(model.named_parameters())["b"].square().sum(),
+        parameters="b",
+    )
+    data = (torch.tensor([1e-12, -1e-12], dtype=torch.float64),)
+    found = simulate(task, data, Sources.groups({"a": [0]}), Plan(steps=20, lr=1.0), progress=False)
+    assert float(imprints(found).abs().max()) == pytest.approx(1e-12 * (2**20 - 1), rel=1e-9)
+
+
+@pytest.mark.parametrize("b", [0.0, 1e-9, 1e-6, 1e-4])
+def test_differences_of_gradients_take_their_step_from_the_weights_beside(b: float) -> None:
+    task = Task(Adapted(b), loss=lambda model, batch: model(batch[0]).sin(), parameters="b")
+    functional, theta = task.at(task.state())
+    parts = [Weighted(torch.arange(1), torch.ones(1, dtype=torch.float64), (torch.tensor([2.0], dtype=torch.float64),))]
+    found = curvature._by_difference(functional, theta, parts, {"b": torch.ones(1, dtype=torch.float64)})
+    assert float(found["b"]) == pytest.approx(-4 * math.sin(2 * (1 + b)), rel=1e-4)
 
 
 @pytest.mark.filterwarnings("ignore:.*may diverge")
