@@ -75,7 +75,7 @@ class Bench:
     def task(self) -> Task:
         return self.task_of(None)
 
-    def task_of(self, parameters: str | None) -> Task:
+    def task_of(self, parameters: str | None) -> language.LanguageTask:
         """Attribution through some of a model's parameters, or all of them."""
         return language.task(self.size.build().to(self.device), parameters=parameters)
 
@@ -216,8 +216,13 @@ def lexical(bench: Bench) -> dict[str, Tensor]:
 def imprints(bench: Bench, plan: Plan, run: int, step: int, parameters: str | None = None) -> dict[str, Tensor]:
     """Our scores at one checkpoint. An adapter made for it has no moments of Adam, which are estimated then."""
     state, moments = bench.checkpoints[run, step]
-    adam = plan.preconditioner == "adam" and not (parameters or "").startswith("lora")
-    task = bench.task_of(parameters)
+    preset, _, aimed = (parameters or "").partition("+")
+    task, adapted = bench.task_of(preset or None), preset.startswith("lora")
+    if aimed:
+        language.aim(task, bench.text.train, bench.text.sources, checkpoint=state)
+    if adapted:
+        plan = replace(plan, lr=bench.arguments.adapter_lr or plan.lr)
+    adam = plan.preconditioner == "adam" and not adapted
     store = simulate(
         task,
         bench.text.train,
@@ -234,7 +239,7 @@ def imprints(bench: Bench, plan: Plan, run: int, step: int, parameters: str | No
 
 def carried(bench: Bench, plan: Plan) -> dict[str, Tensor]:
     """Our scores at one checkpoint with imprints in some parameters alone."""
-    step, digest = bench.arguments.parameters_at, _digest(plan.to_json())
+    step, digest = bench.arguments.parameters_at, _digest([plan.to_json(), bench.arguments.adapter_lr])
     made = {
         each: bench.kept(
             f"imprint-{digest}-{each.replace(':', '-')}-run-0-step-{step:05}",
@@ -403,8 +408,8 @@ def about(bench: Bench) -> dict[str, Any]:
         "ceiling of LDS beyond the mean passage": ceiling(ranks(runs - runs.mean(1, keepdims=True))),
     }
     for each in bench.arguments.parameters:
-        size = sum(p.numel() for p in bench.task_of(each).at(bench.task_of(each).state())[1].values())
-        found[f"bytes of an imprint in {each}"] = 4 * size
+        task = bench.task_of(each.partition("+")[0])
+        found[f"bytes of an imprint in {each}"] = 4 * sum(p.numel() for p in task.at(task.state())[1].values())
     if bench.removals is not None:
         effects = bench.removals.effects.numpy()
         check = removal(any_scores, bench.removals)
@@ -456,7 +461,13 @@ def main() -> None:
     parser.add_argument("--models", type=int, default=1, help="runs whose checkpoints are scored and averaged")
     parser.add_argument("--checkpoints", type=int, nargs="+", help="steps of the run at which imprints are simulated")
     parser.add_argument("--plan", action="append", help="fields of a Plan as JSON; may be given several times")
-    parser.add_argument("--parameters", nargs="*", default=[], help='that alone carry imprints, such as "lora:16"')
+    parser.add_argument(
+        "--parameters",
+        nargs="*",
+        default=[],
+        help='that alone carry imprints, such as "last:4", "lora:16", or "lora:16+aim" with an adapter that is aimed',
+    )
+    parser.add_argument("--adapter-lr", type=float, help="of the simulation in adapters, instead of the plan's")
     parser.add_argument("--parameters-at", type=int, help="step of the run at which they are compared")
     parser.add_argument("--name", default="results", help="of the file with the results")
     parser.add_argument("--epochs", type=int, help="instead of the setting's own")

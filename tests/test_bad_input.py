@@ -413,8 +413,8 @@ def test_settings_per_checkpoint_must_be_as_many_as_checkpoints(task: Task) -> N
 
 
 def test_an_unknown_field_of_a_plan_is_named() -> None:
-    with pytest.raises(PlanError, match="no field 'momentum'"):
-        Plan.from_json({"steps": 3, "momentum": 0.9})
+    with pytest.raises(PlanError, match="no field 'temperature'"):
+        Plan.from_json({"steps": 3, "temperature": 0.9})
 
 
 @pytest.mark.parametrize("memory", ["lots", "2 parsecs", "", "1.2.3 GiB", "-1GB", "0", 0, -5])

@@ -45,7 +45,10 @@ LAYERS = {
         *("errors", "progress", "memory", "task", "sources", "data", "rows", "files", "fingerprint", "values"),
         *("manifest", "simulation", "store", "readout", "attribution"),
     ),
-    "language": ("errors", "dropout", "task", "sources", "recording", "store", "readout", "attribution"),
+    "language": (
+        *("errors", "progress", "dropout", "task", "sources", "data"),
+        *("recording", "store", "readout", "attribution"),
+    ),
     "settings": ("errors", "progress", "task", "sources", "data", "simulation.plan", "evaluation", "language"),
     "export": ("errors", "files", "values", "task", "data", "tensorfile", "store", "readout"),
     "experiment": ("errors", "store"),

@@ -1,0 +1,307 @@
+"""The rows of an aimed adapter are the directions in which gradients of the sources differ most; nothing else moves."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from transformers.pytorch_utils import Conv1D
+
+from imprint import Plan, Sources, SourcesError, Store, StoreError, Task, TaskError, export, simulate
+from imprint.language import Completions, aim, task
+from imprint.language.presets import blocks
+from tests.language.models import LABELS, MODELS, VOCABULARY, documents, gpt2, llama, tokenizer
+from tests.language.test_presets import fine_tuned
+from tests.language.test_task import close, imprints, scores
+
+RANK = 3
+PRECISION = {"gpt2": 1e-9, "llama": 1e-5}  # llama's norms are computed in float32, whatever the model is in
+Rows = dict[str, Tensor]
+
+
+def columns() -> dict[str, Tensor]:
+    """Windows of a few tokens, so that every source has several."""
+    return documents(length=6).columns
+
+
+def labelled() -> Sources:
+    return documents(length=6).sources(LABELS)
+
+
+OVERLAPPING = Sources.groups({"first": [0, 1, 2, 3], "second": [2, 3, 4], "one": [3], "all": range(8)})
+
+
+def aimed(model: nn.Module, sources: Sources, data: Any = None, **options: Any) -> Rows:
+    """The A of every adapted layer after aiming, by the name of the layer."""
+    language = task(model, parameters=f"lora:{RANK}")
+    aim(language, data or columns(), sources, **{"preconditioner": None, "progress": False, **options})
+    return rows(language)
+
+
+def flat(rows: Rows) -> Tensor:
+    return torch.cat([a.flatten() for a in rows.values()])
+
+
+def rows(language: Task) -> Rows:
+    ending = ".lora_A.imprint.weight"
+    return {name.removesuffix(ending): t for name, t in language.state().items() if name.endswith(ending)}
+
+
+def slopes(model: Any, members: Any, data: Any = None) -> Rows:
+    """The mean gradient of some windows by the weights of linear layers, (outputs, inputs), in a backward pass."""
+    batch = {name: column[torch.as_tensor(np.array(members))] for name, column in (data or columns()).items()}
+    ids, weights = batch["input_ids"], batch["weights"][:, 1:]
+    model.eval().zero_grad()
+    logits = model(input_ids=ids).logits[:, :-1]
+    each = F.cross_entropy(logits.transpose(1, 2), ids[:, 1:], reduction="none")
+    (each * weights).sum().div(len(ids)).backward()
+    layers = [(f"{prefix}.{name}", m) for prefix, block in blocks(model) for name, m in block.named_modules()]
+    linear: Any = [(name, layer) for name, layer in layers if isinstance(layer, nn.Linear | Conv1D)]
+    return {name: layer.weight.grad.T if isinstance(layer, Conv1D) else layer.weight.grad for name, layer in linear}
+
+
+def differences(found: list[Rows]) -> Rows:
+    """Σ_b (G_b − Ḡ)ᵀ(G_b − Ḡ) of every layer."""
+    stacked = {name: torch.stack([slope[name] for slope in found]) for name in found[0]}
+    return {name: torch.einsum("boi,boj->ij", g - g.mean(0), g - g.mean(0)) for name, g in stacked.items()}
+
+
+def assert_leading(found: Rows, matrices: Rows, tolerance: float) -> None:
+    """Rows are orthonormal and span the leading eigenvectors, which are told apart from the others."""
+    assert found.keys() == matrices.keys() and len(found) > 4
+    for name, a in found.items():
+        torch.testing.assert_close(a @ a.T, torch.eye(RANK, dtype=a.dtype))
+        values, vectors = torch.linalg.eigh(matrices[name])
+        assert float(values[-RANK] / values[-RANK - 1]) > 1.005, name
+        leading = vectors[:, -RANK:]
+        torch.testing.assert_close(a.T @ a, leading @ leading.T, rtol=0, atol=tolerance)
+
+
+@pytest.mark.parametrize("sources", [labelled(), OVERLAPPING], ids=["labelled", "overlapping"])
+@pytest.mark.parametrize("kind", MODELS)
+def test_rows_span_where_gradients_of_the_sources_differ_most(kind: str, sources: Sources) -> None:
+    expected = differences([slopes(MODELS[kind](), members) for members in sources.members])
+    assert_leading(aimed(MODELS[kind](), sources), expected, PRECISION[kind])
+
+
+@pytest.mark.parametrize("kind", MODELS)
+def test_adams_steps_are_compared_where_the_plan_follows_adam(kind: str) -> None:
+    """By √v̂ + 1e-8 of mini-batches that the seed draws before it draws samples of the sources."""
+    model, sources, draw, size = MODELS[kind](), labelled(), np.random.default_rng(7), 4
+    count = len(columns()["weights"])
+    assert count > size and max(sources.sizes) > 2
+    batches = [slopes(model, draw.choice(count, size, replace=False)) for _ in range(16)]
+    scale = {n: torch.stack([b[n] for b in batches]).square().mean(0).sqrt() + 1e-8 for n in batches[0]}
+    found = []
+    for members in sources.members:
+        chosen = members if len(members) <= 2 else draw.choice(members, 2, replace=False)
+        found.append({name: slope / scale[name] for name, slope in slopes(model, chosen).items()})
+    options: Any = {"preconditioner": "adam", "batch_size": size, "sample": 2, "seed": 7}
+    rows = aimed(MODELS[kind](), sources, **options)
+    assert_leading(rows, differences(found), 10 * PRECISION[kind])
+    plain = aimed(MODELS[kind](), sources, **{**options, "preconditioner": None})
+    assert all((a.T @ a - plain[name].T @ plain[name]).abs().max() > 0.01 for name, a in rows.items())
+
+
+@pytest.mark.parametrize("kind", MODELS)
+def test_a_source_alone_is_aimed_at_by_its_own_gradient(kind: str) -> None:
+    alone = Sources.groups({"alone": [1, 2, 5]})
+    own = slopes(MODELS[kind](), alone.members[0])
+    assert_leading(aimed(MODELS[kind](), alone), {name: g.T @ g for name, g in own.items()}, PRECISION[kind])
+
+
+def test_small_differences_are_seen_beside_a_large_common_part() -> None:
+    """In float32 the sum of squares and the square of the mean would be the same."""
+    data = columns()
+    data["weights"][0] *= 3000
+    sources = Sources.groups({str(own): [0, own] for own in (1, 4, 6, 9)})
+    expected = differences([slopes(gpt2(), members, data) for members in sources.members])
+    found = {name: a.double() for name, a in aimed(gpt2().float(), sources, data).items()}
+    assert_leading(found, expected, 0.02)
+
+
+def test_samples_depend_on_the_seed_alone() -> None:
+    sources, model = labelled(), gpt2()
+    assert min(sources.sizes) < 3 < max(sources.sizes)
+
+    def drawn(seed: int, state: int, **options: Any) -> Tensor:
+        np.random.seed(state)
+        torch.manual_seed(state)
+        return flat(aimed(model, sources, **{"sample": 3, **options}, seed=seed))
+
+    first = drawn(0, 0)
+    assert torch.equal(first, drawn(0, 1))
+    torch.testing.assert_close(first, drawn(0, 0, batch_size=2))
+    assert (first - drawn(1, 0)).abs().max() > 0.01
+    everything = max(sources.sizes)
+    assert torch.equal(drawn(0, 0, sample=everything), drawn(1, 0, sample=everything))
+
+
+@pytest.mark.parametrize("preconditioner", [None, "adam"])
+def test_everything_but_the_rows_stays_as_it_was(preconditioner: Any) -> None:
+    model = gpt2()
+    model.transformer.h[0].eval()
+    model.transformer.wte.requires_grad_(False)
+    language = task(model, parameters="lora:2")
+    modules = [*model.modules(), *language.model.modules()]
+    parameters = [*model.named_parameters(), *language.model.named_parameters()]
+
+    def surroundings() -> Any:
+        flags = [(p.requires_grad, p.grad) for _, p in parameters]
+        return flags, [module.training for module in modules], torch.random.get_rng_state().tolist()
+
+    before, state = surroundings(), language.state()
+    aim(language, columns(), labelled(), preconditioner=preconditioner, progress=False)
+    assert surroundings() == before
+    assert model.training and not model.transformer.h[0].training
+    moved = {name for name, tensor in language.state().items() if not torch.equal(tensor, state[name])}
+    assert moved == {name for name in state if ".lora_A." in name}
+
+
+def test_progress_counts_sources() -> None:
+    told: list[tuple[int, int]] = []
+    aimed(gpt2(), labelled(), progress=lambda done, total: told.append((done, total)))
+    assert told == [(1, 3), (2, 3), (3, 3)]
+
+
+@pytest.mark.parametrize("kind", MODELS)
+def test_gradients_are_taken_at_a_checkpoint_of_the_plain_model(kind: str) -> None:
+    model, later = MODELS[kind](), MODELS[kind]()
+    with torch.no_grad():
+        for parameter in later.parameters():
+            parameter.mul_(1.5)
+    there = flat(aimed(later, labelled()))
+    assert torch.equal(flat(aimed(model, labelled(), checkpoint=later.state_dict())), there)
+    assert (flat(aimed(model, labelled())) - there).abs().max() > 0.01
+
+
+def test_layers_that_a_window_does_not_reach_have_no_gradient() -> None:
+    model = gpt2()
+    model.transformer.h[0].spare = nn.Linear(8, 8).double()
+    for preconditioner in (None, "adam"):
+        a = aimed(model, labelled(), preconditioner=preconditioner)["transformer.h.0.spare"]
+        torch.testing.assert_close(a @ a.T, torch.eye(RANK, dtype=torch.float64))
+
+
+def test_a_layer_narrower_than_the_rank_keeps_all_directions() -> None:
+    language = task(llama(), parameters="lora:10")
+    aim(language, columns(), labelled(), progress=False)
+    widths = {a.shape for a in rows(language).values()}
+    assert widths == {(8, 8), (10, 12)}
+    for a in rows(language).values():
+        torch.testing.assert_close(a @ a.T, torch.eye(len(a), dtype=a.dtype))
+
+
+QUERIES = Completions(["the cat", "over the sea"], [" sat on the mat", " sails a ship"], tokenizer()).columns
+
+
+def prepared(model: nn.Module, folder: Path) -> tuple[Task, Store]:
+    """An aimed task and its store."""
+    language = task(model, parameters="lora:2")
+    aim(language, columns(), labelled(), progress=False)
+    plan = Plan(steps=2, lr=1e-3, preconditioner="adam")
+    return language, simulate(language, columns(), labelled(), plan, out=folder, progress=False)
+
+
+@pytest.mark.parametrize("readout", ["jvp", "central", "gradient"])
+@pytest.mark.parametrize("kind", MODELS)
+def test_a_store_is_read_by_a_task_that_was_not_aimed(kind: str, readout: str, tmp_path: Path) -> None:
+    language, _ = prepared(MODELS[kind](), tmp_path / "store")
+    store, fresh = Store(tmp_path / "store"), task(MODELS[kind](), parameters="lora:2")
+    assert not torch.allclose(flat(rows(fresh)), flat(rows(language)))
+    expected = scores(language, store, QUERIES, readout=readout)
+    assert expected.abs().min() > 0
+    assert torch.equal(scores(fresh, store, QUERIES, readout=readout), expected)
+
+
+@pytest.mark.parametrize("kind", MODELS)
+def test_a_store_is_exported_with_the_rows_it_was_made_with(kind: str, tmp_path: Path) -> None:
+    language, store = prepared(MODELS[kind]().float(), tmp_path / "store")
+    fresh = task(MODELS[kind]().float(), parameters="lora:2")
+    found = export.to_peft(fresh, store, tmp_path / "out", QUERIES)
+    assert found.self_test.central < 1e-3
+    exact = scores(language, store, QUERIES).double()
+    read = export.read_peft(found, MODELS[kind]().float(), QUERIES).measured
+    torch.testing.assert_close(read, exact, rtol=0, atol=0.02 * float(exact.abs().max()))
+
+
+def test_simulations_with_the_same_rows_are_the_same_and_with_others_are_not_continued(tmp_path: Path) -> None:
+    _, store = prepared(gpt2(), tmp_path / "one")
+    _, again = prepared(gpt2(), tmp_path / "two")
+    close(imprints(store), imprints(again), 1e-12)
+    with pytest.raises(StoreError, match="checkpoint"):
+        simulate(
+            *(task(gpt2(), parameters="lora:2"), columns(), labelled()),
+            Plan(steps=2, lr=1e-3, preconditioner="adam"),
+            out=tmp_path / "one",
+            progress=False,
+        )
+
+
+def test_other_tasks_are_refused() -> None:
+    for other in (
+        task(gpt2()),
+        task(gpt2(), parameters="last:1"),
+        task(fine_tuned()),
+        task(fine_tuned(), parameters="*lora_B*"),
+        Task(gpt2(), loss=lambda model, batch: batch["weights"].sum(1)),
+    ):
+        before = other.state()
+        with pytest.raises(TaskError, match="only an adapter made for the task can be aimed: give language"):
+            aim(other, columns(), labelled(), progress=False)  # type: ignore[arg-type]
+        assert all(torch.equal(tensor, before[name]) for name, tensor in other.state().items())
+
+
+def test_what_makes_no_sense_is_refused_by_name() -> None:
+    broken = {name: tensor * torch.nan for name, tensor in gpt2().state_dict().items()}
+    for options, message in (
+        ({"preconditioner": "Adam"}, "the preconditioner of aim is None or \"adam\", as that of the plan, got 'Adam'"),
+        ({"sample": 0}, "a source needs a sample of at least 1 window to be aimed at, got sample=0"),
+        ({"checkpoint": broken}, r"the gradients of layer 'transformer\.h\.0\.attn\.c_attn' are not finite"),
+    ):
+        with pytest.raises(TaskError, match=message):
+            aimed(gpt2(), labelled(), **options)
+    with pytest.raises(SourcesError, match="the sources divide 3 examples, the training data has 10"):
+        aimed(gpt2(), Sources.by_label(["a", "b", "b"]))
+    with pytest.raises(SourcesError, match="source 'a' has member 10, but the training data has examples 0 to 9"):
+        aimed(gpt2(), Sources.groups({"a": [0, 10]}))
+
+
+COMMON, LEFT, RIGHT = 5, 40, 90
+
+
+def in_two_directions() -> tuple[dict[str, Tensor], Sources]:
+    """Windows that repeat one token, and four sources with as much of one and a growing share of two others.
+
+    Every position of such a window looks alike to a layer, so that differences of sources have two input directions.
+    """
+    tokens = [COMMON] * 12 + [LEFT] * 3 + [LEFT, LEFT, RIGHT] + [LEFT, RIGHT, RIGHT] + [RIGHT] * 3
+    ids = torch.tensor(tokens).unsqueeze(1).repeat(1, 6)
+    members = {name: [*range(3 * b, 3 * b + 3), *range(12 + 3 * b, 15 + 3 * b)] for b, name in enumerate("abcd")}
+    return {"input_ids": ids, "weights": torch.full(ids.shape, 1 / 5)}, Sources.groups(members)
+
+
+@pytest.mark.parametrize("kind", MODELS)
+def test_few_rows_say_what_all_weights_say_where_sources_differ_in_few_directions(kind: str) -> None:
+    model = MODELS[kind]()
+    if kind == "gpt2":
+        nn.init.zeros_(model.transformer.wpe.weight)
+    data, sources = in_two_directions()
+    asked = {"input_ids": torch.randint(VOCABULARY, (8, 6)), "weights": torch.ones(8, 6)}
+
+    def told_apart(language: Task) -> Tensor:
+        """What scores say of sources beyond what they say of all."""
+        store = simulate(language, data, sources, Plan(steps=5, lr=1e-3), progress=False)
+        found = scores(language, store, asked)
+        return found - found.mean(1, keepdim=True)
+
+    adapted = task(model, parameters="lora:2")
+    full = told_apart(task(model, parameters=[name.replace(".lora_B.imprint", "") for name in adapted.names]))
+    random = told_apart(adapted)
+    aim(adapted, data, sources, preconditioner=None, progress=False)
+    aimed = told_apart(adapted)
+    assert (random - full).norm() > 0.5 * full.norm()
+    assert (aimed - full).norm() < 0.1 * full.norm()
