@@ -223,7 +223,9 @@ class Data:
 
 
 def as_tensors(dataset: Any) -> Any:
-    """Columns of numpy arrays as columns of tensors; anything else as it is."""
+    """Columns of numpy arrays as columns of tensors; the `columns` of what has such; anything else as it is."""
+    if isinstance(getattr(dataset, "columns", None), dict):  # such as documents and completions
+        dataset = dataset.columns
     if isinstance(dataset, tuple) and dataset and all(isinstance(column, np.ndarray) for column in dataset):
         return tuple(_as_tensor(name, column) for name, column in enumerate(dataset))
     if isinstance(dataset, dict) and any(isinstance(column, np.ndarray) for column in dataset.values()):

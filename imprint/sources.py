@@ -13,6 +13,15 @@ from imprint.errors import SourcesError
 Members = np.ndarray[Any, np.dtype[np.int64]]
 
 
+def require_sources(sources: object) -> None:
+    """What a user gave in the place of sources is refused if it is something else."""
+    if not isinstance(sources, Sources):
+        raise SourcesError(
+            f"sources must be an imprint.Sources, got a {type(sources).__name__}: Sources.by_label takes one label "
+            "per training example, Sources.groups named lists of indices, Sources.per_example their number."
+        )
+
+
 @dataclass(frozen=True)
 class Sources:
     """Sets of training examples, in order, each with a unique id and a name to show.

@@ -29,6 +29,7 @@ Batch = Any
 
 # Parameters are swapped inside the user's own module, and forward mode has one level per process: threads take turns.
 _ONE_AT_A_TIME = threading.RLock()
+_SHOWN = 6  # names in a message
 
 PerExample = Callable[[nn.Module, Batch], Tensor]
 Better = Literal["lower", "higher"] | None
@@ -237,9 +238,11 @@ class Task:
         unknown = set(state) - set(own) - set(self.model.state_dict())
         missing = set(own) - set(state)
         if unknown or missing:
-            parts = [f"it lacks {', '.join(sorted(missing))}"] * bool(missing)
-            parts += [f"it has unknown {', '.join(sorted(unknown))}"] * bool(unknown)
-            raise TaskError(f"a checkpoint does not fit the model: {'; '.join(parts)}.")
+            parts = [f"it lacks {_some(missing)}"] * bool(missing)
+            parts += [f"it has unknown {_some(unknown)}"] * bool(unknown)
+            adapted = any(".lora_" in name for name in unknown)
+            hint = " It is of an adapter: make the task of the model that has it." * adapted
+            raise TaskError(f"a checkpoint does not fit the model: {'; '.join(parts)}.{hint}")
         for name, mine in own.items():
             if not isinstance(state[name], Tensor):
                 raise TaskError(f"checkpoint value {name!r} is a {type(state[name]).__name__}, not a tensor.")
@@ -320,6 +323,12 @@ class Functional:
         if value.dim() != 0:
             raise TaskError(f"regulariser must return a scalar, got shape {tuple(value.shape)}.")
         return value
+
+
+def _some(names: set[str]) -> str:
+    """The first few of some names, and how many others there are."""
+    shown, others = sorted(names)[:_SHOWN], max(0, len(names) - _SHOWN)
+    return ", ".join(shown) + f" and {others} others" * (others > 0)
 
 
 def _one_each(values: Tensor, count: int, what: str, unit: str) -> Tensor:

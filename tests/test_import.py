@@ -50,7 +50,7 @@ LAYERS = {
         *("recording", "store", "readout", "attribution"),
     ),
     "settings": ("errors", "progress", "task", "sources", "data", "simulation.plan", "evaluation", "language"),
-    "export": ("errors", "files", "values", "task", "data", "tensorfile", "store", "readout"),
+    "export": ("errors", "files", "values", "task", "data", "tensorfile", "store", "readout", "language.presets"),
     "experiment": ("errors", "store"),
     "loading": ("errors", "task", "sources", "data", "simulation.plan", "store", "experiment", "settings.catalogue"),
     "terminal": (

@@ -83,15 +83,8 @@ def export(
             found = to_peft(objects.task, opened, out, objects.queries, dtype=dtype.value, base=base, **options)
         else:
             found = to_onnx(objects.task, opened, out, objects.queries, **options)
-    test = found.self_test
     if json:
         told = {"path": str(found.folder), "kind": found.kind, "sources": found.ids, "gains": found.gains.tolist()}
-        typer.echo(dumps({**told, "floors": found.floors.tolist(), "self_test": asdict(test)}))
+        typer.echo(dumps({**told, "floors": found.floors.tolist(), "self_test": asdict(found.self_test)}))
         return
-    console.print(f"{len(found.sources)} sources in {escape(str(found.folder))}", soft_wrap=True)
-    console.print(
-        f"self-test on {test.queries} queries: {test.central:.1e} from central at the same gains, "
-        f"{test.exact:.1e} from {test.readout}, {test.served:.1e} served in {found.dtype}",
-        soft_wrap=True,
-    )
-    console.print(f"noise floors of scores: {float(found.floors.min()):.2g} to {float(found.floors.max()):.2g}")
+    console.print(escape(repr(found)), soft_wrap=True)

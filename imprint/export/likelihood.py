@@ -48,6 +48,25 @@ def as_batches(queries: Any, task_device: Any, batch_size: int = 16) -> list[tup
     return batches
 
 
+def refuse_tokens(queries: list[tuple[int, Batch]], context: int | None, vocabulary: int) -> None:
+    """Refuse queries that the exported model cannot take, or takes for others."""
+    for ids in (batch["input_ids"] for _, batch in queries):
+        length = ids.shape[1]
+        if context is not None and length > context:
+            raise DataError(
+                f"queries of {length} tokens are {length - context} more than the context of the exported model, "
+                f"{context}: give length={context} to Completions."
+            )
+        if not ids.numel():
+            continue
+        for token in (int(ids.min()), int(ids.max())):
+            if not 0 <= token < vocabulary:
+                raise DataError(
+                    f"there is a token {token}, and the exported model knows tokens from 0 to {vocabulary - 1}: the "
+                    "queries were made with another tokenizer than the model's?"
+                )
+
+
 def is_log_likelihood(values: Tensor, task: Task, state: Mapping[str, Tensor], batch: Batch) -> bool:
     """Whether what the task measured of a batch is its log-likelihood, up to rounding."""
     expected = task.call(log_likelihood, state, batch)

@@ -21,7 +21,6 @@ from torch import Tensor
 from imprint.errors import MissingExtra, ReadoutError, StoreError, first_line
 from imprint.export.gains import chosen_gains
 from imprint.export.graph import Graph
-from imprint.export.likelihood import as_batches
 from imprint.export.lora import plain_model
 from imprint.export.point import Point
 from imprint.export.reading import Scores, scores
@@ -85,7 +84,7 @@ class OnnxReader:
     def measured(self, queries: Any) -> Tensor:
         """What the graph returns, (queries, sources), without its noise floors."""
         rows = []
-        for _, batch in as_batches(queries, torch.device("cpu")):
+        for _, batch in self.export.batches(queries, torch.device("cpu")):
             asked = {"input_ids": batch["input_ids"].numpy(), "weights": batch["weights"].float().numpy()}
             rows.append(torch.from_numpy(self._session.run(["scores"], {**asked, **self._fixed})[0]).double())
         return torch.cat(rows)

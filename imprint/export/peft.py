@@ -21,7 +21,7 @@ from torch import Tensor
 
 from imprint.errors import ReadoutError, StoreError, first_line
 from imprint.export.gains import DTYPES, chosen_gains
-from imprint.export.likelihood import as_batches, of_logits
+from imprint.export.likelihood import of_logits
 from imprint.export.lora import Adapted, adapter_tensors, peft_package, plain_model
 from imprint.export.point import Counted
 from imprint.export.reading import Scores, read
@@ -94,7 +94,8 @@ def read_peft(export: Export | str | os.PathLike[str], model: Any, queries: Any)
     The model is as it was before when this returns.
     """
     found = Export.open(export, "peft")
-    return read(found, *_log_likelihoods(found, model, as_batches(queries, model.get_input_embeddings().weight.device)))
+    batches = found.batches(queries, model.get_input_embeddings().weight.device)
+    return read(found, *_log_likelihoods(found, model, batches))
 
 
 def _log_likelihoods(export: Export, model: Any, queries: list[Counted]) -> tuple[Tensor, Tensor]:

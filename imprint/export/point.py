@@ -56,6 +56,21 @@ class Point:
         return [self.store.source_ids[row] for row in self.rows]
 
     @property
+    def context(self) -> int | None:
+        """How many tokens the model takes, where its configuration tells."""
+        from imprint.language.presets import text_config  # brings transformers, which reading does without
+
+        found: int | None = getattr(text_config(self.task.model), "max_position_embeddings", None)
+        return found
+
+    @property
+    def vocabulary(self) -> int:
+        """How many tokens the model knows."""
+        from imprint.language.presets import causal
+
+        return len(causal(self.task.model).get_input_embeddings().weight)
+
+    @property
     def theta(self) -> Parameters:
         """The selected parameters at the checkpoint."""
         return {name: self.state[name] for name in self.task.names}

@@ -35,6 +35,7 @@ class Scores:
 
     def score(self, query: int, source: str) -> float:
         """One score; an error where it lies under the noise floor."""
+        self._refuse_query(query)
         column = self._column(source)
         value, floor = float(self.measured[query, column]), float(self.floors[column])
         if bool(self.refused[query, column]):
@@ -50,16 +51,24 @@ class Scores:
 
     def accepted(self, query: int) -> dict[str, float]:
         """The scores of a query that lie above the noise floor, by source id; the others are in `refused`."""
+        self._refuse_query(query)
         row, refused = self.measured[query].tolist(), self.refused[query].tolist()
         return {name: s for name, s, no in zip(self.source_ids, row, refused, strict=True) if not no}
 
     def __str__(self) -> str:
-        lines = []
+        lines = [
+            "scores per unit of ε/N: + means that the source helps the completion; the removal effect is −score/N, "
+            f"N = {self.n}"
+        ]
         for query, row in enumerate(self.measured.tolist()):
             for name, value, floor in zip(self.source_ids, row, self.floors.tolist(), strict=True):
                 shown = f"{value:+.4g}" if abs(value) >= floor else f"refused: below the noise floor of {floor:.2g}"
                 lines.append(f"query {query}, {name}: {shown}")
         return "\n".join(lines)
+
+    def _refuse_query(self, query: int) -> None:
+        if not 0 <= query < len(self.measured):
+            raise ReadoutError(f"there is no query {query}: the scores have 0 to {len(self.measured) - 1}.")
 
     def _column(self, source: str) -> int:
         if source not in self.source_ids:

@@ -20,7 +20,7 @@ from torch import Tensor
 from imprint.data import map_tensors
 from imprint.errors import ReadoutError, StoreError
 from imprint.export.gains import DTYPES, Gains
-from imprint.export.likelihood import COLUMNS, as_batches, log_likelihood
+from imprint.export.likelihood import COLUMNS, as_batches, log_likelihood, refuse_tokens
 from imprint.export.point import Counted, Point
 from imprint.files import sha256, write
 from imprint.readout import forward_only
@@ -32,7 +32,7 @@ from imprint.values import Value, read_json, sealed
 logger = logging.getLogger(__name__)
 
 RECORD, PROBES, MODEL = "export.json", "probes.safetensors", "model"
-SCHEMA = 1
+SCHEMA = 2
 TOLERANCE = 1e-4
 _PROBES = 4
 _FAR = 0.05  # from the exact derivative, which is told
@@ -83,6 +83,7 @@ class Export:
     model: the plain model the adapters belong to: its name, or `model` for the folder written beside them.
     probes: log-likelihoods of a few queries at the checkpoint, by which another model is recognised, in float32 and in
         the serving precision.
+    context, vocabulary: how many tokens a query may have, where the model tells, and how many tokens the model knows.
     """
 
     folder: Path
@@ -95,10 +96,21 @@ class Export:
     sources: tuple[Exported, ...]
     layers: dict[str, list[int]]
     model: str | None
+    context: int | None
+    vocabulary: int
     probes: dict[str, list[float]]
     self_test: SelfTest
     files: dict[str, str]
     versions: dict[str, str]
+
+    def __repr__(self) -> str:
+        test, floors = self.self_test, self.floors
+        return (
+            f"{len(self.sources)} sources in {self.folder}\n"
+            f"self-test on {test.queries} queries: {test.central:.1e} from central at the same gains, "
+            f"{test.exact:.1e} from {test.readout}, {test.served:.1e} served in {self.dtype}\n"
+            f"noise floors of scores: {float(floors.min()):.2g} to {float(floors.max()):.2g}"
+        )
 
     @property
     def ids(self) -> list[str]:
@@ -140,6 +152,12 @@ class Export:
         with _tensors(self.folder / PROBES) as tensors:
             return {name: tensors.get_tensor(name) for name in COLUMNS}
 
+    def batches(self, queries: Any, device: torch.device) -> list[Counted]:
+        """Queries as batches that the model of the export can take."""
+        found = as_batches(queries, device)
+        refuse_tokens(found, self.context, self.vocabulary)
+        return found
+
     def refuse_values(self, values: Tensor, precision: str) -> None:
         """Refuse log-likelihoods of the probes, of a model in some precision, that are not those at the checkpoint."""
         if precision not in self.probes:
@@ -167,9 +185,10 @@ def _tensors(path: Path) -> Any:
 
 def _read(value: Value, folder: Path) -> Export:
     names = (*(name for name in Export.__dataclass_fields__ if name != "folder"), "schema")
+    schema = value.mapping().get("schema")
+    if schema is not None and schema.whole() != SCHEMA:  # before its fields, which may be others
+        value.fail(f"its schema is {schema.content}, this version reads {SCHEMA}: export again")
     fields = value.record(*names)
-    if fields["schema"].whole() != SCHEMA:
-        value.fail(f"its schema is {fields['schema'].content}, this version reads {SCHEMA}")
     kind = fields["kind"].text()
     if kind not in ("peft", "onnx"):
         fields["kind"].refuse("'peft' or 'onnx'")
@@ -191,6 +210,8 @@ def _read(value: Value, folder: Path) -> Export:
         sources=tuple(sources),
         layers={name: list(item.wholes(1)) for name, item in fields["layers"].mapping().items()},
         model=None if fields["model"].content is None else fields["model"].text(),
+        context=None if fields["context"].content is None else fields["context"].whole(1),
+        vocabulary=fields["vocabulary"].whole(1),
         probes={name: list(item.numbers()) for name, item in fields["probes"].mapping().items()},
         self_test=SelfTest(
             test["queries"].whole(1),
@@ -216,7 +237,13 @@ def begun(
     _refuse_place(Path(folder).absolute())
     point = Point.of(task, Store.of(store), sources, checkpoint)
     batches = as_batches(queries, task.device)
+    refuse_tokens(batches, point.context, point.vocabulary)
     point.refuse_measure(batches)
+    if (count := sum(about.weight > 0 for about in point.store.checkpoints)) > 1:
+        logger.warning(
+            "checkpoint %d is exported, one of %d: scores of attribute are the mean over all of them, and differ",
+            *(point.checkpoint, count),
+        )
     return point, batches
 
 
@@ -252,6 +279,8 @@ def written(
             sources=_sources(point, gains, adapters),
             layers=_layers(point),
             model=model,
+            context=point.context,
+            vocabulary=point.vocabulary,
             probes=probes,
             self_test=SelfTest(sum(count for count, _ in queries), 0.0, 0.0, "", gains.deviation),
             files=_checksums(beside),

@@ -19,7 +19,7 @@ from imprint.language.causal import LanguageTask
 from imprint.language.head import in_full_precision
 from imprint.language.presets import ADAPTER
 from imprint.progress import Advance, Progress
-from imprint.sources import Members, Sources
+from imprint.sources import Members, Sources, require_sources
 from imprint.task import Parameters
 
 _BATCHES = 16  # of which Adam's second moments are estimated
@@ -54,6 +54,7 @@ def aim(
     if sample < 1:
         raise TaskError(f"a source needs a sample of at least 1 window to be aimed at, got sample={sample}.")
     layers, windows = _adapters(task), Data(data, device=task.device, batch_size=batch_size)
+    require_sources(sources)
     sources.check(len(windows))
     draw = np.random.default_rng(seed)
     spread: dict[str, Tensor] = {}

@@ -76,6 +76,13 @@ class Documents:
         windows, length = self.columns["input_ids"].shape
         return f"Documents({self._count} in {windows} windows of up to {length} tokens)"
 
+    @property
+    def rows(self) -> list[dict[str, Tensor]]:
+        """The windows as a Trainer of transformers takes them: labels are −100 where nothing is to be learnt."""
+        labels = self.columns["input_ids"].masked_fill(self.columns["weights"] == 0, -100)
+        pairs = zip(self.columns["input_ids"], labels, strict=True)
+        return [{"input_ids": ids, "labels": wanted} for ids, wanted in pairs]
+
     def sources(self, labels: Sequence[Hashable] | Tensor, names: Mapping[Any, str] | None = None) -> Sources:
         """One source for each distinct label; `labels[i]` is the label of document i, a column of the dataset."""
         values = list(labels.tolist() if isinstance(labels, Tensor) else labels)

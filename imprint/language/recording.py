@@ -48,6 +48,15 @@ class Recording(TrainerCallback):  # type: ignore[misc]
         keeps_moments = optimiser is not None and all("betas" in group for group in optimiser.param_groups)
         self._recorder = Recorder(self._folder, self._at, optimiser=optimiser if keeps_moments else None)
 
+    def on_train_end(self, args: Any, state: Any, control: Any, **given: Any) -> None:
+        """Called by the Trainer when it is done."""
+        missed = [step for step in self._at or () if not 1 <= step <= state.global_step]
+        if missed and state.is_world_process_zero:
+            told = ", ".join(map(str, sorted(missed)))
+            warnings.warn(
+                f"no checkpoint was kept at step {told}: the training had steps 1 to {state.global_step}.", stacklevel=2
+            )
+
     def on_step_end(self, args: Any, state: Any, control: Any, **given: Any) -> None:
         """Called by the Trainer after every step of its optimiser."""
         if not state.is_world_process_zero:

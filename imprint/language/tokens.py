@@ -67,7 +67,8 @@ class TokenAttribution:
         for known in (self.labels.source_ids, self.labels.source_names):
             if source in known:
                 return known.index(source)
-        raise ReadoutError(f"there is no source {source!r}: the store has {', '.join(self.labels.source_names[:5])}, …")
+        some = ", ".join(self.labels.source_names[:5]) + ", …" * (len(self.labels.source_names) > 5)
+        raise ReadoutError(f"there is no source {source!r}: the store has {some}.")
 
     def __repr__(self) -> str:
         tokens, sources = self.scores.shape

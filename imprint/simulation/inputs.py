@@ -11,14 +11,14 @@ import torch
 
 from imprint.data import Collate, Data, shown_batch
 from imprint.dropout import dropouts
-from imprint.errors import PlanError, SimulationError, SourcesError
+from imprint.errors import PlanError, SimulationError
 from imprint.fingerprint import of_data, of_sources, of_tensors, probe_examples, probe_losses, regulariser_values
 from imprint.simulation.descent import Descent
 from imprint.simulation.plan import Plan, Settings
 from imprint.simulation.preconditioner import BATCHES, Preconditioner, estimated_moments
 from imprint.simulation.preflight import check_device, own, refuse_nonfinite, warn_half_precision
 from imprint.simulation.states import State, States
-from imprint.sources import Sources
+from imprint.sources import Sources, require_sources
 from imprint.store import DTYPES, describe
 from imprint.task import Parameters, Task, require_task
 
@@ -57,11 +57,7 @@ class Inputs:
                 f"plan must be an imprint.Plan, got {plan!r}: for a number of steps Plan(steps=...), and "
                 '"auto" to have a plan chosen.'
             )
-        if not isinstance(sources, Sources):
-            raise SourcesError(
-                f"sources must be an imprint.Sources, got a {type(sources).__name__}: Sources.by_label takes one label "
-                "per training example, Sources.groups named lists of indices, Sources.per_example their number."
-            )
+        require_sources(sources)
         require_task(task)
         check_device(task, device)
         size = (LARGE_BATCH if task.device.type == "cuda" else BATCH) if batch_size is None else batch_size

@@ -12,7 +12,19 @@ import torch
 from typer import Typer
 from typer.testing import CliRunner
 
-from imprint import DataError, Plan, ReadoutError, SourcesError, StoreError, Task, TaskError, export, language, simulate
+from imprint import (
+    DataError,
+    Plan,
+    ReadoutError,
+    SourcesError,
+    StoreError,
+    Task,
+    TaskError,
+    attribute,
+    export,
+    language,
+    simulate,
+)
 from imprint.commands.export import export as command
 from imprint.errors import ConfigurationError
 from imprint.export import Export
@@ -20,6 +32,7 @@ from imprint.export.likelihood import log_likelihood
 from imprint.export.lora import plain_model
 from imprint.export.point import Point
 from imprint.export.reading import scores
+from imprint.values import sealed
 from tests.export import models
 
 
@@ -53,7 +66,8 @@ def test_scores_under_the_noise_floor_are_refused_and_said(found: Export, caplog
     with pytest.raises(ReadoutError, match="under the noise floor of"):
         read.score(0, "site/0")
     assert list(read.accepted(0)) == ["site/1"]
-    lines = str(read).splitlines()
+    header, *lines = str(read).splitlines()
+    assert "per unit of ε/N" in header and "+ means that the source helps" in header and "−score/N, N = 9" in header
     assert "refused: below the noise floor of" in lines[0] and "refused" not in lines[1]
 
 
@@ -77,8 +91,74 @@ def test_an_unknown_source_is_refused(found: Export) -> None:
         export.read(found, torch.zeros(1, 3), torch.ones(1, 3)).score(0, "elsewhere")
 
 
+@pytest.mark.parametrize("query", [7, 2, -1])
+def test_an_unknown_query_is_refused(found: Export, query: int) -> None:
+    read = export.read(found, torch.zeros(2, 3), torch.ones(2, 3))
+    for ask in (read.accepted, lambda query: read.score(query, "site/0")):
+        with pytest.raises(ReadoutError, match=f"there is no query {query}: the scores have 0 to 1"):
+            ask(query)
+
+
 def test_what_is_recorded_is_read_again(found: Export) -> None:
     assert Export.open(found.folder) == found
+    assert (found.context, found.vocabulary) == (16, models.VOCABULARY)
+
+
+def test_an_export_of_another_schema_is_to_be_made_again(copied: Path) -> None:
+    record = json.loads((copied / "export.json").read_text())
+    old = {name: value for name, value in record.items() if name not in ("context", "sha256")}
+    (copied / "export.json").write_text(json.dumps(sealed({**old, "schema": 1})))
+    with pytest.raises(StoreError, match="its schema is 1, this version reads 2: export again"):
+        Export.open(copied)
+
+
+def test_an_export_is_shown_in_a_few_lines(found: Export) -> None:
+    lines = repr(found).splitlines()
+    assert lines[0] == f"3 sources in {found.folder}"
+    assert lines[1].startswith("self-test on 4 queries: ") and lines[1].endswith("served in bfloat16")
+    assert lines[2].startswith("noise floors of scores: ")
+
+
+def _unreadable() -> list[tuple[dict[str, torch.Tensor], str]]:
+    """Queries that no model of these tests can take, and why."""
+    asked = models.queries()
+    long = {name: torch.cat([column, column], 1) for name, column in asked.items()}
+    above, below = ({**asked, "input_ids": asked["input_ids"].clone()} for _ in range(2))
+    above["input_ids"][2, 1], below["input_ids"][2, 1] = models.VOCABULARY, -1
+    return [
+        (long, "queries of 24 tokens are 8 more than the context of the exported model, 16: give length=16"),
+        (above, "there is a token 30, and the exported model knows tokens from 0 to 29"),
+        (below, "there is a token -1, and the exported model knows tokens from 0 to 29"),
+    ]
+
+
+@pytest.mark.parametrize("kind", list(models.MODELS))
+def test_queries_that_the_model_cannot_take_are_refused(kind: str, tmp_path: Path) -> None:
+    task, store = models.prepared(kind)
+    adapters = export.to_peft(task, store, tmp_path / "adapters", models.queries())
+    reader = export.OnnxReader(export.to_onnx(task, store, tmp_path / "onnx", models.queries()))
+    plain = models.MODELS[kind][0]()
+    for asked, message in _unreadable():
+        with pytest.raises(DataError, match=message):
+            export.read_peft(adapters, plain, asked)
+        with pytest.raises(DataError, match=message):
+            reader.scores(asked)
+        with pytest.raises(DataError, match=message):
+            export.to_peft(task, store, tmp_path / "x", asked)
+
+
+def test_one_of_several_checkpoints_is_exported_with_a_warning(tmp_path: Path, caplog: Any) -> None:
+    task, one = models.prepared("gpt2")
+    export.to_peft(task, one, tmp_path / "one", models.queries())
+    assert "is exported" not in caplog.text
+    later = {name: tensor + 0.1 if "lora_B" in name else tensor for name, tensor in task.state().items()}
+    states = [task.state(), later]
+    two = simulate(task, models.data(), models.sources(), models.PLAN, checkpoints=states, progress=False)
+    export.to_peft(task, two, tmp_path / "two", models.queries(), checkpoint=1)
+    assert "checkpoint 1 is exported, one of 2: scores of attribute are the mean over all of them" in caplog.text
+    read = export.read_peft(tmp_path / "two", models.gpt2(), models.queries()).measured
+    mean = attribute(task, two, models.queries(), progress=False).scores.double()
+    assert models.deviation(read, mean) > 10 * Export.open(tmp_path / "two").self_test.exact
 
 
 def test_another_folder_or_kind_is_refused(found: Export, tmp_path: Path) -> None:

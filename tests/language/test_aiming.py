@@ -264,6 +264,8 @@ def test_what_makes_no_sense_is_refused_by_name() -> None:
     ):
         with pytest.raises(TaskError, match=message):
             aimed(gpt2(), labelled(), **options)
+    with pytest.raises(SourcesError, match=r"sources must be an imprint\.Sources, got a list"):
+        aimed(gpt2(), ["a", "b"])  # type: ignore[arg-type]
     with pytest.raises(SourcesError, match="the sources divide 3 examples, the training data has 10"):
         aimed(gpt2(), Sources.by_label(["a", "b", "b"]))
     with pytest.raises(SourcesError, match="source 'a' has member 10, but the training data has examples 0 to 9"):

@@ -6,10 +6,11 @@ from typing import Any
 import pytest
 import torch
 from tokenizers.processors import TemplateProcessing
+from transformers import default_data_collator
 
-from imprint import DataError, SourcesError
-from imprint.language import Completions, Documents
-from tests.language.models import LABELS, TEXTS, tokenizer
+from imprint import DataError, Plan, SourcesError, attribute, simulate
+from imprint.language import Completions, Documents, task
+from tests.language.models import LABELS, TEXTS, gpt2, tokenizer
 
 
 def real(columns: dict[str, Any], row: int) -> list[int]:
@@ -49,6 +50,25 @@ def test_windows_are_as_long_as_the_tokenizer_says_but_not_without_end() -> None
     told.model_max_length = 16
     assert Documents([long], told).columns["input_ids"].shape[1] == 16
     assert Documents([long], tokenizer()).columns["input_ids"].shape[1] == 1024
+
+
+def test_a_trainer_is_given_the_same_loss_without_the_padding() -> None:
+    documents, model = Documents(TEXTS, tokenizer(), length=10, loss="sum"), gpt2().eval()
+    rows = default_data_collator(documents.rows)
+    tokens = int((documents.columns["weights"] > 0).sum())
+    assert int((rows["labels"] != -100).sum()) == tokens < rows["labels"].numel() - len(documents)
+    total = task(model).loss(model, documents.columns).sum().float()
+    torch.testing.assert_close(model(**rows).loss * tokens, total)
+
+
+def test_documents_and_completions_are_taken_as_they_are() -> None:
+    language, documents = task(gpt2().double(), parameters="last:1"), Documents(TEXTS, tokenizer())
+    completions, plan = Completions(["the cat"], [" sat"], tokenizer()), Plan(steps=2, lr=0.1)
+    whole = simulate(language, documents, documents.sources(LABELS), plan, progress=False)
+    columns = simulate(language, documents.columns, documents.sources(LABELS), plan, progress=False)
+    left = attribute(language, whole, completions, progress=False)
+    right = attribute(language, columns, completions.columns, progress=False)
+    assert torch.equal(left.scores, right.scores)
 
 
 def test_sources_are_a_column_of_the_dataset() -> None:

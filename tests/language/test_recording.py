@@ -22,7 +22,6 @@ def train(
     model: Any, recording: Recording, folder: Path, optimiser: Any = None, **options: Any
 ) -> dict[int, dict[str, Tensor]]:
     """A real training of four steps. Gives the state after each, as another callback sees it."""
-    ids = documents().columns["input_ids"]
     seen: dict[int, dict[str, Tensor]] = {}
 
     class Watching(Recording):
@@ -40,7 +39,7 @@ def train(
         disable_tqdm=True,
         **options,
     )
-    rows = [{"input_ids": row, "labels": row} for row in ids]
+    rows = documents().rows
     callbacks = [recording, Watching(folder / "unused")]
     optimisers = (optimiser, None)  # without a schedule of its own
     Trainer(model=model, args=arguments, train_dataset=rows, callbacks=callbacks, optimizers=optimisers).train()
@@ -140,3 +139,18 @@ def test_without_the_extra_the_package_imports_and_says_what_it_lacks() -> None:
     )
     told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
     assert told == 'language.Recording needs an optional dependency: pip install "imprint-attribution[hf]"\n'
+
+
+def test_steps_that_the_training_never_had_are_told(tmp_path: Path) -> None:
+    recording = Recording(tmp_path / "kept", at=(0, 2, 9))
+    with pytest.warns(UserWarning, match=r"no checkpoint was kept at step 0, 9: the training had steps 1 to 4\."):
+        train(gpt2().float(), recording, tmp_path)
+    assert [path.name for path in recording.paths] == ["checkpoint-000002.safetensors"]
+
+
+def test_checkpoints_of_an_adapter_are_told_from_those_of_a_model(tmp_path: Path) -> None:
+    recording = Recording(tmp_path / "kept", at=(2,))
+    adapted = get_peft_model(gpt2().float(), LoraConfig(r=2, target_modules=["c_attn"], fan_in_fan_out=True))
+    train(adapted, recording, tmp_path)
+    with pytest.raises(TaskError, match=r"and \d+ others; .* It is of an adapter: make the task of the model"):
+        task(gpt2().float()).complete(load_file(recording.paths[0]))
