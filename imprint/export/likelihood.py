@@ -34,7 +34,6 @@ def log_likelihood(model: Any, batch: Batch) -> Tensor:
 
 def as_batches(queries: Any, task_device: Any, batch_size: int = 16) -> list[tuple[int, Batch]]:
     """Queries as (count, batch) pairs whose batches have the two columns."""
-    queries = getattr(queries, "columns", queries)
     batches = query_batches(queries, device=task_device, batch_size=batch_size, collate_fn=None)
     for _, batch in batches:
         if not isinstance(batch, Mapping) or any(not isinstance(batch.get(name), Tensor) for name in COLUMNS):

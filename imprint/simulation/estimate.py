@@ -85,7 +85,7 @@ def estimate(inputs: Inputs, memory: int | str | None, out: str | os.PathLike[st
     each, store = sizes(inputs, values)
     steps = sum(settings.path for settings in used.values())
     total = preparing + settling + steps * simulating + store * _write_seconds(out)
-    moving = tensor_bytes(descent.start) + tensor_bytes(descent.at_rest(descent.start))
+    moving = tensor_bytes(descent.start) * (2 if inputs.plan.momentum else 1)
     snapshot = moving * (1 + rows * sides(inputs.plan))
     return Estimate(total, peak.bytes, store, store + snapshot, each, rows, alone)
 

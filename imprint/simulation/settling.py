@@ -61,7 +61,7 @@ def rows_at_once(descent: Descent, memory: int | str | None) -> int:
     part: Weighted = next(iter(next(descent.batches())))
     activations = activation_bytes(lambda: descent.task.losses(descent.start, part.batch, len(part)))
     each = _COPIES * (tensor_bytes(descent.start) + (activations if descent.vectorise else 0))
-    each += tensor_bytes(descent.at_rest(descent.start))
+    each += tensor_bytes(descent.start) if descent.plan.momentum else 0  # its directions
     each += (len(descent.data) if descent.is_full_batch else 0) * descent.dtype.itemsize  # its weights of all examples
     rows = budget(memory, descent.data.device) // (each * sides(descent.plan))
     if rows < 1:

@@ -29,7 +29,7 @@ from tests.problems import (
     softmax_regression,
     unconverged_mlp,
 )
-from tests.simulation.test_preconditioner import an_m, badly_scaled, run, two_checkpoints
+from tests.simulation.test_preconditioner import an_m, badly_scaled, check_trajectories, run, two_checkpoints
 from tests.test_resume import Killed, contents, dies_after
 
 EXACT = 1e-10
@@ -93,17 +93,8 @@ def test_the_imprint_is_the_derivative_of_descents_with_momentum(plan: Plan, pre
 @with_m_and_without
 @every_plan
 def test_trajectories_are_descents_with_momentum(variant: Any, plan: Plan, preconditioner: Any) -> None:
-    problem = unconverged_mlp()
-    plan = replace(plan, engine="trajectories", variant=variant, preconditioner=preconditioner)
-    plan = replace(plan, accept_drift=variant == "mirrored")
-    m = the_m(problem, plan)
-    store = run(problem, plan, m)
-    bottom, end = descents(problem, plan, m)
-    share = 1 / problem.n
-    for column, one in enumerate(torch.eye(len(problem.sources), dtype=torch.float64)):
-        other = {"two_sided": end(-share * one), "one_sided": bottom, "mirrored": problem.theta}[variant]
-        expected = (end(share * one) - other) / (2 * share if variant == "two_sided" else share)
-        assert relative_error(imprints(store)[:, column], expected) < EXACT
+    problem, plan = unconverged_mlp(), replace(plan, preconditioner=preconditioner)
+    check_trajectories(problem, plan, variant, the_m(problem, plan))
 
 
 @pytest.mark.parametrize("momentum", [0.3, 0.9])

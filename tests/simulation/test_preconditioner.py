@@ -66,6 +66,18 @@ def run(problem: Problem, plan: Plan, m: Tensor | None = None, **options: Any) -
     return simulate(problem.task, problem.data, problem.sources, plan, **given)
 
 
+def check_trajectories(problem: Problem, plan: Plan, variant: Any, m: Tensor | None) -> None:
+    """Simulated trajectories of a variant are the descents written out."""
+    plan = replace(plan, engine="trajectories", variant=variant, accept_drift=variant == "mirrored")
+    store = run(problem, plan, m)
+    bottom, end = descents(problem, plan, m)
+    share = 1 / problem.n
+    for column, one in enumerate(torch.eye(len(problem.sources), dtype=torch.float64)):
+        other = {"two_sided": end(-share * one), "one_sided": bottom, "mirrored": problem.theta}[variant]
+        expected = (end(share * one) - other) / (2 * share if variant == "two_sided" else share)
+        assert relative_error(imprints(store)[:, column], expected) < EXACT
+
+
 @every_plan
 def test_the_imprint_is_the_derivative_of_preconditioned_descents(plan: Plan) -> None:
     problem, m = unconverged_mlp(), an_m(unconverged_mlp())
@@ -87,14 +99,7 @@ def test_the_imprint_is_the_derivative_of_preconditioned_descents(plan: Plan) ->
 @every_plan
 def test_trajectories_are_preconditioned_descents(variant: Any, plan: Plan) -> None:
     problem, m = unconverged_mlp(), an_m(unconverged_mlp())
-    plan = replace(plan, engine="trajectories", variant=variant, accept_drift=variant == "mirrored")
-    store = run(problem, plan, m)
-    bottom, end = descents(problem, plan, m)
-    share = 1 / problem.n
-    for column, one in enumerate(torch.eye(len(problem.sources), dtype=torch.float64)):
-        other = {"two_sided": end(-share * one), "one_sided": bottom, "mirrored": problem.theta}[variant]
-        expected = (end(share * one) - other) / (2 * share if variant == "two_sided" else share)
-        assert relative_error(imprints(store)[:, column], expected) < EXACT
+    check_trajectories(problem, plan, variant, m)
 
 
 @pytest.mark.parametrize("damping", [0.0, 0.3])
