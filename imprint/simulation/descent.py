@@ -224,13 +224,19 @@ class Descent:
         return {name: torch.stack([total[name] for total in rows]) for name in theta}
 
     def _members(self, index: int, step: int) -> tuple[Tensor, float]:
-        """The members that stand for a source in a step, and the factor that makes their sum unbiased."""
+        """The members that stand for a source in a step, and the factor that makes their sum unbiased.
+
+        Steps go through all members in turn, shuffled anew each time: what one step leaves out comes soon after, so
+        that the noise of sampling hardly adds up over a path.
+        """
         members, sample = self.sources.members[index], self.plan.source_sample
         if sample is None or len(members) <= sample:
             return torch.from_numpy(members), 1.0
         identity = zlib.crc32(self.sources.ids[index].encode())  # not the row: the draw must not depend on the order
-        draw = np.random.default_rng([self.plan.seed, step, identity]).choice(members, sample, replace=False)
-        return torch.from_numpy(draw), len(members) / sample
+        first, start = divmod(step * sample, len(members))
+        passes = range(first, first + 1 + (start + sample - 1) // len(members))
+        order = [np.random.default_rng([self.plan.seed, each, identity]).permutation(members) for each in passes]
+        return torch.from_numpy(np.concatenate(order)[start : start + sample]), len(members) / sample
 
     def _stacked_gradients(
         self, theta: Parameters, members: list[tuple[Tensor, float]], step: int, per_row: bool

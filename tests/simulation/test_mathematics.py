@@ -273,6 +273,17 @@ def test_a_source_within_the_sample_size_is_taken_whole_and_larger_ones_are_draw
     assert bool(((first - second)[:, ~small].norm(dim=0) > 1e-3).all())
 
 
+@pytest.mark.parametrize("sample", [1, 2, 3])
+def test_steps_go_through_all_members_of_a_source_in_turn(sample: int) -> None:
+    """After as many steps as a source has members, each of them was drawn `sample` times: the noise is gone."""
+    problem = softmax_regression()
+    full = problem.source_gradients()
+    for index, size in enumerate(problem.sources.sizes):
+        draws = torch.stack([sampled_gradient(problem, sample, 0, step)[:, index] for step in range(size)])
+        assert relative_error(draws.mean(0), full[:, index]) < 1e-12
+        assert size <= sample or relative_error(draws[0], full[:, index]) > 1e-3
+
+
 @pytest.mark.parametrize(
     ("variant", "order"),
     [
