@@ -44,6 +44,7 @@ PLAN = {
     **{"preconditioner": "adam", "momentum": 0.9, "steps": 80, "lr": 5e-4, "curvature": "gauss-newton"},
     **{"dropout": True, "batch_size": 64, "source_sample": 32},
 }
+ADAPTED = {"lr": 4e-3}  # in which plans for adapters differ
 SMALL_PLAN = {**PLAN, "steps": 3, "batch_size": 32, "source_sample": 8}
 DAMPINGS = (0.01, 0.1, 1.0, 10.0)  # of TRAK, relative to the mean variance; the best against the truth is shown
 RESAMPLES = 300
@@ -219,9 +220,9 @@ def imprints(bench: Bench, plan: Plan, run: int, step: int, parameters: str | No
     preset, _, aimed = (parameters or "").partition("+")
     task, adapted = bench.task_of(preset or None), preset.startswith("lora")
     if aimed:
-        language.aim(task, bench.text.train, bench.text.sources, checkpoint=state)
+        language.aim(task, bench.text.train, bench.text.sources, checkpoint=state, sample=128, batch_size=64)
     if adapted:
-        plan = replace(plan, lr=bench.arguments.adapter_lr or plan.lr)
+        plan = replace(plan, **bench.arguments.adapted)
     adam = plan.preconditioner == "adam" and not adapted
     store = simulate(
         task,
@@ -239,7 +240,7 @@ def imprints(bench: Bench, plan: Plan, run: int, step: int, parameters: str | No
 
 def carried(bench: Bench, plan: Plan) -> dict[str, Tensor]:
     """Our scores at one checkpoint with imprints in some parameters alone."""
-    step, digest = bench.arguments.parameters_at, _digest([plan.to_json(), bench.arguments.adapter_lr])
+    step, digest = bench.arguments.parameters_at, _digest([plan.to_json(), bench.arguments.adapted])
     made = {
         each: bench.kept(
             f"imprint-{digest}-{each.replace(':', '-')}-run-0-step-{step:05}",
@@ -467,7 +468,7 @@ def main() -> None:
         default=[],
         help='that alone carry imprints, such as "last:4", "lora:16", or "lora:16+aim" with an adapter that is aimed',
     )
-    parser.add_argument("--adapter-lr", type=float, help="of the simulation in adapters, instead of the plan's")
+    parser.add_argument("--adapted", type=json.loads, help="fields in which the plan for adapters differs, as JSON")
     parser.add_argument("--parameters-at", type=int, help="step of the run at which they are compared")
     parser.add_argument("--name", default="results", help="of the file with the results")
     parser.add_argument("--epochs", type=int, help="instead of the setting's own")
@@ -486,6 +487,7 @@ def main() -> None:
     arguments.checkpoints = arguments.checkpoints or list(size.steps)
     arguments.parameters_at = arguments.parameters_at or arguments.checkpoints[len(arguments.checkpoints) // 2]
     arguments.compute = arguments.compute or ("bfloat16" if arguments.device.startswith("cuda") else "float32")
+    arguments.adapted = arguments.adapted or ADAPTED
     arguments.projection = arguments.projection or (64 if arguments.small else 1024)
     torch.set_float32_matmul_precision(arguments.matmul)
     bench = Bench(arguments, replace(size, training=training))

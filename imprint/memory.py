@@ -15,6 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from imprint.errors import PlanError
 
+_WELL_USED = 0.8  # of what is allowed: more is not looked for
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
 
 
@@ -78,6 +79,29 @@ def activation_bytes(function: Callable[[], object]) -> int:
     with torch.no_grad(), outputs:
         function()
     return outputs.total
+
+
+def most_that_fit(peak: Callable[[int], int], allowed: int, most: int) -> int:
+    """How many things, up to `most`, take no more than is allowed, nearly as much of it as they can; 0 if none does.
+
+    peak: what so many of them take, part of which they may share: peak(m) / m must not rise with m.
+
+    >>> most_that_fit(lambda rows: 100 + 10 * rows, 170, 24)
+    4
+    """
+    fits, rows = 0, 1
+    while rows <= most:
+        taken = max(1, peak(rows))
+        if taken > allowed:
+            break
+        fits, rows = rows, min(most, rows * allowed // taken)
+        if rows == fits:
+            if rows == most or taken >= _WELL_USED * allowed:
+                break
+            rows += 1
+        elif rows == most:
+            return most
+    return fits
 
 
 class Peak:

@@ -119,6 +119,10 @@ class Sources:
         """The `count` sources with the fewest examples."""
         return self._chosen(sorted(range(len(self)), key=lambda i: len(self.members[i]))[:count])
 
+    def largest(self, count: int) -> "Sources":
+        """The `count` sources with the most examples."""
+        return self._chosen(sorted(range(len(self)), key=lambda i: -len(self.members[i]))[:count])
+
     def spread(self, count: int) -> "Sources":
         """Up to `count` sources from beginning to end."""
         return self._chosen(sorted({int(i) for i in np.linspace(0, len(self) - 1, count)}))

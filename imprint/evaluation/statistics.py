@@ -81,13 +81,17 @@ def constant(values: Array, rounding: float = ROUNDING) -> np.ndarray[Any, np.dt
 
 def ranks(values: Array) -> Array:
     """Ranks along the last axis, ties sharing their mean rank."""
-    return np.apply_along_axis(_ranks, -1, np.where(constant(values), 0.0, values))
-
-
-def _ranks(values: Array) -> Array:
-    _, inverse, counts = np.unique(values, return_inverse=True, return_counts=True)
-    last = np.cumsum(counts)
-    return np.asarray(last - (counts - 1) / 2)[inverse]
+    values = np.where(constant(values), 0.0, values)
+    order = np.argsort(values, axis=-1, kind="stable")
+    inside = np.take_along_axis(values, order, -1)
+    place = np.arange(values.shape[-1])
+    steps = ~np.isclose(inside[..., 1:], inside[..., :-1], rtol=0, atol=0, equal_nan=True)
+    edge = np.ones((*values.shape[:-1], 1), dtype=bool)
+    first = np.maximum.accumulate(np.where(np.concatenate([edge, steps], -1), place, 0), -1)
+    last = np.minimum.accumulate(np.where(np.concatenate([steps, edge], -1), place, len(place))[..., ::-1], -1)
+    found = np.empty(values.shape)
+    np.put_along_axis(found, order, (first + last[..., ::-1]) / 2 + 1, -1)
+    return found
 
 
 def ceiling(runs: Array, averaged: int | None = None) -> float:

@@ -2,12 +2,13 @@
 
 The imprint of a source in a linear layer is a matrix, of which an adapter keeps what lies on the rows of A: of random
 rows, a random part. What tells sources apart are the differences of their gradients G_b, and the rows that see most of
-them are the leading eigenvectors of Σ_b (G_b − Ḡ)ᵀ(G_b − Ḡ), at the cost of one gradient of every source.
+them are the leading eigenvectors of Σ_b (G_b − Ḡ)ᵀ(G_b − Ḡ), at the cost of one gradient of every source. Gradients in
+the scale of Adam's steps, and imprints of all weights themselves in place of gradients, gave no better rows.
 """
 
 from collections.abc import Callable, Mapping
 from contextlib import closing
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
@@ -22,9 +23,6 @@ from imprint.progress import Advance, Progress
 from imprint.sources import Members, Sources, require_sources
 from imprint.task import Parameters
 
-_BATCHES = 16  # of which Adam's second moments are estimated
-_ADAMS = 1e-8  # what Adam adds to their root
-
 
 def aim(
     task: LanguageTask,
@@ -32,7 +30,6 @@ def aim(
     sources: Sources,
     *,
     checkpoint: Mapping[str, Tensor] | None = None,
-    preconditioner: Literal["adam"] | None = "adam",
     sample: int = 64,
     batch_size: int = 16,
     seed: int = 0,
@@ -44,13 +41,10 @@ def aim(
 
     data, sources: as they will be simulated.
     checkpoint: a state where gradients are taken; None for the model as it is.
-    preconditioner: of the plan: "adam" compares gradients in the scale of Adam's steps, with moments estimated there.
     sample: how many windows of a source stand for it.
     """
     if getattr(task, "adapter", None) is None:
         raise TaskError('only an adapter made for the task can be aimed: give language.task parameters="lora:R".')
-    if preconditioner not in (None, "adam"):
-        raise TaskError(f'the preconditioner of aim is None or "adam", as that of the plan, got {preconditioner!r}.')
     if sample < 1:
         raise TaskError(f"a source needs a sample of at least 1 window to be aimed at, got sample={sample}.")
     layers, windows = _adapters(task), Data(data, device=task.device, batch_size=batch_size)
@@ -61,11 +55,9 @@ def aim(
     mean: dict[str, Tensor] = {}
     with task.evaluating(), closing(Progress("aiming", len(sources), "sources", progress)) as bar:
         slopes = _slopes(task, layers, windows, task.state() if checkpoint is None else task.complete(checkpoint))
-        scale = _moments(slopes, draw, len(windows), batch_size) if preconditioner == "adam" else None
         for count, members in enumerate(sources.members, 1):
             chosen = members if len(members) <= sample else draw.choice(members, sample, replace=False)
             for name, slope in slopes(chosen).items():
-                slope = slope if scale is None else slope / scale[name]
                 apart = slope - mean.get(name, 0)  # running, since what sources share may dwarf what they differ in
                 mean[name] = mean.get(name, 0) + apart / count
                 spread[name] = spread.get(name, 0) + (1 - 1 / count) * apart.T @ apart
@@ -105,17 +97,6 @@ def _slopes(
         return total
 
     return slopes
-
-
-def _moments(
-    slopes: Callable[[Members], dict[str, Tensor]], draw: np.random.Generator, count: int, size: int
-) -> dict[str, Tensor]:
-    """√v̂ + 1e-8 of every weight, from gradients of some mini-batches; infinite where there is none."""
-    total: dict[str, Tensor] = {}
-    for _ in range(_BATCHES):
-        for name, slope in slopes(draw.choice(count, min(size, count), replace=False)).items():
-            total[name] = total.get(name, 0) + slope.square() / _BATCHES
-    return {name: torch.where(v > 0, v.sqrt() + _ADAMS, torch.inf) for name, v in total.items()}
 
 
 def _leading(matrix: Tensor, rows: int) -> Tensor:

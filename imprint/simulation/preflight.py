@@ -11,6 +11,7 @@ import torch
 from imprint.errors import DataError, SimulationError, TaskError, first_line
 from imprint.simulation.derivatives import Weighted
 from imprint.simulation.descent import Descent
+from imprint.sources import Sources
 from imprint.task import Parameters, Task
 
 logger = logging.getLogger(__name__)
@@ -88,18 +89,23 @@ def _hint(error: Exception) -> str:
 
 def why_not_together(descent: Descent, simulate: Callable[[Descent], object]) -> str | None:
     """Why `vmap` does not take this model, so that sources are simulated in a loop (logged); None if it does."""
-    few = descent.sources.smallest(2)  # the smallest are differentiated together, if anything is
-    plan = replace(descent.plan, accept_drift=descent.plan.variant == "mirrored")
-    trial = replace(descent, plan=plan, sources=few, steps=1, on_step=lambda rows: None)
+    trial = first_step(descent, descent.sources.smallest(2))  # which are differentiated together, if anything is
     reason = _failure(lambda: simulate(replace(trial, vectorise=True)))
     if reason is None:
         return None
     alone = _failure(lambda: simulate(replace(trial, vectorise=False)))
     if alone is not None:
-        hint = ' engine="trajectories" needs first derivatives only.' if plan.engine != "trajectories" else ""
-        raise TaskError(f"the {plan.engine} engine cannot differentiate this model: {alone.rstrip('.')}.{hint}")
+        engine = descent.plan.engine
+        hint = ' engine="trajectories" needs first derivatives only.' if engine != "trajectories" else ""
+        raise TaskError(f"the {engine} engine cannot differentiate this model: {alone.rstrip('.')}.{hint}")
     logger.warning("vmap does not take this model, sources are simulated one by one: %s", reason)
     return reason
+
+
+def first_step(descent: Descent, sources: Sources) -> Descent:
+    """The beginning of a descent for some of its sources, to see what comes of it."""
+    plan = replace(descent.plan, accept_drift=descent.plan.variant == "mirrored")
+    return replace(descent, plan=plan, sources=sources, steps=1, on_step=lambda rows: None)
 
 
 def _failure(attempt: Callable[[], object]) -> str | None:

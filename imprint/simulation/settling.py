@@ -4,17 +4,20 @@
 """
 
 import logging
+import sys
 import warnings
 from dataclasses import replace
 from typing import Any
 
-from imprint.memory import activation_bytes, budget, tensor_bytes
+import torch
+
+from imprint.memory import Peak, activation_bytes, budget, most_that_fit, tensor_bytes
 from imprint.simulation.curvature import Spectrum, longer
 from imprint.simulation.derivatives import Weighted
 from imprint.simulation.descent import Descent
 from imprint.simulation.engines import sides, simulated, trial_epsilon
 from imprint.simulation.plan import Settings
-from imprint.simulation.preflight import refuse_loss, why_not_together
+from imprint.simulation.preflight import first_step, refuse_loss, why_not_together
 from imprint.simulation.step import settle, starting_curvature
 from imprint.simulation.trajectories import choose_epsilon
 from imprint.store import Checkpoint
@@ -57,16 +60,39 @@ def together_or_alone(descent: Descent) -> tuple[Descent, str | None]:
 
 
 def rows_at_once(descent: Descent, memory: int | str | None) -> int:
-    """How many sources fit the memory budget together."""
+    """How many sources fit the memory budget together.
+
+    On CUDA a step of some of them tells; the CPU keeps no such account, and an upper bound is estimated.
+    """
+    allowed, most = budget(memory, descent.data.device), len(descent.sources)
+    if descent.vectorise and descent.data.device.type == "cuda":
+        rows = most_that_fit(lambda rows: _step_bytes(descent, rows), allowed, most)
+    else:
+        rows = min(most, allowed // _estimated_bytes(descent))
+    if rows < 1:
+        logger.warning("one source needs more than the memory budget of %d bytes: going on one by one", allowed)
+    return max(1, rows)
+
+
+def _step_bytes(descent: Descent, rows: int) -> int:
+    """What a step of so many sources takes at once on CUDA, beside what is there already; no end if it is too much."""
+    device, trial = descent.data.device, first_step(descent, descent.sources.largest(rows))
+    before, peak = torch.cuda.memory_allocated(device), Peak(device)
+    try:
+        simulated(trial, trial_epsilon(trial.plan))
+    except torch.OutOfMemoryError:
+        return sys.maxsize
+    return (peak.bytes or 0) - before
+
+
+def _estimated_bytes(descent: Descent) -> int:
+    """A bound of what a source takes."""
     part: Weighted = next(iter(next(descent.batches())))
     activations = activation_bytes(lambda: descent.task.losses(descent.start, part.batch, len(part)))
     each = _COPIES * (tensor_bytes(descent.start) + (activations if descent.vectorise else 0))
     each += tensor_bytes(descent.start) if descent.plan.momentum else 0  # its directions
     each += (len(descent.data) if descent.is_full_batch else 0) * descent.dtype.itemsize  # its weights of all examples
-    rows = budget(memory, descent.data.device) // (each * sides(descent.plan))
-    if rows < 1:
-        logger.warning("one source needs about %d bytes, more than the memory budget: going on one by one", each)
-    return int(max(1, min(rows, len(descent.sources))))
+    return int(each * sides(descent.plan))
 
 
 def refitted(rows: int, fit: int, memory: int | str) -> int:

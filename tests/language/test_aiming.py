@@ -37,7 +37,7 @@ OVERLAPPING = Sources.groups({"first": [0, 1, 2, 3], "second": [2, 3, 4], "one":
 def aimed(model: nn.Module, sources: Sources, data: Any = None, **options: Any) -> Rows:
     """The A of every adapted layer after aiming, by the name of the layer."""
     language = task(model, parameters=f"lora:{RANK}")
-    aim(language, data or columns(), sources, **{"preconditioner": None, "progress": False, **options})
+    aim(language, data or columns(), sources, **{"progress": False, **options})
     return rows(language)
 
 
@@ -88,25 +88,6 @@ def test_rows_span_where_gradients_of_the_sources_differ_most(kind: str, sources
 
 
 @pytest.mark.parametrize("kind", MODELS)
-def test_adams_steps_are_compared_where_the_plan_follows_adam(kind: str) -> None:
-    """By √v̂ + 1e-8 of mini-batches that the seed draws before it draws samples of the sources."""
-    model, sources, draw, size = MODELS[kind](), labelled(), np.random.default_rng(7), 4
-    count = len(columns()["weights"])
-    assert count > size and max(sources.sizes) > 2
-    batches = [slopes(model, draw.choice(count, size, replace=False)) for _ in range(16)]
-    scale = {n: torch.stack([b[n] for b in batches]).square().mean(0).sqrt() + 1e-8 for n in batches[0]}
-    found = []
-    for members in sources.members:
-        chosen = members if len(members) <= 2 else draw.choice(members, 2, replace=False)
-        found.append({name: slope / scale[name] for name, slope in slopes(model, chosen).items()})
-    options: Any = {"preconditioner": "adam", "batch_size": size, "sample": 2, "seed": 7}
-    rows = aimed(MODELS[kind](), sources, **options)
-    assert_leading(rows, differences(found), 10 * PRECISION[kind])
-    plain = aimed(MODELS[kind](), sources, **{**options, "preconditioner": None})
-    assert all((a.T @ a - plain[name].T @ plain[name]).abs().max() > 0.01 for name, a in rows.items())
-
-
-@pytest.mark.parametrize("kind", MODELS)
 def test_a_source_alone_is_aimed_at_by_its_own_gradient(kind: str) -> None:
     alone = Sources.groups({"alone": [1, 2, 5]})
     own = slopes(MODELS[kind](), alone.members[0])
@@ -140,8 +121,7 @@ def test_samples_depend_on_the_seed_alone() -> None:
     assert torch.equal(drawn(0, 0, sample=everything), drawn(1, 0, sample=everything))
 
 
-@pytest.mark.parametrize("preconditioner", [None, "adam"])
-def test_everything_but_the_rows_stays_as_it_was(preconditioner: Any) -> None:
+def test_everything_but_the_rows_stays_as_it_was() -> None:
     model = gpt2()
     model.transformer.h[0].eval()
     model.transformer.wte.requires_grad_(False)
@@ -154,7 +134,7 @@ def test_everything_but_the_rows_stays_as_it_was(preconditioner: Any) -> None:
         return flags, [module.training for module in modules], torch.random.get_rng_state().tolist()
 
     before, state = surroundings(), language.state()
-    aim(language, columns(), labelled(), preconditioner=preconditioner, progress=False)
+    aim(language, columns(), labelled(), progress=False)
     assert surroundings() == before
     assert model.training and not model.transformer.h[0].training
     moved = {name for name, tensor in language.state().items() if not torch.equal(tensor, state[name])}
@@ -181,9 +161,8 @@ def test_gradients_are_taken_at_a_checkpoint_of_the_plain_model(kind: str) -> No
 def test_layers_that_a_window_does_not_reach_have_no_gradient() -> None:
     model = gpt2()
     model.transformer.h[0].spare = nn.Linear(8, 8).double()
-    for preconditioner in (None, "adam"):
-        a = aimed(model, labelled(), preconditioner=preconditioner)["transformer.h.0.spare"]
-        torch.testing.assert_close(a @ a.T, torch.eye(RANK, dtype=torch.float64))
+    a = aimed(model, labelled())["transformer.h.0.spare"]
+    torch.testing.assert_close(a @ a.T, torch.eye(RANK, dtype=torch.float64))
 
 
 def test_a_layer_narrower_than_the_rank_keeps_all_directions() -> None:
@@ -258,7 +237,6 @@ def test_other_tasks_are_refused() -> None:
 def test_what_makes_no_sense_is_refused_by_name() -> None:
     broken = {name: tensor * torch.nan for name, tensor in gpt2().state_dict().items()}
     for options, message in (
-        ({"preconditioner": "Adam"}, "the preconditioner of aim is None or \"adam\", as that of the plan, got 'Adam'"),
         ({"sample": 0}, "a source needs a sample of at least 1 window to be aimed at, got sample=0"),
         ({"checkpoint": broken}, r"the gradients of layer 'transformer\.h\.0\.attn\.c_attn' are not finite"),
     ):
@@ -303,7 +281,7 @@ def test_few_rows_say_what_all_weights_say_where_sources_differ_in_few_direction
     adapted = task(model, parameters="lora:2")
     full = told_apart(task(model, parameters=[name.replace(".lora_B.imprint", "") for name in adapted.names]))
     random = told_apart(adapted)
-    aim(adapted, data, sources, preconditioner=None, progress=False)
+    aim(adapted, data, sources, progress=False)
     aimed = told_apart(adapted)
     assert (random - full).norm() > 0.5 * full.norm()
     assert (aimed - full).norm() < 0.1 * full.norm()
