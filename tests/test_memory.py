@@ -1,5 +1,7 @@
 """How many sources are simulated at once follows from what a step of some of them takes."""
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -30,7 +32,7 @@ def test_what_fits_is_found_without_trying_more_than_is_allowed(
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")
 @pytest.mark.parametrize("engine", ["tangent", "trajectories"])
-def test_a_simulation_on_cuda_stays_within_the_memory_it_may_use(engine: str) -> None:
+def test_a_simulation_on_cuda_stays_within_the_memory_it_may_use(engine: Any) -> None:
     device = torch.device("cuda")
     model = torch.nn.Sequential(torch.nn.Linear(64, 512), torch.nn.Tanh(), torch.nn.Linear(512, 512)).to(device)
     data = torch.randn(2000, 64), torch.randint(0, 512, (2000,))

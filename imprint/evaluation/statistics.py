@@ -126,4 +126,4 @@ def area(suspicion: Array, guilty: np.ndarray[Any, np.dtype[np.bool_]]) -> float
     good = len(guilty) - bad
     if not bad or not good:
         return float("nan")
-    return float((_ranks(suspicion)[guilty].sum() - bad * (bad + 1) / 2) / (bad * good))
+    return float((ranks(suspicion)[guilty].sum() - bad * (bad + 1) / 2) / (bad * good))

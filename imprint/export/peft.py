@@ -183,8 +183,7 @@ def _configuration(layers: list[Adapted], model: Any, name: str) -> Any:
     paths = {layer.path for layer in layers}
     last = {path.rsplit(".", 1)[-1] for path in paths}
     targets = last if {path for path, _ in model.named_modules() if path.rsplit(".", 1)[-1] in last} == paths else paths
-    ranks = [layer.rank for layer in layers]
-    rank = max(set(ranks), key=ranks.count)
+    rank = max(layer.rank for layer in layers)  # which is what engines make room for
     others = {re.escape(layer.path): layer.rank for layer in layers if layer.rank != rank}
     return peft_package().LoraConfig(
         task_type="CAUSAL_LM",

