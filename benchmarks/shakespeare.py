@@ -44,7 +44,8 @@ PLAN = {
     **{"preconditioner": "adam", "momentum": 0.9, "steps": 80, "lr": 5e-4, "curvature": "gauss-newton"},
     **{"dropout": True, "batch_size": 64, "source_sample": 32},
 }
-ADAPTED = {"lr": 4e-3}  # in which plans for adapters differ
+ADAPTED = {"lr": 3e-3}  # in which plans for adapters differ
+AIMED: dict[str, Any] = {"sample": 128, "batch_size": 64}
 SMALL_PLAN = {**PLAN, "steps": 3, "batch_size": 32, "source_sample": 8}
 DAMPINGS = (0.01, 0.1, 1.0, 10.0)  # of TRAK, relative to the mean variance; the best against the truth is shown
 RESAMPLES = 300
@@ -220,7 +221,7 @@ def imprints(bench: Bench, plan: Plan, run: int, step: int, parameters: str | No
     preset, _, aimed = (parameters or "").partition("+")
     task, adapted = bench.task_of(preset or None), preset.startswith("lora")
     if aimed:
-        language.aim(task, bench.text.train, bench.text.sources, checkpoint=state, sample=128, batch_size=64)
+        language.aim(task, bench.text.train, bench.text.sources, checkpoint=state, **AIMED)
     if adapted:
         plan = replace(plan, **bench.arguments.adapted)
     adam = plan.preconditioner == "adam" and not adapted
@@ -240,7 +241,7 @@ def imprints(bench: Bench, plan: Plan, run: int, step: int, parameters: str | No
 
 def carried(bench: Bench, plan: Plan) -> dict[str, Tensor]:
     """Our scores at one checkpoint with imprints in some parameters alone."""
-    step, digest = bench.arguments.parameters_at, _digest([plan.to_json(), bench.arguments.adapted])
+    step, digest = bench.arguments.parameters_at, _digest([plan.to_json(), bench.arguments.adapted, AIMED])
     made = {
         each: bench.kept(
             f"imprint-{digest}-{each.replace(':', '-')}-run-0-step-{step:05}",
@@ -487,7 +488,7 @@ def main() -> None:
     arguments.checkpoints = arguments.checkpoints or list(size.steps)
     arguments.parameters_at = arguments.parameters_at or arguments.checkpoints[len(arguments.checkpoints) // 2]
     arguments.compute = arguments.compute or ("bfloat16" if arguments.device.startswith("cuda") else "float32")
-    arguments.adapted = arguments.adapted or ADAPTED
+    arguments.adapted = ADAPTED if arguments.adapted is None else arguments.adapted
     arguments.projection = arguments.projection or (64 if arguments.small else 1024)
     torch.set_float32_matmul_precision(arguments.matmul)
     bench = Bench(arguments, replace(size, training=training))

@@ -47,7 +47,7 @@ checkpoints: list[dict[str, Tensor]] = []
 
 
 def task() -> language.LanguageTask:
-    """Train, keeping an early checkpoint. In practice: load the model, and what your training kept."""
+    """Train, keeping an early checkpoint, and aim the adapter. In practice: load the model, and what training kept."""
     found = language.task(model, tokenizer, parameters="lora:4")
     optimiser = torch.optim.AdamW(model.parameters(), lr=3e-3)
     for step in range(60):
@@ -56,4 +56,5 @@ def task() -> language.LanguageTask:
         optimiser.step()
         if step == 20:
             checkpoints.append({name: tensor.clone() for name, tensor in model.state_dict().items()})
+    language.aim(found, data, sources, checkpoint=checkpoints[-1], progress=False)
     return found

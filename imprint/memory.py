@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch import Tensor
@@ -15,7 +16,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from imprint.errors import PlanError
 
-_WELL_USED = 0.8  # of what is allowed: more is not looked for
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
 
 
@@ -27,7 +27,8 @@ def budget(memory: float | str | None, device: torch.device) -> int:
     """
     if memory is None:
         if device.type == "cuda":
-            return int(0.5 * torch.cuda.mem_get_info(device)[0])
+            kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)  # by torch, for itself
+            return int(0.5 * (torch.cuda.mem_get_info(device)[0] + kept))
         return int(0.25 * _free())
     if isinstance(memory, str):
         match = re.fullmatch(r"\s*(\d+(?:\.\d*)?|\.\d+)\s*([kmgt]?i?)b?\s*", memory.lower())
@@ -82,26 +83,32 @@ def activation_bytes(function: Callable[[], object]) -> int:
 
 
 def most_that_fit(peak: Callable[[int], int], allowed: int, most: int) -> int:
-    """How many things, up to `most`, take no more than is allowed, nearly as much of it as they can; 0 if none does.
+    """About how many things, up to `most`, take no more than is allowed; 0 if not even one does.
 
-    peak: what so many of them take, part of which they may share: peak(m) / m must not rise with m.
+    peak: what so many of them take, which is tried: more, as long as they fit, by what the last ones have added; and
+        once some do not, halfway between, until an eighth is all that could be gained.
 
     >>> most_that_fit(lambda rows: 100 + 10 * rows, 170, 24)
-    4
+    7
     """
-    fits, rows = 0, 1
-    while rows <= most:
-        taken = max(1, peak(rows))
-        if taken > allowed:
-            break
-        fits, rows = rows, min(most, rows * allowed // taken)
-        if rows == fits:
-            if rows == most or taken >= _WELL_USED * allowed:
-                break
-            rows += 1
-        elif rows == most:
-            return most
+    fits, taken, fails = 0, 0, most + 1
+    rows = 1
+    while fits < rows < fails:
+        found = peak(rows)
+        if found > allowed:
+            fails = rows
+        else:
+            added = found - taken
+            further = rows + (allowed - found) * (rows - fits) // added if added > 0 else most
+            fits, taken = rows, found
+        if fails <= most:
+            rows = (fits + fails) // 2 if fails - fits > 1 + fits // 8 else fits
+        else:
+            rows = min(max(further, 2 if fits == 1 else 0), 4 * fits, most)
     return fits
+
+
+_PEAKS: "WeakSet[Peak]" = WeakSet()
 
 
 class Peak:
@@ -112,15 +119,23 @@ class Peak:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
+        self._earlier = 0
+        for other in list(_PEAKS):  # they see no further back than this once the mark is set back
+            other._earlier = other.bytes or 0
         if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(device)
         else:
             with contextlib.suppress(OSError):
                 Path("/proc/self/clear_refs").write_text("5")
+        _PEAKS.add(self)
 
     @property
     def bytes(self) -> int | None:
         """None where the platform does not tell."""
+        mark = self._mark()
+        return None if mark is None else max(self._earlier, mark)
+
+    def _mark(self) -> int | None:
         if self._device.type == "cuda":
             return torch.cuda.max_memory_allocated(self._device)
         with contextlib.suppress(OSError):

@@ -113,21 +113,21 @@ class Sources:
 
     def rows(self, start: int, stop: int) -> "Sources":
         """The sources from `start` up to `stop`."""
-        return self._chosen(range(start, min(stop, len(self))))
+        return self.chosen(range(start, min(stop, len(self))))
 
     def smallest(self, count: int) -> "Sources":
         """The `count` sources with the fewest examples."""
-        return self._chosen(sorted(range(len(self)), key=lambda i: len(self.members[i]))[:count])
+        return self.chosen(sorted(range(len(self)), key=lambda i: len(self.members[i]))[:count])
 
     def largest(self, count: int) -> "Sources":
         """The `count` sources with the most examples."""
-        return self._chosen(sorted(range(len(self)), key=lambda i: -len(self.members[i]))[:count])
+        return self.chosen(sorted(range(len(self)), key=lambda i: -len(self.members[i]))[:count])
 
     def spread(self, count: int) -> "Sources":
         """Up to `count` sources from beginning to end."""
-        return self._chosen(sorted({int(i) for i in np.linspace(0, len(self) - 1, count)}))
+        return self.chosen(sorted({int(i) for i in np.linspace(0, len(self) - 1, count)}))
 
-    def _chosen(self, chosen: Sequence[int]) -> "Sources":
+    def chosen(self, chosen: Sequence[int]) -> "Sources":
         return replace(
             self,
             ids=tuple(self.ids[i] for i in chosen),

@@ -78,11 +78,13 @@ def test_every_completion_of_the_language_example_is_credited_to_the_publisher_w
 
     named = re.findall(r"│ (\w+) +│ ([^│]+?) +│\n", printed("check", task))
     assert [name for name, _ in named[:2]] == ["parameters", "store"]
-    assert named[0][1].startswith("2,304 of ") and "9.22 kB per source" in named[1][1]
+    assert named[0][1].startswith("1,024 of ") and "4.1 kB per source" in named[1][1]
     printed("simulate", task, "-o", "store", "--no-check")
     queries = json.loads(printed("attribute", "store", "--json"))["queries"]
     for credits, publisher in zip(queries, ("almanac", "gazette", "logbook"), strict=True):
-        assert {credit["name"] for credit in credits if credit["removal_effect"] < 0} == {publisher}
+        effects = {credit["name"]: credit["removal_effect"] for credit in credits}
+        own = effects.pop(publisher)
+        assert own < 0 and min(effects.values()) > 0.1 * own
     exported = json.loads(printed("export", "store", "-o", "graph", "--format", "onnx", "--json"))
     assert exported["sources"] == ["almanac", "gazette", "logbook"]
     assert exported["self_test"]["central"] <= 1e-4

@@ -83,12 +83,12 @@ def ranks(values: Array) -> Array:
     """Ranks along the last axis, ties sharing their mean rank."""
     values = np.where(constant(values), 0.0, values)
     order = np.argsort(values, axis=-1, kind="stable")
-    inside = np.take_along_axis(values, order, -1)
-    place = np.arange(values.shape[-1])
-    steps = ~np.isclose(inside[..., 1:], inside[..., :-1], rtol=0, atol=0, equal_nan=True)
+    ordered = np.take_along_axis(values, order, -1)
+    place, (before, after) = np.arange(values.shape[-1]), (ordered[..., :-1], ordered[..., 1:])
+    differs = (before != after) & ~(np.isnan(before) & np.isnan(after))
     edge = np.ones((*values.shape[:-1], 1), dtype=bool)
-    first = np.maximum.accumulate(np.where(np.concatenate([edge, steps], -1), place, 0), -1)
-    last = np.minimum.accumulate(np.where(np.concatenate([steps, edge], -1), place, len(place))[..., ::-1], -1)
+    first = np.maximum.accumulate(np.where(np.concatenate([edge, differs], -1), place, 0), -1)
+    last = np.minimum.accumulate(np.where(np.concatenate([differs, edge], -1), place, len(place))[..., ::-1], -1)
     found = np.empty(values.shape)
     np.put_along_axis(found, order, (first + last[..., ::-1]) / 2 + 1, -1)
     return found

@@ -2,8 +2,7 @@
 
 The imprint of a source in a linear layer is a matrix, of which an adapter keeps what lies on the rows of A: of random
 rows, a random part. What tells sources apart are the differences of their gradients G_b, and the rows that see most of
-them are the leading eigenvectors of Σ_b (G_b − Ḡ)ᵀ(G_b − Ḡ), at the cost of one gradient of every source. Gradients in
-the scale of Adam's steps, and imprints of all weights themselves in place of gradients, gave no better rows.
+them are the leading eigenvectors of Σ_b (G_b − Ḡ)ᵀ(G_b − Ḡ), at the cost of one gradient of every source.
 """
 
 from collections.abc import Callable, Mapping

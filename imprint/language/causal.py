@@ -47,8 +47,8 @@ def task(
     _refuse_model(model)
     _refuse_tokenizer(model, tokenizer)
     preset = Preset.read(parameters) if isinstance(parameters, str) else None
-    if preset is not None and preset.rank is not None:
-        model, adapter = with_adapter(model, preset.rank, preset.last)
+    if preset is not None and preset.per_input is not None:
+        model, adapter = with_adapter(model, preset.per_input, preset.last)
         globs = [name for name in adapter_names(model) if ".lora_B." in name]
     else:
         adapter = None
@@ -232,7 +232,7 @@ def _globs(model: nn.Module, parameters: str | Sequence[str] | None) -> list[str
         preset = Preset.read(glob)
         if preset is None:
             globs.append(glob)
-        elif preset.rank is not None:
+        elif preset.per_input is not None:
             raise TaskError(f"parameters={glob!r} stands alone: an adapter carries the whole imprint.")
         else:
             globs += [f"{name}.*" for name, _ in blocks(model, preset.last)]

@@ -12,6 +12,7 @@ numbers of a source for each input of such a layer, which is a rank of R · inpu
 
 import copy
 import hashlib
+import logging
 import re
 import warnings
 from collections.abc import Iterator
@@ -21,7 +22,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from imprint.errors import MissingExtra, TaskError
+from imprint.errors import MissingExtra, TaskError, first_line
+
+logger = logging.getLogger(__name__)
 
 ADAPTER = "imprint"
 """The name of adapters made here."""
@@ -31,7 +34,7 @@ ADAPTER = "imprint"
 class Preset:
     """A short name of a choice of parameters, read: "last:2", "lora:16" or "lora:16:last:2"."""
 
-    rank: int | None
+    per_input: int | None
     last: int | None
 
     @classmethod
@@ -39,7 +42,7 @@ class Preset:
         """The preset of this name; None for a text that is a glob.
 
         >>> Preset.read("lora:16:last:2")
-        Preset(rank=16, last=2)
+        Preset(per_input=16, last=2)
         """
         if not text.startswith(("last:", "lora:")):
             return None
@@ -81,7 +84,7 @@ def text_config(model: nn.Module) -> Any:
     return config.get_text_config() if hasattr(config, "get_text_config") else config
 
 
-def with_adapter(model: nn.Module, rank: int, last: int | None) -> tuple[nn.Module, Any]:
+def with_adapter(model: nn.Module, per_input: int, last: int | None) -> tuple[nn.Module, Any]:
     """A twin of the model that shares its tensors and has an adapter "lora:R" on its blocks; and its configuration.
 
     The model itself stays as it is. Where no layer is wider than the model, all linear ones are adapted.
@@ -108,27 +111,38 @@ def with_adapter(model: nn.Module, rank: int, last: int | None) -> tuple[nn.Modu
         name: module.weight.T.shape if isinstance(module, Conv1D) else module.weight.shape
         for name, module in layers.items()
     }
-    width = getattr(text_config(model), "hidden_size", None) or min(inputs for _, inputs in shapes.values())
-    wide = {name: shape for name, shape in shapes.items() if shape[1] > width} or shapes
-    layers = {name: layers[name] for name in wide}
-    ranks = {re.escape(name): rank_of_layer(rank, inputs, outputs) for name, (outputs, inputs) in wide.items()}
+    width = causal(model).get_input_embeddings().weight.shape[1]
+    wide = {name: shape for name, shape in shapes.items() if shape[1] > width}
+    if not wide:
+        logger.warning("no linear layer of the blocks is wider than the model: the adapter sits on all %d", len(shapes))
+    ranks = {name: rank_of_layer(per_input, inputs, outputs) for name, (outputs, inputs) in (wide or shapes).items()}
     highest = max(ranks.values())
+    others = {re.escape(name): rank for name, rank in ranks.items() if rank != highest}
     config = LoraConfig(
         r=highest,
         lora_alpha=highest,  # the scale is alpha / r
-        rank_pattern=ranks,
-        alpha_pattern=ranks,
+        rank_pattern=others,
+        alpha_pattern=others,
         lora_dropout=0.0,
-        target_modules=list(layers),
+        target_modules=list(ranks),
     )
     twin = _twin(model)
     trained = {parameter: parameter.requires_grad for parameter in model.parameters()}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # peft tells how Conv1D keeps its weight, which it finds by itself
-        inject_adapter_in_model(config, twin, adapter_name=ADAPTER)
+        try:
+            inject_adapter_in_model(config, twin, adapter_name=ADAPTER)
+        except ValueError as error:
+            raise TaskError(f"peft puts no adapter on a {type(causal(model)).__name__}: {first_line(error)}") from error
+    if missed := [name for name in ranks if ADAPTER not in getattr(twin.get_submodule(name), "lora_A", {})]:
+        raise TaskError(
+            f"peft puts no adapter on {len(missed)} layers of a {type(causal(model)).__name__}, such as {missed[0]}: "
+            "give parameters= as globs, or a model with an adapter of its own."
+        )
     for parameter, was in trained.items():
         parameter.requires_grad_(was)
-    for name, layer in layers.items():
+    for name in ranks:
+        layer = layers[name]
         adapted: Any = twin.get_submodule(name)
         a, b = adapted.lora_A[ADAPTER], adapted.lora_B[ADAPTER]
         held = torch.float32 if layer.weight.dtype.itemsize < 4 else layer.weight.dtype
@@ -139,13 +153,13 @@ def with_adapter(model: nn.Module, rank: int, last: int | None) -> tuple[nn.Modu
     return twin, config
 
 
-def rank_of_layer(nominal: int, inputs: int, outputs: int) -> int:
+def rank_of_layer(per_input: int, inputs: int, outputs: int) -> int:
     """The rank that "lora:R" gives to a layer, from 1 to the number of its inputs.
 
     >>> [rank_of_layer(16, *shape) for shape in ((1024, 256), (704, 256), (40, 32))]
     [64, 44, 20]
     """
-    return min(inputs, max(1, round(nominal * inputs / outputs)))
+    return min(inputs, max(1, round(per_input * inputs / outputs)))
 
 
 def orthonormal_rows(rows: int, width: int, seed: str) -> Tensor:

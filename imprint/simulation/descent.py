@@ -223,6 +223,16 @@ class Descent:
             rows.append(total)
         return {name: torch.stack([total[name] for total in rows]) for name in theta}
 
+    def heaviest(self, count: int) -> list[Sources]:
+        """Choices of so many sources of which one takes as much memory as any: large ones, and those done together."""
+        sample = self.plan.source_sample
+        sizes = [size if sample is None else min(size, sample) for size in self.sources.sizes]
+        together = [index for index, size in enumerate(sizes) if size <= _STACKED_MEMBERS]
+        choices = [self.sources.largest(count)]
+        if not self.is_full_batch and 0 < len(together) < len(sizes):
+            choices.append(self.sources.chosen(together).largest(count))
+        return choices
+
     def _members(self, index: int, step: int) -> tuple[Tensor, float]:
         """The members that stand for a source in a step, and the factor that makes their sum unbiased.
 
@@ -336,6 +346,7 @@ def follow(
             add_scaled_(change, responses(base, rows), descent.damping)
         descent.move_(rows, change, kept_rows)
         descent.move_(base, downhill, kept)
+        del downhill, change  # or the next step would be made beside them
         watch(responses(base, rows), step)
         descent.on_step(count)
         if descent.snapshot and watch.pull is not None:

@@ -77,9 +77,9 @@ def estimate(inputs: Inputs, memory: int | str | None, out: str | os.PathLike[st
     if inputs.settings[inputs.first].lr == "auto":
         descent = replace(descent, lr=curvature.step(descent.shift, descent.plan.momentum))
     descent = advised(descent, curvature)
-    rows = rows_at_once(descent, memory)
+    fitting, rows = _timed(lambda: rows_at_once(descent, memory, trial_epsilon(descent.plan)))
     chunk = descent.with_sources(inputs.sources.spread(rows))
-    settling = len(used) * (trying + seconds) + sum(_settling(descent, list(used.values())))
+    settling = len(used) * (trying + seconds + fitting) + sum(_settling(descent, list(used.values())))
     simulating = _step_seconds(chunk) / rows * len(inputs.sources)
     values = sum(p.numel() for p in descent.start.values()) * (2 if inputs.plan.keep_pair else 1)
     each, store = sizes(inputs, values)

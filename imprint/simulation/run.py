@@ -200,7 +200,7 @@ class _Run:
         descent = advised(descent, Spectrum(*figures["curvature"]))
         fit = figures["rows_at_once"]
         if not fresh and self.memory is not None:
-            fit = refitted(fit, rows_at_once(descent, self.memory), self.memory)
+            fit = refitted(fit, rows_at_once(descent, self.memory, checkpoint.epsilon, fit), self.memory)
         return self._simulate(checkpoint, descent, state, f"checkpoint-{index:03}", fit)
 
     def _simulate(

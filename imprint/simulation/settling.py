@@ -41,7 +41,7 @@ def settled(descent: Descent, settings: Settings, index: int, memory: int | str 
         "curvature": [curvature.smallest, curvature.largest],
         "stability": stability,
         "vectorised": descent.vectorise,
-        "rows_at_once": rows_at_once(descent, memory),
+        "rows_at_once": rows_at_once(descent, memory, epsilon),
     }
     if descent.preconditioner is not None:
         figures |= {"moments": descent.preconditioner.moments, "unmoved": descent.preconditioner.unmoved}
@@ -59,14 +59,19 @@ def together_or_alone(descent: Descent) -> tuple[Descent, str | None]:
     return replace(descent, vectorise=reason is None), reason
 
 
-def rows_at_once(descent: Descent, memory: int | str | None) -> int:
+def rows_at_once(descent: Descent, memory: int | str | None, epsilon: float | None, before: int | None = None) -> int:
     """How many sources fit the memory budget together.
 
     On CUDA a step of some of them tells; the CPU keeps no such account, and an upper bound is estimated.
+
+    before: how many an earlier run took at once, which is tried first.
     """
     allowed, most = budget(memory, descent.data.device), len(descent.sources)
     if descent.vectorise and descent.data.device.type == "cuda":
-        rows = most_that_fit(lambda rows: _step_bytes(descent, rows), allowed, most)
+        _step_bytes(descent, 1, epsilon)  # what torch makes for itself at the first call is not of a source
+        if before is not None and _step_bytes(descent, before, epsilon) <= allowed:
+            return before
+        rows = most_that_fit(lambda rows: _step_bytes(descent, rows, epsilon), allowed, most)
     else:
         rows = min(most, allowed // _estimated_bytes(descent))
     if rows < 1:
@@ -74,15 +79,17 @@ def rows_at_once(descent: Descent, memory: int | str | None) -> int:
     return max(1, rows)
 
 
-def _step_bytes(descent: Descent, rows: int) -> int:
+def _step_bytes(descent: Descent, rows: int, epsilon: float | None) -> int:
     """What a step of so many sources takes at once on CUDA, beside what is there already; no end if it is too much."""
-    device, trial = descent.data.device, first_step(descent, descent.sources.largest(rows))
-    before, peak = torch.cuda.memory_allocated(device), Peak(device)
-    try:
-        simulated(trial, trial_epsilon(trial.plan))
-    except torch.OutOfMemoryError:
-        return sys.maxsize
-    return (peak.bytes or 0) - before
+    device, taken = descent.data.device, []
+    for sources in descent.heaviest(rows):
+        there, peak = torch.cuda.memory_allocated(device), Peak(device)
+        try:
+            simulated(first_step(descent, sources), epsilon)
+        except torch.OutOfMemoryError:
+            return sys.maxsize
+        taken.append((peak.bytes or 0) - there)
+    return max(taken)
 
 
 def _estimated_bytes(descent: Descent) -> int:

@@ -14,12 +14,11 @@ from imprint.export.likelihood import log_likelihood
 VOCABULARY, LENGTH, SOURCES = 30, 12, 3
 
 
-def gpt2() -> Any:
+def gpt2(**changes: Any) -> Any:
     import transformers
 
-    config = transformers.GPT2Config(
-        vocab_size=VOCABULARY, n_positions=16, n_embd=16, n_layer=3, n_head=2, bos_token_id=0, eos_token_id=0
-    )
+    sizes = {"vocab_size": VOCABULARY, "n_positions": 16, "n_embd": 16, "n_layer": 3, "n_head": 2, **changes}
+    config = transformers.GPT2Config(**sizes, bos_token_id=0, eos_token_id=0)
     return _drawn(transformers.GPT2LMHeadModel, config)
 
 

@@ -1,5 +1,6 @@
 """Adapters that PEFT loads on the plain model score as `central` does at the same gains."""
 
+import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -105,6 +106,18 @@ def test_adapters_are_ordinary_ones_with_a_scale_of_1(exported: Any) -> None:
         expected = {f"base_model.model.{layer}.lora_{part}.weight" for layer in found.layers for part in "AB"}
         assert set(tensors) == expected
         assert {tensor.dtype for tensor in tensors.values()} == {torch.float32}
+
+
+def test_layers_of_several_ranks_are_exported(tmp_path: Path) -> None:
+    plain = models.gpt2(n_inner=16)  # none of its layers is wider than the model
+    task = language.task(plain, parameters="lora:2:last:1")
+    store = simulate(task, models.data(), models.sources(), models.PLAN, progress=False)
+    found = export.to_peft(task, store, tmp_path / "x", models.queries())
+    config = json.loads((found.folder / "adapters/base/adapter_config.json").read_text())
+    assert {rank for rank, _, _ in found.layers.values()} == {1, 2}
+    assert config["r"] == config["lora_alpha"] == 2
+    assert config["rank_pattern"] == config["alpha_pattern"] and set(config["rank_pattern"].values()) == {1}
+    assert found.self_test.central < 1e-4
 
 
 def test_a_preset_of_the_language_task_is_exported(tmp_path: Path) -> None:

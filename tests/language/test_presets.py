@@ -70,13 +70,28 @@ def test_an_adapter_sits_where_blocks_lead_out_of_their_wide_inside(kind: str) -
         assert inputs > outputs and rank * outputs == 2 * inputs
 
 
-def test_where_no_layer_is_wider_than_the_model_all_linear_ones_are_adapted() -> None:
+def test_where_no_layer_is_wider_than_the_model_all_linear_ones_are_adapted(caplog: pytest.LogCaptureFixture) -> None:
     adapted = task(gpt2(n_inner=8), parameters="lora:2")
     assert len(adapted.names) == 2 * 4
     ranks = {
         name.split(".", 3)[-1].split(".lora_B")[0]: adapted.model.get_parameter(name).shape[1] for name in adapted.names
     }
     assert ranks == {"attn.c_attn": 1, "attn.c_proj": 2, "mlp.c_fc": 2, "mlp.c_proj": 2}
+    assert "no linear layer of the blocks is wider than the model: the adapter sits on all 8" in caplog.text
+
+
+def test_models_that_peft_does_not_adapt_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuses(*given: Any, **named: Any) -> None:
+        raise ValueError("not this one")
+
+    monkeypatch.setattr("peft.inject_adapter_in_model", refuses)
+    with pytest.raises(TaskError, match="peft puts no adapter on a GPT2LMHeadModel: ValueError: not this one"):
+        task(gpt2(), parameters="lora:2")
+    monkeypatch.setattr("peft.inject_adapter_in_model", lambda *given, **named: None)
+    with pytest.raises(
+        TaskError, match=r"no adapter on 2 layers of a GPT2LMHeadModel, such as transformer\.h\.0\.mlp\.c_proj"
+    ):
+        task(gpt2(), parameters="lora:2")
 
 
 def test_steps_up_and_down_are_exact_mirror_images_of_the_weights() -> None:

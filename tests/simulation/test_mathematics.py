@@ -254,9 +254,10 @@ def sampled_gradient(problem: Problem, sample: int | None, seed: int, step: int 
     return torch.cat([tensor.flatten(1) for tensor in stack.values()], dim=1).T
 
 
-def test_a_sample_of_a_source_is_unbiased() -> None:
+@pytest.mark.parametrize("step", [0, 1, 2], ids=["the first", "the second", "the third"])
+def test_a_sample_of_a_source_is_unbiased_in_every_step(step: int) -> None:
     problem = softmax_regression()
-    draws = torch.stack([sampled_gradient(problem, 2, seed) for seed in range(400)])
+    draws = torch.stack([sampled_gradient(problem, 2, seed, step) for seed in range(400)])
     full = problem.source_gradients()
     assert relative_error(sampled_gradient(problem, None, 0), full) < 1e-12
     assert relative_error(draws[0], full) > 0.05
@@ -265,7 +266,7 @@ def test_a_sample_of_a_source_is_unbiased() -> None:
     assert bool((error <= 2.5 * expected_error + 1e-12).all())
 
 
-def test_a_source_within_the_sample_size_is_taken_whole_and_larger_ones_are_drawn_anew_each_step() -> None:
+def test_a_source_within_the_sample_size_is_taken_whole_and_of_larger_ones_another_sample_in_each_step() -> None:
     problem = softmax_regression()
     full, first, second = problem.source_gradients(), *(sampled_gradient(problem, 4, 0, step) for step in (0, 1))
     small = torch.tensor([size <= 4 for size in problem.sources.sizes])
