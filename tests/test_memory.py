@@ -10,6 +10,7 @@ import torch
 from imprint import Plan, Sources, Task, simulate
 from imprint.data import Data
 from imprint.memory import Peak, most_that_fit
+from imprint.simulation import settling
 from imprint.simulation.descent import Descent
 
 PEAKS = {
@@ -63,6 +64,37 @@ def test_the_heaviest_sources_are_the_largest_and_the_largest_done_together() ->
     assert heaviest() == [["d", "a"]]
     assert heaviest(batch_size=10) == [["d", "a"], ["c", "b"]]
     assert heaviest(batch_size=10, source_sample=8) == [["d", "a"]]
+
+
+def test_a_step_of_some_sources_tells_how_many_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a stand-in for a GPU, where what is shared takes 1000 bytes, a source 100, and more than 9000 is too much."""
+    tried: list[int] = []
+
+    def simulated(descent: Descent, epsilon: float | None) -> None:
+        assert descent.steps == 1 and epsilon is None
+        tried.append(len(descent.sources))
+        if 1000 + 100 * tried[-1] > 9000:
+            raise torch.OutOfMemoryError
+
+    class Told:
+        bytes = property(lambda self: 5000 + 1000 + 100 * tried[-1])
+
+    monkeypatch.setattr(settling, "_tells", lambda device: True)
+    monkeypatch.setattr(settling, "simulated", simulated)
+    monkeypatch.setattr(settling, "Peak", lambda device: Told())
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 5000)
+    task, sources = Task.classifier(torch.nn.Linear(2, 2)), Sources.per_example(200)
+    functional, theta = task.at(task.state())
+    data = Data((torch.zeros(200, 2), torch.zeros(200).long()), device=torch.device("cpu"))
+    descent = Descent(functional, theta, data, sources, Plan(), steps=7, lr=1.0)
+    assert settling.rows_at_once(descent, 2000, None) == 10
+    assert settling.rows_at_once(descent, 10**6, None) >= 70
+    assert max(tried) > 80  # more than there is room for was tried, and told
+    assert settling.rows_at_once(descent, 1050, None) == 1
+    tried.clear()
+    assert settling.rows_at_once(descent, 2000, None, before=6) == 6
+    assert tried == [1, 6]
+    assert settling.rows_at_once(descent, 2000, None, before=60) == 10
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")

@@ -80,19 +80,21 @@ def _slopes(
 ) -> Callable[[Members], dict[str, Tensor]]:
     """The mean gradient of some windows by the weight of every layer, (outputs, inputs)."""
     functional, theta = task.at(state)
-    names = {name: f"{name}.base_layer.weight" for name in layers}
+    owners = {id(parameter): name for name, parameter in task.model.named_parameters()}  # layers may share a weight
+    names = {name: owners[id(layer.base_layer.weight)] for name, layer in layers.items()}
     across = {name for name, layer in layers.items() if layer.fan_in_fan_out}  # as GPT-2 keeps its weights
 
     def slopes(chosen: Members) -> dict[str, Tensor]:
         total: dict[str, Tensor] = {}
         for part in torch.from_numpy(chosen).split(windows.batch_size):
             with torch.enable_grad():
-                weights = {name: state[kept].detach().requires_grad_() for name, kept in names.items()}
-                swapped = {**theta, **{names[name]: weight for name, weight in weights.items()}}
-                loss = functional.losses(swapped, windows.gather(part), len(part)).sum() / len(chosen)
+                weights = {kept: state[kept].detach().requires_grad_() for kept in dict.fromkeys(names.values())}
+                loss = functional.losses({**theta, **weights}, windows.gather(part), len(part)).sum() / len(chosen)
                 found = torch.autograd.grad(loss, list(weights.values()), materialize_grads=True)
-            for name, slope in zip(weights, found, strict=True):
-                total[name] = total.get(name, 0) + in_full_precision(slope.T if name in across else slope)
+            slope_of = dict(zip(weights, found, strict=True))
+            for name, kept in names.items():
+                slope = slope_of[kept].T if name in across else slope_of[kept]
+                total[name] = total.get(name, 0) + in_full_precision(slope)
         return total
 
     return slopes

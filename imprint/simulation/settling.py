@@ -67,7 +67,7 @@ def rows_at_once(descent: Descent, memory: int | str | None, epsilon: float | No
     before: how many an earlier run took at once, which is tried first.
     """
     allowed, most = budget(memory, descent.data.device), len(descent.sources)
-    if descent.vectorise and descent.data.device.type == "cuda":
+    if descent.vectorise and _tells(descent.data.device):
         _step_bytes(descent, 1, epsilon)  # what torch makes for itself at the first call is not of a source
         if before is not None and _step_bytes(descent, before, epsilon) <= allowed:
             return before
@@ -77,6 +77,11 @@ def rows_at_once(descent: Descent, memory: int | str | None, epsilon: float | No
     if rows < 1:
         logger.warning("one source needs more than the memory budget of %d bytes: going on one by one", allowed)
     return max(1, rows)
+
+
+def _tells(device: torch.device) -> bool:
+    """Whether a device keeps account of its memory to the byte."""
+    return device.type == "cuda"
 
 
 def _step_bytes(descent: Descent, rows: int, epsilon: float | None) -> int:

@@ -105,6 +105,15 @@ def test_small_differences_are_seen_beside_a_large_common_part() -> None:
     assert_leading(found, expected, 0.02)
 
 
+def test_layers_that_share_a_weight_share_their_rows() -> None:
+    model = llama()
+    one, other = (block.mlp.down_proj for block in model.model.layers)
+    other.weight = one.weight
+    first, second = aimed(model, labelled()).values()
+    assert torch.equal(first, second)
+    assert not torch.equal(first, next(iter(aimed(llama(), labelled()).values())))
+
+
 def test_samples_depend_on_the_seed_alone() -> None:
     sources, model = labelled(), gpt2()
     assert min(sources.sizes) < 3 < max(sources.sizes)
