@@ -128,6 +128,7 @@ class Sources:
         return self.chosen(sorted({int(i) for i in np.linspace(0, len(self) - 1, count)}))
 
     def chosen(self, chosen: Sequence[int]) -> "Sources":
+        """The sources at these places, in this order."""
         return replace(
             self,
             ids=tuple(self.ids[i] for i in chosen),

@@ -49,17 +49,18 @@ def test_a_peak_is_seen_around_another() -> None:
     assert outer.bytes - inner.bytes > 100_000_000
 
 
+def descent_of(sources: Sources, n: int, **plan: Any) -> Descent:
+    """A descent of several steps on n examples, as small as can be."""
+    task, data = Task.classifier(torch.nn.Linear(2, 2)), (torch.zeros(n, 2), torch.zeros(n).long())
+    functional, theta = task.at(task.state())
+    return Descent(functional, theta, Data(data, device=torch.device("cpu")), sources, Plan(**plan), steps=7, lr=1.0)
+
+
 def test_the_heaviest_sources_are_the_largest_and_the_largest_done_together() -> None:
     sources = Sources.groups({"a": range(40), "b": range(5), "c": range(32), "d": range(50)})
-    task, data = (
-        Task.classifier(torch.nn.Linear(2, 2)),
-        Data((torch.zeros(50, 2), torch.zeros(50).long()), device=torch.device("cpu")),
-    )
-    functional, theta = task.at(task.state())
 
     def heaviest(**plan: Any) -> list[list[str]]:
-        descent = Descent(functional, theta, data, sources, Plan(**plan), steps=1, lr=1.0)
-        return [list(choice.ids) for choice in descent.heaviest(2)]
+        return [list(choice.ids) for choice in descent_of(sources, 50, **plan).heaviest(2)]
 
     assert heaviest() == [["d", "a"]]
     assert heaviest(batch_size=10) == [["d", "a"], ["c", "b"]]
@@ -83,10 +84,7 @@ def test_a_step_of_some_sources_tells_how_many_fit(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(settling, "simulated", simulated)
     monkeypatch.setattr(settling, "Peak", lambda device: Told())
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 5000)
-    task, sources = Task.classifier(torch.nn.Linear(2, 2)), Sources.per_example(200)
-    functional, theta = task.at(task.state())
-    data = Data((torch.zeros(200, 2), torch.zeros(200).long()), device=torch.device("cpu"))
-    descent = Descent(functional, theta, data, sources, Plan(), steps=7, lr=1.0)
+    descent = descent_of(Sources.per_example(200), 200)
     assert settling.rows_at_once(descent, 2000, None) == 10
     assert settling.rows_at_once(descent, 10**6, None) >= 70
     assert max(tried) > 80  # more than there is room for was tried, and told

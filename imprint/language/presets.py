@@ -111,11 +111,7 @@ def with_adapter(model: nn.Module, per_input: int, last: int | None) -> tuple[nn
         name: module.weight.T.shape if isinstance(module, Conv1D) else module.weight.shape
         for name, module in layers.items()
     }
-    width = causal(model).get_input_embeddings().weight.shape[1]
-    wide = {name: shape for name, shape in shapes.items() if shape[1] > width}
-    if not wide:
-        logger.warning("no linear layer of the blocks is wider than the model: the adapter sits on all %d", len(shapes))
-    ranks = {name: rank_of_layer(per_input, inputs, outputs) for name, (outputs, inputs) in (wide or shapes).items()}
+    ranks = _ranks(shapes, causal(model).get_input_embeddings().weight.shape[1], per_input)
     highest = max(ranks.values())
     others = {re.escape(name): rank for name, rank in ranks.items() if rank != highest}
     config = LoraConfig(
@@ -134,13 +130,14 @@ def with_adapter(model: nn.Module, per_input: int, last: int | None) -> tuple[nn
             inject_adapter_in_model(config, twin, adapter_name=ADAPTER)
         except ValueError as error:
             raise TaskError(f"peft puts no adapter on a {type(causal(model)).__name__}: {first_line(error)}") from error
+        finally:
+            for parameter, was in trained.items():  # peft freezes what it adapts, which is the model's own
+                parameter.requires_grad_(was)
     if missed := [name for name in ranks if ADAPTER not in getattr(twin.get_submodule(name), "lora_A", {})]:
         raise TaskError(
             f"peft puts no adapter on {len(missed)} layers of a {type(causal(model)).__name__}, such as {missed[0]}: "
             "give parameters= as globs, or a model with an adapter of its own."
         )
-    for parameter, was in trained.items():
-        parameter.requires_grad_(was)
     for name in ranks:
         layer = layers[name]
         adapted: Any = twin.get_submodule(name)
@@ -151,6 +148,14 @@ def with_adapter(model: nn.Module, per_input: int, last: int | None) -> tuple[nn
         a.requires_grad_(False)
         b.requires_grad_(True)
     return twin, config
+
+
+def _ranks(shapes: dict[str, torch.Size], width: int, per_input: int) -> dict[str, int]:
+    """The ranks of the layers that are adapted, from the shapes (outputs, inputs) of all linear ones."""
+    wide = {name: shape for name, shape in shapes.items() if shape[1] > width}
+    if not wide:
+        logger.warning("no linear layer of the blocks is wider than the model: the adapter sits on all %d", len(shapes))
+    return {name: rank_of_layer(per_input, inputs, outputs) for name, (outputs, inputs) in (wide or shapes).items()}
 
 
 def rank_of_layer(per_input: int, inputs: int, outputs: int) -> int:

@@ -68,9 +68,10 @@ def rows_at_once(descent: Descent, memory: int | str | None, epsilon: float | No
     """
     allowed, most = budget(memory, descent.data.device), len(descent.sources)
     if descent.vectorise and _tells(descent.data.device):
-        _step_bytes(descent, 1, epsilon)  # what torch makes for itself at the first call is not of a source
-        if before is not None and _step_bytes(descent, before, epsilon) <= allowed:
-            return before
+        if before is not None:
+            _step_bytes(descent, 1, epsilon)  # what torch makes for itself at the first call is not of a source
+            if _step_bytes(descent, before, epsilon) <= allowed:
+                return before
         rows = most_that_fit(lambda rows: _step_bytes(descent, rows, epsilon), allowed, most)
     else:
         rows = min(most, allowed // _estimated_bytes(descent))

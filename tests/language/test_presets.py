@@ -81,12 +81,15 @@ def test_where_no_layer_is_wider_than_the_model_all_linear_ones_are_adapted(capl
 
 
 def test_models_that_peft_does_not_adapt_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuses(*given: Any, **named: Any) -> None:
+    def refuses(config: Any, model: nn.Module, **named: Any) -> None:
+        model.requires_grad_(False)
         raise ValueError("not this one")
 
+    model = gpt2()
     monkeypatch.setattr("peft.inject_adapter_in_model", refuses)
     with pytest.raises(TaskError, match="peft puts no adapter on a GPT2LMHeadModel: ValueError: not this one"):
-        task(gpt2(), parameters="lora:2")
+        task(model, parameters="lora:2")
+    assert all(parameter.requires_grad for parameter in model.parameters())
     monkeypatch.setattr("peft.inject_adapter_in_model", lambda *given, **named: None)
     with pytest.raises(
         TaskError, match=r"no adapter on 2 layers of a GPT2LMHeadModel, such as transformer\.h\.0\.mlp\.c_proj"
