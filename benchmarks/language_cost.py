@@ -11,7 +11,7 @@ the plain forward pass.
 import argparse
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,21 +33,26 @@ SELECTIONS = {
 }
 
 
-def measured(call: Callable[[], object], device: torch.device, repeats: int) -> tuple[float, float]:
-    """The median seconds of so many calls after one to warm up, and the most memory that a call adds, in bytes."""
-    times, most = [], 0.0
+def measured(calls: Sequence[Callable[[], object]], device: torch.device, repeats: int) -> list[tuple[float, float]]:
+    """For each call the median seconds of so many, after one to warm up, and the most memory that it adds, in bytes.
+
+    The calls take turns, so that a machine that is slow for a while is slow for all of them.
+    """
+    times: list[list[float]] = [[] for _ in calls]
+    most = [0.0] * len(calls)
     for _ in range(repeats + 1):
-        if device.type == "cuda":
-            torch.cuda.synchronize()
-            torch.cuda.reset_peak_memory_stats()
-            held = torch.cuda.memory_allocated()
-        begin = time.perf_counter()
-        call()
-        if device.type == "cuda":
-            torch.cuda.synchronize()
-            most = torch.cuda.max_memory_allocated() - held
-        times.append(time.perf_counter() - begin)
-    return statistics.median(times[1:]), most
+        for which, call in enumerate(calls):
+            if device.type == "cuda":
+                torch.cuda.synchronize()
+                torch.cuda.reset_peak_memory_stats()
+                held = torch.cuda.memory_allocated()
+            begin = time.perf_counter()
+            call()
+            if device.type == "cuda":
+                torch.cuda.synchronize()
+                most[which] = torch.cuda.max_memory_allocated() - held
+            times[which].append(time.perf_counter() - begin)
+    return [(statistics.median(taken[1:]), added) for taken, added in zip(times, most, strict=True)]
 
 
 @dataclass(frozen=True)
@@ -68,13 +73,17 @@ def costs(task: imprint.Task, imprints: Parameters, batch: dict[str, Tensor], re
     def measure(theta: Parameters) -> Tensor:
         return functional.measures(theta, batch, count)
 
+    def plainly() -> Tensor:
+        return measure(theta)
+
+    def forward() -> Tensor:
+        return along(measure, theta, imprints, vectorise=True)
+
     def backward() -> Tensor:
         return dots(imprints, query_gradients(functional, theta, batch, count, vectorise=True))
 
     with forward_only(task):
-        plain, plain_bytes = measured(lambda: measure(theta), device, repeats)
-        jvp, jvp_bytes = measured(lambda: along(measure, theta, imprints, vectorise=True), device, repeats)
-        gradient, _ = measured(backward, device, repeats)
+        (plain, plain_bytes), (jvp, jvp_bytes), (gradient, _) = measured((plainly, forward, backward), device, repeats)
     return Costs(plain, jvp, gradient, plain_bytes, jvp_bytes)
 
 
@@ -84,7 +93,7 @@ def main() -> None:
     parser.add_argument("--sources", type=int, default=16)
     parser.add_argument("--tokens", type=int, default=256)
     parser.add_argument("--queries", type=int, nargs="+", default=[1, 16])
-    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--repeats", type=int, default=15)
     parser.add_argument("--small", action="store_true", help="a model of seconds, to see that it runs")
     options = parser.parse_args()
     device = torch.device(options.device)
@@ -96,8 +105,8 @@ def main() -> None:
     where = torch.cuda.get_device_name(device) if device.type == "cuda" else f"{torch.get_num_threads()} CPU threads"
     print(f"{where}, torch {torch.__version__}, {size / 1e6:.0f} M parameters, {options.tokens} tokens, float32")
     print(f"\n{options.sources} sources, in plain forward passes of the same queries:\n")
-    print("| imprints in | values per source | queries | jvp | gradient | memory of jvp | of a forward |")
-    print("|---|---:|---:|---:|---:|---:|---:|")
+    print("| imprints in | values per source | queries | plain | jvp | gradient | memory of jvp | of a forward |")
+    print("|---|---:|---:|---:|---:|---:|---:|---:|")
     for name, parameters in SELECTIONS.items():
         task = language.task(model, parameters=parameters)
         theta = task.at(task.state())[1]
@@ -107,9 +116,9 @@ def main() -> None:
             weights = torch.ones(ids.shape, device=device).index_fill(1, torch.tensor([0], device=device), 0.0)
             found = costs(task, imprints, {"input_ids": ids, "weights": weights}, options.repeats)
             print(
-                f"| {name} | {sum(p.numel() for p in theta.values()):,} | {queries} | {found.jvp / found.plain:.1f} "
-                f"| {found.gradient / found.plain:.1f} | {found.jvp_bytes / 1e6:,.0f} MB "
-                f"| {found.plain_bytes / 1e6:,.0f} MB |",
+                f"| {name} | {sum(p.numel() for p in theta.values()):,} | {queries} | {1e3 * found.plain:.1f} ms "
+                f"| {found.jvp / found.plain:.1f} | {found.gradient / found.plain:.1f} "
+                f"| {found.jvp_bytes / 1e6:,.0f} MB | {found.plain_bytes / 1e6:,.0f} MB |",
                 flush=True,
             )
         del imprints

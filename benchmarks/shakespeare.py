@@ -44,7 +44,7 @@ PLAN = {
     **{"preconditioner": "adam", "momentum": 0.9, "steps": 80, "lr": 5e-4, "curvature": "gauss-newton"},
     **{"dropout": True, "batch_size": 64, "source_sample": 32},
 }
-ADAPTED = {"lr": 3e-3}  # in which plans for adapters differ
+CARRIED = {"last": {"lr": 1e-3}, "lora": {"lr": 8e-3}}  # in which plans differ for imprints in blocks, or in an adapter
 AIMED: dict[str, Any] = {"sample": 128, "batch_size": 64}
 SMALL_PLAN = {**PLAN, "steps": 3, "batch_size": 32, "source_sample": 8}
 DAMPINGS = (0.01, 0.1, 1.0, 10.0)  # of TRAK, relative to the mean variance; the best against the truth is shown
@@ -222,8 +222,7 @@ def imprints(bench: Bench, plan: Plan, run: int, step: int, parameters: str | No
     task, adapted = bench.task_of(preset or None), preset.startswith("lora")
     if aimed:
         language.aim(task, bench.text.train, bench.text.sources, checkpoint=state, **AIMED)
-    if adapted:
-        plan = replace(plan, **bench.arguments.adapted)
+    plan = replace(plan, **bench.arguments.carried.get(preset.partition(":")[0], {}))
     adam = plan.preconditioner == "adam" and not adapted
     store = simulate(
         task,
@@ -241,7 +240,7 @@ def imprints(bench: Bench, plan: Plan, run: int, step: int, parameters: str | No
 
 def carried(bench: Bench, plan: Plan) -> dict[str, Tensor]:
     """Our scores at one checkpoint with imprints in some parameters alone."""
-    step, digest = bench.arguments.parameters_at, _digest([plan.to_json(), bench.arguments.adapted, AIMED])
+    step, digest = bench.arguments.parameters_at, _digest([plan.to_json(), bench.arguments.carried, AIMED])
     made = {
         each: bench.kept(
             f"imprint-{digest}-{each.replace(':', '-')}-run-0-step-{step:05}",
@@ -249,7 +248,11 @@ def carried(bench: Bench, plan: Plan) -> dict[str, Tensor]:
         )
         for each in bench.arguments.parameters
     }
-    return {f"Imprint in {each}, step {step}": scores["imprint"] for each, scores in made.items()}
+    return {_carried_by(bench, each): scores["imprint"] for each, scores in made.items()}
+
+
+def _carried_by(bench: Bench, parameters: str) -> str:
+    return f"Imprint in {parameters}, step {bench.arguments.parameters_at}"
 
 
 def _digest(value: Any) -> str:
@@ -394,6 +397,16 @@ def table(bench: Bench, scores: dict[str, Tensor]) -> dict[str, dict[str, Any]]:
     }
 
 
+def shares(bench: Bench, scores: dict[str, Tensor]) -> dict[str, Any]:
+    """The LDS of imprints in some parameters relative to that of the first of them, on the same halves and passages."""
+    if len(bench.arguments.parameters) < 2:
+        return {}
+    kept, against = bench.halves.subsets.kept().double().T, Against(bench.halves.values.mean(0).T.numpy())
+    first, *others = bench.arguments.parameters
+    draws = {each: against.draws((scores[_carried_by(bench, each)] @ kept).numpy()) for each in (first, *others)}
+    return {f"LDS in {each} relative to {first}": asdict(_estimate(draws[each] / draws[first])) for each in others}
+
+
 def about(bench: Bench) -> dict[str, Any]:
     """What the truth itself allows."""
     halves, origins = bench.halves, bench.text.origins.numpy()
@@ -469,7 +482,9 @@ def main() -> None:
         default=[],
         help='that alone carry imprints, such as "last:4", "lora:16", or "lora:16+aim" with an adapter that is aimed',
     )
-    parser.add_argument("--adapted", type=json.loads, help="fields in which the plan for adapters differs, as JSON")
+    parser.add_argument(
+        "--carried", type=json.loads, help='fields in which plans for them differ, as JSON: {"last": {"lr": 1e-3}}'
+    )
     parser.add_argument("--parameters-at", type=int, help="step of the run at which they are compared")
     parser.add_argument("--name", default="results", help="of the file with the results")
     parser.add_argument("--epochs", type=int, help="instead of the setting's own")
@@ -488,7 +503,7 @@ def main() -> None:
     arguments.checkpoints = arguments.checkpoints or list(size.steps)
     arguments.parameters_at = arguments.parameters_at or arguments.checkpoints[len(arguments.checkpoints) // 2]
     arguments.compute = arguments.compute or ("bfloat16" if arguments.device.startswith("cuda") else "float32")
-    arguments.adapted = ADAPTED if arguments.adapted is None else arguments.adapted
+    arguments.carried = CARRIED if arguments.carried is None else arguments.carried
     arguments.projection = arguments.projection or (64 if arguments.small else 1024)
     torch.set_float32_matmul_precision(arguments.matmul)
     bench = Bench(arguments, replace(size, training=training))
@@ -503,7 +518,8 @@ def main() -> None:
         print(f"{stage}: {time.monotonic() - begin:.0f} s", flush=True)
     if arguments.only:
         return
-    rows, facts = table(bench, scored(bench, plans)), about(bench)
+    scores = scored(bench, plans)
+    rows, facts = table(bench, scores), {**about(bench), **shares(bench, scores)}
     print(shown(rows, facts))
     settings = {"arguments": {key: str(value) for key, value in vars(arguments).items()}, "size": asdict(bench.size)}
     results = {**settings, "facts": facts, "methods": rows}
