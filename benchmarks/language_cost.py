@@ -34,7 +34,7 @@ SELECTIONS = {
 
 
 def measured(calls: Sequence[Callable[[], object]], device: torch.device, repeats: int) -> list[tuple[float, float]]:
-    """For each call the median seconds of so many, after one to warm up, and the most memory that it adds, in bytes.
+    """The median seconds of each call after one to warm up, and the most memory that it adds, in bytes.
 
     The calls take turns, so that a machine that is slow for a while is slow for all of them.
     """
@@ -50,7 +50,7 @@ def measured(calls: Sequence[Callable[[], object]], device: torch.device, repeat
             call()
             if device.type == "cuda":
                 torch.cuda.synchronize()
-                most[which] = torch.cuda.max_memory_allocated() - held
+                most[which] = max(most[which], torch.cuda.max_memory_allocated() - held)
             times[which].append(time.perf_counter() - begin)
     return [(statistics.median(taken[1:]), added) for taken, added in zip(times, most, strict=True)]
 

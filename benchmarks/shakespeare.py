@@ -44,7 +44,7 @@ PLAN = {
     **{"preconditioner": "adam", "momentum": 0.9, "steps": 80, "lr": 5e-4, "curvature": "gauss-newton"},
     **{"dropout": True, "batch_size": 64, "source_sample": 32},
 }
-CARRIED = {"last": {"lr": 1e-3}, "lora": {"lr": 8e-3}}  # in which plans differ for imprints in blocks, or in an adapter
+PLAN_FOR = {"last": {"lr": 1e-3}, "lora": {"lr": 8e-3}}  # how it differs where blocks or an adapter carry the imprints
 AIMED: dict[str, Any] = {"sample": 128, "batch_size": 64}
 SMALL_PLAN = {**PLAN, "steps": 3, "batch_size": 32, "source_sample": 8}
 DAMPINGS = (0.01, 0.1, 1.0, 10.0)  # of TRAK, relative to the mean variance; the best against the truth is shown
@@ -222,7 +222,7 @@ def imprints(bench: Bench, plan: Plan, run: int, step: int, parameters: str | No
     task, adapted = bench.task_of(preset or None), preset.startswith("lora")
     if aimed:
         language.aim(task, bench.text.train, bench.text.sources, checkpoint=state, **AIMED)
-    plan = replace(plan, **bench.arguments.carried.get(preset.partition(":")[0], {}))
+    plan = replace(plan, **bench.arguments.plan_for.get(preset.partition(":")[0], {}))
     adam = plan.preconditioner == "adam" and not adapted
     store = simulate(
         task,
@@ -240,7 +240,7 @@ def imprints(bench: Bench, plan: Plan, run: int, step: int, parameters: str | No
 
 def carried(bench: Bench, plan: Plan) -> dict[str, Tensor]:
     """Our scores at one checkpoint with imprints in some parameters alone."""
-    step, digest = bench.arguments.parameters_at, _digest([plan.to_json(), bench.arguments.carried, AIMED])
+    step, digest = bench.arguments.parameters_at, _digest([plan.to_json(), bench.arguments.plan_for, AIMED])
     made = {
         each: bench.kept(
             f"imprint-{digest}-{each.replace(':', '-')}-run-0-step-{step:05}",
@@ -374,8 +374,11 @@ def effects_of(halves: Truth) -> Tensor:
     return found.T
 
 
-def table(bench: Bench, scores: dict[str, Tensor]) -> dict[str, dict[str, Any]]:
-    """Of each method: figures as estimates, and the LDS with an interval over passages alone as the library has it."""
+def table(bench: Bench, scores: dict[str, Tensor]) -> tuple[dict[str, dict[str, Any]], dict[str, Any]]:
+    """Of each method: figures as estimates, and the LDS with an interval over passages alone as the library has it.
+
+    And the LDS of imprints in some parameters relative to that of the first of them.
+    """
     kept, actual = bench.halves.subsets.kept().double().T, bench.halves.values.mean(0).T.numpy()
     strongest = effects_of(bench.halves).argmax(1)
     halves, specific = Against(actual), Against(_beyond(actual))
@@ -383,7 +386,7 @@ def table(bench: Bench, scores: dict[str, Tensor]) -> dict[str, dict[str, Any]]:
     predicted = {name: (each @ kept).numpy() for name, each in scores.items()}
     draws = {name: halves.draws(each) for name, each in predicted.items()}
     words = max((name for name in scores if name.startswith(("BM25", "TF-IDF"))), key=lambda name: draws[name][0])
-    return {
+    rows = {
         name: {
             "LDS": _estimate(draws[name]),
             "LDS beyond the mean passage": _estimate(specific.draws(_beyond(predicted[name]))),
@@ -395,16 +398,11 @@ def table(bench: Bench, scores: dict[str, Tensor]) -> dict[str, dict[str, Any]]:
         }
         for name, each in scores.items()
     }
-
-
-def shares(bench: Bench, scores: dict[str, Tensor]) -> dict[str, Any]:
-    """The LDS of imprints in some parameters relative to that of the first of them, on the same halves and passages."""
-    if len(bench.arguments.parameters) < 2:
-        return {}
-    kept, against = bench.halves.subsets.kept().double().T, Against(bench.halves.values.mean(0).T.numpy())
-    first, *others = bench.arguments.parameters
-    draws = {each: against.draws((scores[_carried_by(bench, each)] @ kept).numpy()) for each in (first, *others)}
-    return {f"LDS in {each} relative to {first}": asdict(_estimate(draws[each] / draws[first])) for each in others}
+    some = [_carried_by(bench, each) for each in bench.arguments.parameters]
+    shares = {
+        f"{each}: LDS relative to {some[0]}": asdict(_estimate(draws[each] / draws[some[0]])) for each in some[1:]
+    }
+    return rows, shares
 
 
 def about(bench: Bench) -> dict[str, Any]:
@@ -483,7 +481,9 @@ def main() -> None:
         help='that alone carry imprints, such as "last:4", "lora:16", or "lora:16+aim" with an adapter that is aimed',
     )
     parser.add_argument(
-        "--carried", type=json.loads, help='fields in which plans for them differ, as JSON: {"last": {"lr": 1e-3}}'
+        "--plan-for",
+        type=json.loads,
+        help=f"how the plan differs by what carries the imprints, as JSON; without --plan {json.dumps(PLAN_FOR)}",
     )
     parser.add_argument("--parameters-at", type=int, help="step of the run at which they are compared")
     parser.add_argument("--name", default="results", help="of the file with the results")
@@ -503,7 +503,8 @@ def main() -> None:
     arguments.checkpoints = arguments.checkpoints or list(size.steps)
     arguments.parameters_at = arguments.parameters_at or arguments.checkpoints[len(arguments.checkpoints) // 2]
     arguments.compute = arguments.compute or ("bfloat16" if arguments.device.startswith("cuda") else "float32")
-    arguments.carried = CARRIED if arguments.carried is None else arguments.carried
+    if arguments.plan_for is None:
+        arguments.plan_for = {} if arguments.plan else PLAN_FOR
     arguments.projection = arguments.projection or (64 if arguments.small else 1024)
     torch.set_float32_matmul_precision(arguments.matmul)
     bench = Bench(arguments, replace(size, training=training))
@@ -518,8 +519,8 @@ def main() -> None:
         print(f"{stage}: {time.monotonic() - begin:.0f} s", flush=True)
     if arguments.only:
         return
-    scores = scored(bench, plans)
-    rows, facts = table(bench, scores), {**about(bench), **shares(bench, scores)}
+    rows, shares = table(bench, scored(bench, plans))
+    facts = {**about(bench), **shares}
     print(shown(rows, facts))
     settings = {"arguments": {key: str(value) for key, value in vars(arguments).items()}, "size": asdict(bench.size)}
     results = {**settings, "facts": facts, "methods": rows}

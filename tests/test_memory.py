@@ -97,7 +97,7 @@ def test_a_step_of_some_sources_tells_how_many_fit(monkeypatch: pytest.MonkeyPat
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")
 @pytest.mark.parametrize("engine", ["tangent", "trajectories"])
-def test_a_simulation_on_cuda_stays_within_the_memory_it_may_use(engine: Any) -> None:
+def test_a_simulation_on_cuda_keeps_about_to_the_memory_it_may_use(engine: Any) -> None:
     device = torch.device("cuda")
     model = torch.nn.Sequential(torch.nn.Linear(64, 512), torch.nn.Tanh(), torch.nn.Linear(512, 512)).to(device)
     data = torch.randn(2000, 64), torch.randint(0, 512, (2000,))
@@ -107,5 +107,5 @@ def test_a_simulation_on_cuda_stays_within_the_memory_it_may_use(engine: Any) ->
         before, peak = torch.cuda.memory_allocated(), Peak(device)
         store = simulate(Task.classifier(model), data, sources, plan, memory=memory, progress=False, batch_size=500)
         rows.append(store.checkpoints[0].figures["rows_at_once"])
-        assert (peak.bytes or 0) - before <= 1.25 * memory  # one source too many may have been tried
-    assert 40 == rows[0] > rows[1] > rows[2] > 1
+        assert (peak.bytes or 0) - before <= 1.25 * memory  # trials may go beyond it
+    assert 1 < rows[2] < rows[1] < rows[0] == 40

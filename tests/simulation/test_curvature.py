@@ -90,13 +90,14 @@ def test_lanczos_finds_the_extremes_of_a_large_matrix_in_few_products() -> None:
     assert products < 30
 
 
-def test_lanczos_does_not_stop_before_it_has_seen_an_isolated_negative_curvature() -> None:
-    values = 10 * torch.logspace(0, -6, 5000, dtype=torch.float64)
-    values[-1] = -1.0
+@pytest.mark.parametrize("size", [1500, 5000])
+def test_lanczos_does_not_stop_before_it_has_seen_an_isolated_negative_curvature(size: int) -> None:
+    values = 10 * torch.logspace(0, -6, size, dtype=torch.float64)
+    values[-1] = -0.5
     generator = torch.Generator().manual_seed(0)
-    starts = torch.randn(5, 5000, generator=generator, dtype=torch.float64)
+    starts = torch.randn(8, size, generator=generator, dtype=torch.float64)
     found = [lanczos(lambda v: values * v, start, iterations=30).smallest for start in starts]
-    assert found == pytest.approx([-1.0] * 5, abs=0.3)
+    assert found == pytest.approx([-0.5] * 8, abs=0.05)
 
 
 def test_lanczos_keeps_few_vectors_and_the_extremes_long_after_they_have_settled() -> None:
@@ -112,8 +113,8 @@ def test_lanczos_keeps_few_vectors_and_the_extremes_long_after_they_have_settled
 
     start = torch.randn(200, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     found = lanczos(product, start, iterations=100, tolerance=0.0)
-    assert [found.smallest, found.largest] == pytest.approx([-50.0, 1e4], rel=1e-5)
-    assert len(met) > 50 and max(alive) <= 3
+    assert [found.smallest, found.largest] == pytest.approx([-50.0, 1e4], rel=1e-4)
+    assert len(met) > 50 and max(alive) == 2
 
 
 def test_lanczos_refuses_curvature_that_is_not_finite() -> None:
@@ -156,7 +157,7 @@ def test_differences_of_gradients_stand_in_for_forward_mode(
         found = measured(in_reverse_only(make()), batch_size=7)
     assert "measured by differences of gradients" in caplog.text
     exact = measured(make())
-    assert [found.smallest, found.largest] == pytest.approx([exact.smallest, exact.largest], rel=1e-4, abs=1e-3)
+    assert [found.smallest, found.largest] == pytest.approx([exact.smallest, exact.largest], rel=1e-4, abs=1e-5)
 
 
 def test_a_model_without_forward_mode_gets_its_imprints_from_trajectories() -> None:
