@@ -104,6 +104,8 @@ class Check:
     def __str__(self) -> str:
         found = self.estimate
         lines = [f"problem: {problem}" for problem in self.problems] or ["this will work"]
+        if found is not None and found.unstable:
+            lines.append(f"warning: {found.unstable}")
         each = "" if found is None else f" of {size(found.bytes_per_source)} each"
         lines.append(
             f"{self.values:,} of {self.values_in_all:,} values of the parameters, {self.sources:,} sources{each}"

@@ -149,7 +149,10 @@ def shown_check(check: Check) -> RenderableType:
             chosen = kind == "engine" and possibility.name == check.plan.engine
             table.add_row(kind, *_possibility(possibility), style="bold" if chosen else None)
     verdict = [Text(f"problem: {problem}", style="red") for problem in check.problems]
-    return Group(lines("Check", pairs), table, *(verdict or [Text("This will work.", style="green")]))
+    verdict = verdict or [Text("This will work.", style="green")]
+    if check.estimate is not None and check.estimate.unstable:
+        verdict.append(Text(f"warning: {check.estimate.unstable}", style="yellow"))
+    return Group(lines("Check", pairs), table, *verdict)
 
 
 def _possibility(found: Possibility) -> tuple[str, str, str]:

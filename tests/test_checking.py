@@ -227,6 +227,20 @@ def test_a_step_that_runs_away_comes_with_advice() -> None:
     assert "The step is lr=1e+06" in problem and 'lr="auto" chooses one' in problem
 
 
+@pytest.mark.parametrize("engine", ["tangent", "trajectories"])
+def test_a_step_that_a_simulation_warns_of_is_warned_of_before(engine: Engine) -> None:
+    member, plan = classifier(), Plan(engine=engine, steps=2, lr=10.0, batch_size=5, momentum=0.3)
+    found = checked(member, plan)
+    with pytest.warns(UserWarning, match=r"a step multiplies some direction by .* would be safe") as caught:
+        simulated(member, plan)
+    assert found.ok and found.estimate is not None
+    assert found.estimate.unstable == str(caught[0].message)
+    assert str(found).startswith(f"this will work\nwarning: {caught[0].message}\n")
+    for lr in (0.1, "auto"):
+        calm = checked(member, replace(plan, lr=lr))
+        assert calm.estimate is not None and calm.estimate.unstable is None and "warning" not in str(calm)
+
+
 def test_a_disk_that_is_too_small_is_found(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     asked: list[Path] = []
 

@@ -192,6 +192,13 @@ def test_check_says_what_it_takes_and_writes_nothing(command: Command, empty: Pa
     assert [file.name for file in empty.iterdir() if file.name != "__pycache__"] == ["model.py"]
 
 
+def test_check_shows_what_a_simulation_will_warn_of(command: Command, empty: Path) -> None:
+    (empty / "model.py").write_text(MODEL)
+    found = command("check", "model.py:task", "-p", "lr=20", "-p", "steps=1")
+    assert found.code == 0, found.err
+    assert "This will work.\nwarning: checkpoint 0: a step multiplies some direction by" in found.out
+
+
 def test_a_simulation_that_cannot_begin_leaves_with_1_and_says_why(command: Command, empty: Path) -> None:
     (empty / "model.py").write_text(MODEL + "data[0][7, 1] = torch.nan\n")
     words = "problem: the loss of training example 7"

@@ -21,7 +21,10 @@ PAGE = ROOT / "docs" / "troubleshooting.md"
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 HOLE = "\0"  # a variable part of a message
 FEWEST_WORDS = 10  # characters of a heading that are not variable: with fewer it would stand for anything
-SPEAKING = {"warnings.warn": "Warnings", "logger.warning": "Logged", "logger.error": "Logged"}
+SPEAKING = {
+    **{"warnings.warn": "Warnings", "UserWarning": "Warnings"},
+    **{"logger.warning": "Logged", "logger.error": "Logged"},
+}
 
 NEEDS_NO_ENTRY = {
     "a batch with a … in it cannot be written as JSON and tensors.": "caught: the store then keeps no probe examples",
@@ -95,6 +98,8 @@ def _spoken(node: ast.AST) -> tuple[str, ast.expr] | None:
     if not isinstance(node, ast.Call) or not node.args:
         return None
     name = ast.unparse(node.func)
+    if name == "warnings.warn" and ast.unparse(node.args[0]) == "warning":
+        return None  # its text is where the warning is made
     if name in SPEAKING:
         return SPEAKING[name], node.args[0]
     made = getattr(errors, name.split(".")[-1], None)

@@ -47,7 +47,7 @@ LAYERS = {
     ),
     "language": (
         *("errors", "progress", "dropout", "task", "sources", "data"),
-        *("recording", "store", "readout", "attribution"),
+        *("recording", "simulation.states", "store", "readout", "attribution"),
     ),
     "settings": ("errors", "progress", "task", "sources", "data", "simulation.plan", "evaluation", "language"),
     "export": ("errors", "files", "values", "task", "data", "tensorfile", "store", "readout", "language.presets"),

@@ -16,7 +16,7 @@ from imprint.export.point import Counted, Point
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _STEPS = tuple(10 ** (exponent / 2) for exponent in range(-8, 0))
 _QUIET = 2.5e-5  # rounding relative to the scores that leaves room for an agreement of 1e-4 …
-_BENT = 0.1  # … at steps whose scores the curvature does not change by more than this
+_BENT = 0.02  # … at steps whose scores the curvature does not change by more than this
 _SOURCES, _QUERIES = 4, 4  # how many the gains are tried on
 _REFUSED = 3.0  # a score is refused below so many times what rounding makes of it
 

@@ -5,7 +5,7 @@ rows, a random part. What tells sources apart are the differences of their gradi
 them are the leading eigenvectors of Σ_b (G_b − Ḡ)ᵀ(G_b − Ḡ), at the cost of one gradient of every source.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import closing
 from typing import Any
 
@@ -19,6 +19,7 @@ from imprint.language.causal import LanguageTask
 from imprint.language.head import in_full_precision
 from imprint.language.presets import ADAPTER
 from imprint.progress import Advance, Progress
+from imprint.simulation.states import State, States
 from imprint.sources import Members, Sources, require_sources
 from imprint.task import Parameters
 
@@ -28,7 +29,7 @@ def aim(
     data: Any,
     sources: Sources,
     *,
-    checkpoint: Mapping[str, Tensor] | None = None,
+    checkpoint: State | None = None,
     sample: int = 64,
     batch_size: int = 16,
     seed: int = 0,
@@ -39,7 +40,7 @@ def aim(
     A store keeps it, so that a task which reads the store need not be aimed.
 
     data, sources: as they will be simulated.
-    checkpoint: a state where gradients are taken; None for the model as it is.
+    checkpoint: where gradients are taken, as one of those of `simulate`; None for the model as it is.
     sample: how many windows of a source stand for it.
     """
     if getattr(task, "adapter", None) is None:
@@ -49,11 +50,12 @@ def aim(
     layers, windows = _adapters(task), Data(data, device=task.device, batch_size=batch_size)
     require_sources(sources)
     sources.check(len(windows))
+    state = States(task, None if checkpoint is None else [checkpoint])[0]
     draw = np.random.default_rng(seed)
     spread: dict[str, Tensor] = {}
     mean: dict[str, Tensor] = {}
     with task.evaluating(), closing(Progress("aiming", len(sources), "sources", progress)) as bar:
-        slopes = _slopes(task, layers, windows, task.state() if checkpoint is None else task.complete(checkpoint))
+        slopes = _slopes(task, layers, windows, state)
         for count, members in enumerate(sources.members, 1):
             chosen = members if len(members) <= sample else draw.choice(members, sample, replace=False)
             for name, slope in slopes(chosen).items():

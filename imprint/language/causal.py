@@ -260,7 +260,12 @@ def _weighted_loss(logits: Tensor, batch: Batch) -> Tensor:
 
 
 def _logits(model: nn.Module, ids: Tensor) -> Tensor:
-    found: Tensor = model(input_ids=ids, use_cache=False).logits
+    found: Tensor | None = getattr(model(input_ids=ids, use_cache=False), "logits", None)
+    if found is None:
+        raise TaskError(
+            f"{type(causal(model)).__name__} gives no logits: a model with a language-model head is needed, as "
+            "AutoModelForCausalLM makes it."
+        )
     return found
 
 

@@ -44,6 +44,7 @@ class Documents:
         length: int | None = None,
         loss: Literal["mean", "sum"] = "mean",
     ) -> None:
+        _refuse_tokenizer(tokenizer)
         if loss not in ("mean", "sum"):
             raise DataError(f'the loss of a document is the "mean" or the "sum" over its tokens, got {loss!r}.')
         length = min(_context(tokenizer) or _LONGEST, _LONGEST) if length is None else length
@@ -108,6 +109,7 @@ class Completions:
         *,
         length: int | None = None,
     ) -> None:
+        _refuse_tokenizer(tokenizer)
         prompts, completions = _texts(prompts, "prompts"), _texts(completions, "completions")
         if len(prompts) != len(completions):
             raise DataError(
@@ -133,6 +135,11 @@ class Completions:
 
     def __repr__(self) -> str:
         return f"Completions({len(self)}, {int(self.columns['weights'].sum())} tokens)"
+
+
+def _refuse_tokenizer(tokenizer: object) -> None:
+    if not callable(tokenizer):
+        raise DataError(f"a tokenizer of transformers is needed, got a {type(tokenizer).__name__}.")
 
 
 def _texts(texts: Sequence[str], what: str) -> list[str]:

@@ -44,7 +44,7 @@ class Preset:
         >>> Preset.read("lora:16:last:2")
         Preset(per_input=16, last=2)
         """
-        if not text.startswith(("last:", "lora:")):
+        if text.split(":")[0] not in ("last", "lora"):
             return None
         match = re.fullmatch(r"(?:lora:([1-9]\d*))?:?(?:last:([1-9]\d*))?", text)
         if match is None or text.endswith(":") or (match[1] is None) == text.startswith("lora:"):

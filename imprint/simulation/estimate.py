@@ -25,7 +25,7 @@ from imprint.simulation.frozen import rows_at_once as rows_at_once_frozen
 from imprint.simulation.frozen import together_or_alone as together_or_alone_frozen
 from imprint.simulation.inputs import Inputs
 from imprint.simulation.plan import Settings
-from imprint.simulation.settling import advised, rows_at_once, together_or_alone
+from imprint.simulation.settling import advised, rows_at_once, together_or_alone, too_long
 from imprint.simulation.spectral import Frozen, freeze, imprints, refuse_unstable
 from imprint.simulation.step import LOOK_ITERATIONS, LOOKS, curvature_at, starting_curvature
 from imprint.simulation.trajectories import choose_epsilon
@@ -51,6 +51,7 @@ class Estimate:
     peak_bytes: the most memory in use at once: of the device, or on the CPU of the process; None where that is unknown.
     disk_bytes: of the store, and while it is made of the state that is kept to go on from.
     rows_at_once: how many sources are simulated together; `one_by_one` says why it is a loop, where it is one.
+    unstable: what the simulation will warn of at its first checkpoint, where the plan's step is too long there.
     """
 
     seconds: float
@@ -60,6 +61,7 @@ class Estimate:
     bytes_per_source: int
     rows_at_once: int
     one_by_one: str | None
+    unstable: str | None = None
 
 
 def estimate(inputs: Inputs, memory: int | str | None, out: str | os.PathLike[str] | None) -> Estimate:
@@ -87,7 +89,8 @@ def estimate(inputs: Inputs, memory: int | str | None, out: str | os.PathLike[st
     total = preparing + settling + steps * simulating + store * _write_seconds(out)
     moving = tensor_bytes(descent.start) * (2 if inputs.plan.momentum else 1)
     snapshot = moving * (1 + rows * sides(inputs.plan))
-    return Estimate(total, peak.bytes, store, store + snapshot, each, rows, alone)
+    unstable = too_long(inputs.first, descent, curvature)
+    return Estimate(total, peak.bytes, store, store + snapshot, each, rows, alone, str(unstable) if unstable else None)
 
 
 def _of_spectral(inputs: Inputs, memory: int | str | None, out: str | os.PathLike[str] | None) -> Estimate:

@@ -34,8 +34,13 @@ def settled(descent: Descent, settings: Settings, index: int, memory: int | str 
     step, curvature = settle(descent, curvature) if settings.lr == "auto" else (settings.lr, curvature)
     stability = curvature.growth(step, descent.shift, descent.plan.momentum)
     descent = advised(replace(descent, lr=step), curvature)
-    if stability > 1 + 1e-6:
-        _warn_unstable(index, stability, curvature, descent)
+    if (warning := too_long(index, descent, curvature)) is not None:
+        warnings.warn(warning, stacklevel=6)
+    elif stability > 1 + 1e-6:
+        logger.info(
+            "checkpoint %d: a step multiplies some direction by %.3g, from negative curvature %.3g",
+            *(index, stability, curvature.smallest),
+        )
     epsilon, disagreement = _epsilon(descent)
     figures: dict[str, Any] = {
         "curvature": [curvature.smallest, curvature.largest],
@@ -137,16 +142,13 @@ def advised(descent: Descent, curvature: Spectrum) -> Descent:
     return replace(descent, advice=advice)
 
 
-def _warn_unstable(index: int, stability: float, curvature: Spectrum, descent: Descent) -> None:
+def too_long(index: int, descent: Descent, curvature: Spectrum) -> UserWarning | None:
+    """What to warn of, where the step is too long for the curvature that was measured."""
     safe = longer(descent.plan.momentum) / max(curvature.largest + descent.shift, 1e-300)
-    if descent.lr > 2 * safe:
-        warnings.warn(
-            f"checkpoint {index}: a step multiplies some direction by {stability:.3g} at lr={descent.lr:.3g}, above 1 "
-            f"(curvature up to {curvature.largest:.3g}): the descent may diverge; lr={safe:.2g} would be safe.",
-            stacklevel=7,
-        )
-    else:
-        logger.info(
-            "checkpoint %d: a step multiplies some direction by %.3g, from negative curvature %.3g",
-            *(index, stability, curvature.smallest),
-        )
+    if not descent.lr > 2 * safe:
+        return None
+    stability = curvature.growth(descent.lr, descent.shift, descent.plan.momentum)
+    return UserWarning(
+        f"checkpoint {index}: a step multiplies some direction by {stability:.3g} at lr={descent.lr:.3g}, above 1 "
+        f"(curvature up to {curvature.largest:.3g}): the descent may diverge; lr={safe:.2g} would be safe."
+    )

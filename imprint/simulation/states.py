@@ -44,6 +44,7 @@ class States:
                     f"checkpoint {index} is a tuple of {len(given)}, where a pair (checkpoint, second moments) may be."
                 )
         self._task = task
+        self._told = False  # that second moments are lacking, which is said of the first checkpoint alone
         self._checkpoints: Sequence[State] = checkpoints if checkpoints is not None else [task.state()]
 
     def __len__(self) -> int:
@@ -84,10 +85,12 @@ class States:
         elif isinstance(given, str | os.PathLike) and moments_beside(Path(given)).is_file():
             found = _tensors_in("second moments", moments_beside(Path(given)))
             if lacking := self._lacking(found):
-                logger.warning(
-                    "%s has no second moments of %s: those of all parameters are estimated",
-                    *(moments_beside(Path(given)), lacking),
-                )
+                if not self._told:
+                    logger.warning(
+                        "%s has no second moments of %s: those of all parameters are estimated",
+                        *(moments_beside(Path(given)), lacking),
+                    )
+                self._told = True
                 return None
         else:
             return None

@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from imprint import Plan, ReadoutError, Sources, StoreError, Task, attribute, export, language, simulate
-from imprint.export import Export
+from imprint.export import Export, gains
 from imprint.export import peft as writing
 from imprint.export.likelihood import log_likelihood
 from imprint.store import Store
@@ -273,6 +273,21 @@ def test_artefacts_that_score_otherwise_are_refused_and_removed(tmp_path: Path, 
     with pytest.raises(ReadoutError, match="the self-test failed, and nothing was exported"):
         export.to_peft(task, store, tmp_path / "x", models.queries())
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(("step", "passes"), [(3e-5, True), (1e-7, False)], ids=["rounded", "drowned"])
+def test_what_rounding_makes_is_told_and_not_held_against_an_export(
+    step: float, passes: bool, tmp_path: Path, monkeypatch: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    task, store = models.prepared("gpt2")
+    monkeypatch.setattr(gains, "_STEPS", (step,))
+    if passes:
+        found = export.to_peft(task, store, tmp_path / "x", models.queries())
+        assert 1e-4 < found.self_test.central < 0.01
+        assert "differ by" in caplog.text and "where rounding makes" in caplog.text
+    else:
+        with pytest.raises(ReadoutError, match=r"more than 1e-04; rounding makes \de-0[12]"):
+            export.to_peft(task, store, tmp_path / "x", models.queries())
 
 
 def test_a_folder_that_holds_something_is_left_alone_and_refused_at_once(tmp_path: Path, monkeypatch: Any) -> None:

@@ -6,11 +6,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers.pytorch_utils import Conv1D
 
-from imprint import Plan, Sources, SourcesError, Store, StoreError, Task, TaskError, export, simulate
+from imprint import Plan, PlanError, Sources, SourcesError, Store, StoreError, Task, TaskError, export, simulate
 from imprint.language import Completions, aim, task
 from imprint.language.presets import blocks
 from tests.language.models import LABELS, MODELS, VOCABULARY, documents, gpt2, llama, tokenizer
@@ -158,13 +159,17 @@ def test_progress_counts_sources() -> None:
 
 
 @pytest.mark.parametrize("kind", MODELS)
-def test_gradients_are_taken_at_a_checkpoint_of_the_plain_model(kind: str) -> None:
+def test_gradients_are_taken_at_a_checkpoint_of_the_plain_model(kind: str, tmp_path: Path) -> None:
     model, later = MODELS[kind](), MODELS[kind]()
     with torch.no_grad():
         for parameter in later.parameters():
             parameter.mul_(1.5)
     there = flat(aimed(later, labelled()))
-    assert torch.equal(flat(aimed(model, labelled(), checkpoint=later.state_dict())), there)
+    state, file = {name: tensor.clone() for name, tensor in later.state_dict().items()}, tmp_path / "later.safetensors"
+    save_file(state, file)
+    given: list[Any] = [state, file, str(file), (state, {}), (file, {})]
+    for checkpoint in given:
+        assert torch.equal(flat(aimed(model, labelled(), checkpoint=checkpoint)), there)
     assert (flat(aimed(model, labelled())) - there).abs().max() > 0.01
 
 
@@ -248,9 +253,14 @@ def test_what_makes_no_sense_is_refused_by_name() -> None:
     for options, message in (
         ({"sample": 0}, "a source needs a sample of at least 1 window to be aimed at, got sample=0"),
         ({"checkpoint": broken}, r"the gradients of layer 'transformer\.h\.0\.mlp\.c_proj' are not finite"),
+        ({"checkpoint": "nowhere.safetensors"}, "checkpoint file nowhere.safetensors does not exist"),
+        ({"checkpoint": [broken]}, r"checkpoint 0 has type list, where a state dict or the path"),
+        ({"checkpoint": gpt2()}, r"checkpoint 0 has type GPT2LMHeadModel, .* needed: give its state_dict\(\)"),
     ):
         with pytest.raises(TaskError, match=message):
             aimed(gpt2(), labelled(), **options)
+    with pytest.raises(PlanError, match="checkpoint 0 is a tuple of 3"):
+        aimed(gpt2(), labelled(), checkpoint=(broken, {}, {}))
     with pytest.raises(SourcesError, match=r"sources must be an imprint\.Sources, got a list"):
         aimed(gpt2(), ["a", "b"])  # type: ignore[arg-type]
     with pytest.raises(SourcesError, match="the sources divide 3 examples, the training data has 10"):

@@ -161,6 +161,13 @@ def test_completions_that_cannot_be_are_refused(prompts: Any, completions: Any, 
         Completions(prompts, completions, tokenizer())
 
 
+def test_a_tokenizer_is_needed() -> None:
+    with pytest.raises(DataError, match="a tokenizer of transformers is needed, got a NoneType"):
+        Documents(TEXTS, None)  # type: ignore[arg-type]
+    with pytest.raises(DataError, match="a tokenizer of transformers is needed, got a str"):
+        Completions(["the cat"], [" sat"], "gpt2")  # type: ignore[arg-type]
+
+
 def test_a_query_longer_than_the_context_says_by_how_much() -> None:
     tokens = tokenizer()
     before, after = len(tokens("the cat")["input_ids"]), len(tokens(" sat on the mat")["input_ids"])

@@ -205,7 +205,7 @@ def test_an_adapter_follows_adam_by_moments_that_are_estimated(
     options: Any = {"checkpoints": recorder.paths, "progress": False}
     store = simulate(adapted, columns, documents().sources(LABELS), plan, **options)
     assert [checkpoint.figures["moments"] for checkpoint in store.checkpoints] == ["estimated", "estimated"]
-    assert "has no second moments of parameter 'transformer.h.1." in caplog.text
+    assert caplog.text.count("has no second moments of parameter 'transformer.h.1.") == 1
     exact, differences = (scores(adapted, store, QUERIES, readout=readout) for readout in ("jvp", "central"))
     assert exact.any()
     torch.testing.assert_close(differences, exact, rtol=1e-3, atol=1e-3 * float(exact.abs().max()))
@@ -320,10 +320,10 @@ def test_one_adapter_is_enough() -> None:
 
 
 @pytest.mark.parametrize(
-    "preset", ["last:0", "last:", "last:two", "lora:x", "lora:0", "lora:2:", "lora:2:last:", "lora:"]
+    "preset", ["last", "last:0", "last:", "last:two", "lora", "lora:x", "lora:0", "lora:2:", "lora:2:last:", "lora:"]
 )
 def test_presets_that_mean_nothing_are_refused(preset: str) -> None:
-    with pytest.raises(TaskError, match=f"parameters='{preset}' is not understood"):
+    with pytest.raises(TaskError, match=f"parameters='{preset}' is not understood: .last:K. are .*, .lora:R. is"):
         task(gpt2(), parameters=preset)
 
 

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import (
@@ -334,6 +335,9 @@ def test_models_that_are_not_causal_are_refused() -> None:
     classifier = GPT2ForSequenceClassification(gpt2(pad_token_id=0).config)
     with pytest.raises(TaskError, match="not logits for each of them"):
         task(classifier)
+    for headless in (gpt2().transformer, get_peft_model(llama().model, LoraConfig(target_modules=["down_proj"]))):
+        with pytest.raises(TaskError, match=r"(GPT2|Llama)Model gives no logits: .* as AutoModelForCausalLM makes it"):
+            task(headless)
     with pytest.raises(TaskError, match="got a Linear: for other models write an"):
         task(nn.Linear(2, 2))
 
