@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
+from torch import Tensor
 
 from imprint.data import rebuilt
 from imprint.errors import StoreError, first_line
@@ -37,6 +38,7 @@ __all__ = [
 ]
 
 JOURNAL = "unfinished.json"
+_ROUNDED = 0.01
 _DTYPES = {"F16": torch.float16, "BF16": torch.bfloat16, "F32": torch.float32, "F64": torch.float64}
 
 _Layout = dict[str, tuple[list[int], tuple[torch.dtype | None, ...]]]
@@ -112,13 +114,19 @@ class Store:
                 continue
             with self._opened(checkpoint.base, self._base_layout()) as tensors:
                 stored = {name: torch.Size(shape) for name, (shape, _) in _layout(tensors).items()}
-            for name in {**own, **stored}:
-                if (mine := own.get(name)) != (theirs := stored.get(name)):
-                    had, has = (f"shape {tuple(s)}" if s is not None else "no such tensor" for s in (theirs, mine))
-                    raise StoreError(
-                        f"the store was made with another model: at checkpoint {index} it has {had} for {name!r}, the "
-                        f"task's model has {has}."
-                    )
+                for name in {**own, **stored}:
+                    if (mine := own.get(name)) != (theirs := stored.get(name)):
+                        had, has = (f"shape {tuple(s)}" if s is not None else "no such tensor" for s in (theirs, mine))
+                        raise StoreError(
+                            f"the store was made with another model: at checkpoint {index} it has {had} for {name!r}, "
+                            f"the task's model has {has}."
+                        )
+                for name in task.fixed:
+                    if _differ(task.model.get_parameter(name).detach(), tensors.get_tensor(name)):
+                        raise StoreError(
+                            f"the store was made with another base model: at checkpoint {index} it has other values "
+                            f"for {name!r}, which training the adapter does not change."
+                        )
 
     def _check_selected(self, theirs: dict[str, dict[str, Any]]) -> None:
         mine = self.manifest.parameters
@@ -322,6 +330,12 @@ class Store:
     def _source(self, row: int) -> str:
         identity, name = self.source_ids[row], self.source_names[row]
         return shown(identity) if name == identity else f"{shown(identity)}, {shown(name)}"
+
+
+def _differ(mine: Tensor, theirs: Tensor) -> bool:
+    """Whether weights differ by more than the rounding of half precision."""
+    mine, theirs = mine.float(), theirs.to(mine.device).float()
+    return bool((mine - theirs).norm() > _ROUNDED * theirs.norm())
 
 
 def _is_file(path: Path) -> bool:

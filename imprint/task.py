@@ -103,6 +103,9 @@ class Task:
     Task(Linear, measure='margin', parameters=2 tensors, 8 values)
     """
 
+    fixed: Sequence[str] = ()
+    """Parameters that training leaves alone, so that they are the same at every checkpoint and in the model at hand."""
+
     def __init__(
         self,
         model: nn.Module,

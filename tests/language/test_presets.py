@@ -9,7 +9,7 @@ from peft import LoraConfig, PeftModel, get_peft_model, get_peft_model_state_dic
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from imprint import Plan, Recorder, TaskError, attribute, simulate
+from imprint import Plan, Recorder, StoreError, TaskError, attribute, simulate
 from imprint.language import Completions, LanguageTask, task
 from imprint.language.presets import adapter_names, blocks, orthonormal_rows
 from tests.language.models import LABELS, MODELS, documents, gpt2, llama, tokenizer
@@ -246,6 +246,20 @@ def test_a_fine_tune_loaded_for_inference_is_the_same(tmp_path: Path) -> None:
         task(merged)
     merged.unmerge_adapter()
     assert task(merged).names
+
+
+@pytest.mark.parametrize("kind", MODELS)
+def test_a_store_of_a_fine_tune_is_not_read_on_another_base_model(kind: str) -> None:
+    store = simulated(task(fine_tuned(kind)), documents().columns)
+    rounded, other = fine_tuned(kind), fine_tuned(kind)
+    for name, parameter in rounded.named_parameters():
+        if "lora" not in name:
+            parameter.data = parameter.data.bfloat16().double()
+    assert scores(task(rounded), store, QUERIES).equal(scores(task(fine_tuned(kind)), store, QUERIES))
+    changed = [name for name, _ in other.named_parameters() if name.endswith("base_layer.weight")][-1]
+    other.get_parameter(changed).data *= 1.1
+    with pytest.raises(StoreError, match=f"made with another base model: at checkpoint 0 it has other .*'{changed}'"):
+        attribute(task(other), store, QUERIES)
 
 
 def test_the_adapters_own_files_are_checkpoints_of_a_fine_tune(tmp_path: Path) -> None:
