@@ -22,7 +22,7 @@ from imprint.errors import PlanError, StoreError
 from imprint.simulation.plan import Plan, Steps
 from imprint.values import Value, clipped, read_json, sealed, shown
 
-SCHEMA = 4
+SCHEMA = 5
 MANIFEST = "manifest.json"
 SOURCES = "sources.json"
 FINGERPRINTS = ("states", "moments", "sources", "data", "losses", "regulariser")
@@ -114,6 +114,7 @@ class Probes:
 class Manifest:
     """Everything about a store but its tensors.
 
+    fixed: hashes of the parameters that are not kept, since training leaves them alone: they are the model's own.
     fingerprints: what could be known of the inputs, under the names in `FINGERPRINTS`.
     execution: where and how the simulation ran, and `cost` what it took.
     note: whatever the caller wanted to keep, as JSON.
@@ -123,6 +124,7 @@ class Manifest:
     dtype: str
     plan: Plan
     parameters: dict[str, dict[str, Any]]
+    fixed: dict[str, str]
     fingerprints: dict[str, Any]
     sources: File
     probes: Probes | None
@@ -172,6 +174,7 @@ class Manifest:
             dtype=values["dtype"].content,
             plan=_plan(values["plan"]),
             parameters=values["parameters"].content,
+            fixed={name: item.checksum() for name, item in values["fixed"].mapping().items()},
             fingerprints=values["fingerprints"].content,
             sources=File.from_json(values["sources"]),
             probes=None if values["probes"].content is None else Probes.from_json(values["probes"]),
@@ -237,7 +240,13 @@ def _from_3(value: Value) -> dict[str, Any]:
     return {**value.content, "schema": 4, "fingerprints": {**prints.content, "moments": [None] * len(states)}}
 
 
-_UPGRADES: dict[int, Callable[[Value], dict[str, Any]]] = {1: _from_1, 2: _from_2, 3: _from_3}
+def _from_4(value: Value) -> dict[str, Any]:
+    """Schema 5 leaves out what training leaves alone."""
+    value.mapping()
+    return {**value.content, "schema": 5, "fixed": {}}
+
+
+_UPGRADES: dict[int, Callable[[Value], dict[str, Any]]] = {1: _from_1, 2: _from_2, 3: _from_3, 4: _from_4}
 
 
 # --- each field for itself
@@ -356,6 +365,8 @@ def _check_whole(manifest: Manifest, values: dict[str, Value]) -> None:
     for file in (manifest.sources, *([manifest.probes.file] if manifest.probes else [])):
         if file.rows is not None:
             checkpoints.fail(f"{file.path} holds no imprints and cannot have rows")
+    if both := manifest.fixed.keys() & manifest.parameters.keys():
+        values["fixed"].fail(f"fixed has {min(both)!r}, which has imprints")
     path, entries = Counter(file.path for file in manifest.files()).most_common(1)[0]
     if entries > 1:
         checkpoints.fail(f"{entries} entries stand for the same file {path}")

@@ -199,7 +199,7 @@ class Reader:
         weights = [checkpoint.weight for checkpoint in store.checkpoints]
         with torch.inference_mode(False):
             self._bases = [
-                _Base(index, weight / sum(weights), *task.at(store.base(index, task.device)))
+                _Base(index, weight / sum(weights), *task.at(store.state(index, task)))
                 for index, weight in enumerate(weights)
                 if weight > 0
             ]

@@ -7,18 +7,19 @@ complete store. Everything after the simulation reads it through `Store`.
 import contextlib
 import os
 from bisect import bisect_right
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from safetensors import SafetensorError, safe_open
-from torch import Tensor
+from torch import nn
 
 from imprint.data import rebuilt
 from imprint.errors import StoreError, first_line
 from imprint.files import sha256
-from imprint.fingerprint import changed_loss
+from imprint.fingerprint import changed_loss, of_tensors
 from imprint.manifest import DTYPES, FINGERPRINTS, MANIFEST, SCHEMA, Checkpoint, File, Manifest, Probes
 from imprint.rows import Rows, parameters_of
 from imprint.task import Functional, Parameters, Task
@@ -38,7 +39,6 @@ __all__ = [
 ]
 
 JOURNAL = "unfinished.json"
-_ROUNDED = 0.01
 _DTYPES = {"F16": torch.float16, "BF16": torch.bfloat16, "F32": torch.float32, "F64": torch.float64}
 
 _Layout = dict[str, tuple[list[int], tuple[torch.dtype | None, ...]]]
@@ -66,6 +66,7 @@ class Store:
         self.path = Path(path)
         self._folder = self.path.absolute()  # a relative path holds where it was given, wherever the process goes
         self._verified: set[str] = set()
+        self._recognised: WeakSet[nn.Module] = WeakSet()
         if not os.path.lexists(self.path):
             raise StoreError(f"there is no folder {self.path}.")
         if not _is_file(self.path / MANIFEST) and _is_file(self.path / JOURNAL):
@@ -109,24 +110,32 @@ class Store:
         persistent = task.model.state_dict().keys()
         own = {name: p.shape for name, p in task.model.named_parameters()}
         own |= {name: b.shape for name, b in task.model.named_buffers() if name in persistent}
+        self._check_fixed(task, own)
+        expected = {name: shape for name, shape in own.items() if name not in self.manifest.fixed}
         for index, checkpoint in enumerate(self.checkpoints):
             if checkpoint.base is None:
                 continue
             with self._opened(checkpoint.base, self._base_layout()) as tensors:
                 stored = {name: torch.Size(shape) for name, (shape, _) in _layout(tensors).items()}
-                for name in {**own, **stored}:
-                    if (mine := own.get(name)) != (theirs := stored.get(name)):
-                        had, has = (f"shape {tuple(s)}" if s is not None else "no such tensor" for s in (theirs, mine))
-                        raise StoreError(
-                            f"the store was made with another model: at checkpoint {index} it has {had} for {name!r}, "
-                            f"the task's model has {has}."
-                        )
-                for name in task.fixed:
-                    if _differ(task.model.get_parameter(name).detach(), tensors.get_tensor(name)):
-                        raise StoreError(
-                            f"the store was made with another base model: at checkpoint {index} it has other values "
-                            f"for {name!r}, which training the adapter does not change."
-                        )
+            for name in {**expected, **stored}:
+                if (mine := expected.get(name)) != (theirs := stored.get(name)):
+                    had, has = (f"shape {tuple(s)}" if s is not None else "no such tensor" for s in (theirs, mine))
+                    raise StoreError(
+                        f"the store was made with another model: at checkpoint {index} it has {had} for {name!r}, the "
+                        f"task's model has {has}."
+                    )
+
+    def _check_fixed(self, task: Task, own: Collection[str]) -> None:
+        """Refuse a model whose parameters that the store does not keep are others."""
+        if task.model in self._recognised:
+            return
+        for name, known in self.manifest.fixed.items():
+            if name not in own or of_tensors(task.own([name])) != known:
+                raise StoreError(
+                    f"the store was made with another base model: {name!r} has other values, or another precision, "
+                    "than the parameter that was left alone in training."
+                )
+        self._recognised.add(task.model)
 
     def _check_selected(self, theirs: dict[str, dict[str, Any]]) -> None:
         mine = self.manifest.parameters
@@ -158,11 +167,15 @@ class Store:
             raise StoreError(f"{difference}: the loss function changed since the store was made.")
 
     def base(self, checkpoint: int, device: torch.device) -> Parameters:
-        """Every parameter and buffer at the read-out point of a checkpoint."""
+        """Parameters and buffers at the read-out point of a checkpoint, without those that training leaves alone."""
         file = self.checkpoints[checkpoint].base
         assert file is not None
         with self._opened(file, self._base_layout()) as tensors:
             return {name: tensors.get_tensor(name).to(device) for name in tensors.keys()}  # noqa: SIM118
+
+    def state(self, checkpoint: int, task: Task) -> Parameters:
+        """Every parameter and buffer at the read-out point of a checkpoint."""
+        return {**task.own(self.manifest.fixed), **self.base(checkpoint, task.device)}
 
     def imprints(self, checkpoint: int, start: int, stop: int, device: torch.device) -> Parameters:
         """u_b of the sources from `start` up to `stop`, in the precision of the parameters."""
@@ -330,12 +343,6 @@ class Store:
     def _source(self, row: int) -> str:
         identity, name = self.source_ids[row], self.source_names[row]
         return shown(identity) if name == identity else f"{shown(identity)}, {shown(name)}"
-
-
-def _differ(mine: Tensor, theirs: Tensor) -> bool:
-    """Whether weights differ by more than the rounding of half precision."""
-    mine, theirs = mine.float(), theirs.to(mine.device).float()
-    return bool((mine - theirs).norm() > _ROUNDED * theirs.norm())
 
 
 def _is_file(path: Path) -> bool:

@@ -5,7 +5,7 @@ parameters (`Functional`), which is what the simulation and the readout differen
 """
 
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from difflib import get_close_matches
@@ -104,7 +104,7 @@ class Task:
     """
 
     fixed: Sequence[str] = ()
-    """Parameters that training leaves alone, so that they are the same at every checkpoint and in the model at hand."""
+    """Parameters that training leaves alone. A store does not keep those that checkpoints share with the model."""
 
     def __init__(
         self,
@@ -218,6 +218,10 @@ class Task:
         persistent = self.model.state_dict().keys()
         buffers = {name: b for name, b in self.model.named_buffers() if name in persistent}
         return {name: t.detach().clone() for name, t in {**dict(self.model.named_parameters()), **buffers}.items()}
+
+    def own(self, names: Iterable[str]) -> Parameters:
+        """Some parameters of the model, as they are."""
+        return {name: self.model.get_parameter(name).detach() for name in names}
 
     def _aliases(self) -> dict[str, list[str]]:
         """The other names of each tied parameter or buffer, by its first."""

@@ -45,9 +45,9 @@ class Point:
         layers = adapted_layers(task)
         store.check_task(task)
         first = next(index for index, about in enumerate(store.checkpoints) if about.weight > 0)
-        store.check_loss(*task.at(store.base(first, task.device)))
+        store.check_loss(*task.at(store.state(first, task)))
         index = _checkpoint(store, checkpoint)
-        state = {name: widened(tensor) for name, tensor in store.base(index, task.device).items()}
+        state = {name: widened(tensor) for name, tensor in store.state(index, task).items()}
         return cls(task, store, index, _rows(store, sources), layers, state)
 
     @property

@@ -78,7 +78,8 @@ class LanguageTask(Task):
         self.adapter = adapter
         self.compute = compute
         self._adapter_names = adapter_names(model)
-        self.fixed = _under_adapters(model) if adapter is None and self._adapter_names else ()
+        if adapter is None and self._adapter_names:
+            self.fixed = [name for name, parameter in model.named_parameters() if not parameter.requires_grad]
         self._vocabulary = causal(model).get_input_embeddings().weight.shape[0]
         self._context = getattr(text_config(model), "max_position_embeddings", None)
         super().__init__(
@@ -251,12 +252,6 @@ def _counted(weights: Tensor) -> tuple[int, int]:
         return 1, weights.shape[1]
     columns = weights[:, 1:].any(0).nonzero().flatten() + 1
     return (int(columns[0]), int(columns[-1]) + 1) if len(columns) else (1, weights.shape[1])
-
-
-def _under_adapters(model: nn.Module) -> list[str]:
-    """The frozen weights that an adapter was trained on."""
-    frozen = (name for name, p in model.named_parameters() if p.is_floating_point() and not p.requires_grad)
-    return [name for name in frozen if name.endswith(".base_layer.weight")]
 
 
 def _weighted_loss(logits: Tensor, batch: Batch) -> Tensor:

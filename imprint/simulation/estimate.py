@@ -183,7 +183,7 @@ def sizes(inputs: Inputs, values: int, beside: int = 0) -> tuple[int, int]:
     """
     task, used = inputs.task, sum(settings.weight > 0 for settings in inputs.settings)
     each = used * values * DTYPES[inputs.stored_as].itemsize
-    beside += used * tensor_bytes(task.state()) + _labels(inputs.sources) + _probes(inputs)
+    beside += used * tensor_bytes(inputs.without_fixed(task.state())) + _labels(inputs.sources) + _probes(inputs)
     return each, (each + used * _NORM) * len(inputs.sources) + beside
 
 

@@ -71,7 +71,7 @@ class Spectral:
             descent = replace(descent, vectorise=settled.figures["vectorised"])
             frozen = self._left(descent, settled) or self._frozen(descent)
             fit = self._fit(descent, frozen, settled)
-        base = self._kept("base", state)
+        base = self._kept("base", self.inputs.without_fixed(state))
         frozen, basis, turn = self._keep(descent, frozen, settled)
         files, norms, whole = self._shards(descent, frozen, turn, settled, fit)
         return replace(

@@ -5,6 +5,7 @@ import math
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -89,6 +90,20 @@ class Inputs:
         state = self.states[index]
         refuse_nonfinite(state, index, len(self.states))
         return state
+
+    @cached_property
+    def fixed(self) -> Parameters:
+        """The model's own parameters that all checkpoints share with it, of those that training leaves alone."""
+        shared = self.task.own(self.task.fixed)
+        for index, setting in enumerate(self.settings):
+            if setting.weight > 0 and shared:
+                state = self.states[index]
+                shared = {name: tensor for name, tensor in shared.items() if torch.equal(tensor, state[name])}
+        return shared
+
+    def without_fixed(self, state: Parameters) -> Parameters:
+        """What a store keeps of a state."""
+        return {name: tensor for name, tensor in state.items() if name not in self.fixed}
 
     def _read(self, index: int) -> Parameters:
         """A checkpoint; one that is skipped may hold anything."""

@@ -13,7 +13,7 @@ import torch
 
 from imprint.data import Collate
 from imprint.errors import StoreError, first_line
-from imprint.fingerprint import probe_examples, probe_losses
+from imprint.fingerprint import of_tensors, probe_examples, probe_losses
 from imprint.memory import Peak
 from imprint.progress import Advance, Progress
 from imprint.simulation.curvature import Spectrum
@@ -109,6 +109,7 @@ def simulate(
                 dtype=inputs.stored_as,
                 plan=inputs.plan,
                 parameters=describe(task),
+                fixed={name: of_tensors({name: tensor}) for name, tensor in inputs.fixed.items()},
                 fingerprints={name: request[name] for name in FINGERPRINTS},
                 sources=writer.sources(sources),
                 probes=run.probes(done),
@@ -242,7 +243,8 @@ class _Run:
         span = (start, start + len(chunk.sources))
         base, midpoints = None, None
         if number == 0:
-            base = self.writer.tensors(f"{folder}/base.safetensors", {**state, **result.base})
+            kept = self.inputs.without_fixed({**state, **result.base})
+            base = self.writer.tensors(f"{folder}/base.safetensors", kept)
         if result.midpoints is not None:
             name = f"{folder}/midpoints-{number:05}.safetensors"
             midpoints = self.writer.tensors(name, self._cast(result.midpoints), span)
@@ -272,7 +274,7 @@ class _Run:
         """Keep a few training examples, with their losses where the first checkpoint is read out."""
         index = next(k for k, checkpoint in enumerate(checkpoints) if checkpoint.weight > 0)
         base = self.writer.read(f"checkpoint-{index:03}/base.safetensors", self.inputs.task.device)
-        losses = probe_losses(*self.inputs.task.at(base), self.inputs.data)
+        losses = probe_losses(*self.inputs.task.at({**self.inputs.fixed, **base}), self.inputs.data)
         return self.writer.probes(self.inputs.data.gather(probe_examples(len(self.inputs.data))), losses)
 
     def _cast(self, tensors: Parameters) -> Parameters:

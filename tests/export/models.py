@@ -118,7 +118,7 @@ def prepared(kind: str, parameters: str = "*lora_B*", alpha: int = 4, moved: boo
 
 def central(task: Task, store: Store, export: Export, asked: dict[str, Tensor] | None = None) -> Tensor:
     """[F(θ + c·u) − F(θ − c·u)]/2c at the gains of an export, by swapping parameters of the task's own model."""
-    state = store.base(export.checkpoint, torch.device("cpu"))
+    state = store.state(export.checkpoint, task)
     asked = queries() if asked is None else asked
     columns = []
     for source in export.sources:

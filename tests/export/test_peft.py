@@ -92,7 +92,7 @@ def test_the_base_adapter_is_the_read_out_point(exported: Any) -> None:
     _, task, store, found = exported
     adapted = peft.PeftModel.from_pretrained(_model(found), found.folder / "adapters/base")
     with torch.no_grad(), task.evaluating():
-        expected = task.call(log_likelihood, store.base(0, torch.device("cpu")), models.queries())
+        expected = task.call(log_likelihood, store.state(0, task), models.queries())
     assert torch.allclose(_values(adapted, models.queries()), expected.double(), rtol=1e-5)
     assert not torch.allclose(_values(_model(found), models.queries()), expected.double(), rtol=1e-5)
 
