@@ -66,6 +66,12 @@ def of_tensors(tensors: Mapping[str, Tensor]) -> str:
     return digest.hexdigest()
 
 
+def sum_of_bits(tensor: Tensor) -> int:
+    """The sum of a tensor's values read as whole numbers: where it is, and far quicker than a hash."""
+    whole = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.itemsize]
+    return int(tensor.detach().contiguous().view(whole).sum(dtype=torch.int64))
+
+
 def of_sources(sources: Sources) -> str:
     """A hash of ids, names and members."""
     digest = hashlib.sha256(repr((sources.ids, sources.names, sources.sizes)).encode())

@@ -26,7 +26,7 @@ SCHEMA = 5
 MANIFEST = "manifest.json"
 SOURCES = "sources.json"
 FINGERPRINTS = ("states", "moments", "sources", "data", "losses", "regulariser")
-_ASKED = ("n", "dtype", "plan", "parameters")
+_ASKED = ("n", "dtype", "plan", "parameters", "fixed")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
 _PARAMETER_DTYPES = {str(dtype) for dtype in (*DTYPES.values(), torch.float16)}
 _PATH = re.compile(r"(?!\.)[\w.-]+(/(?!\.)[\w.-]+)*", re.ASCII)  # relative, and of parts that do not begin with a dot
@@ -138,8 +138,8 @@ class Manifest:
     @property
     def request(self) -> dict[str, Any]:
         """Everything the imprints depend on, as far as it could be known."""
-        about = {"n": self.n, "dtype": self.dtype, "plan": self.plan.to_json(), "parameters": self.parameters}
-        return {**about, **self.fingerprints}
+        asked = {name: getattr(self, name) for name in _ASKED}
+        return {**asked, "plan": self.plan.to_json(), **self.fingerprints}
 
     def files(self) -> Iterator[File]:
         """All files of the store but the manifest."""
@@ -174,7 +174,7 @@ class Manifest:
             dtype=values["dtype"].content,
             plan=_plan(values["plan"]),
             parameters=values["parameters"].content,
-            fixed={name: item.checksum() for name, item in values["fixed"].mapping().items()},
+            fixed=values["fixed"].content,
             fingerprints=values["fingerprints"].content,
             sources=File.from_json(values["sources"]),
             probes=None if values["probes"].content is None else Probes.from_json(values["probes"]),
@@ -215,8 +215,9 @@ def _upgraded(value: Value) -> Value:
 def _from_1(value: Value) -> dict[str, Any]:
     """Schema 2 says each thing once, and keeps the regulariser's value, what the simulation took, and a note."""
     prints = value.mapping().get("fingerprints", Value(None, value.file, "fingerprints"))
-    prints.record(*_ASKED, "states", "sources", "data", "losses")
-    for name in _ASKED:
+    asked = ("n", "dtype", "plan", "parameters")
+    prints.record(*asked, "states", "sources", "data", "losses")
+    for name in asked:
         if prints.content[name] != value.content.get(name):
             value.fail(f"{name} and fingerprints.{name} differ")
     kept = {name: prints.content.get(name) for name in ("states", "sources", "data", "losses", "regulariser")}
@@ -273,6 +274,8 @@ def _check_asked(values: dict[str, Value]) -> None:
             about["shape"].refuse("the shape of a tensor")
         if about["dtype"].text() not in _PARAMETER_DTYPES:
             about["dtype"].refuse(f"one of {', '.join(sorted(_PARAMETER_DTYPES))}")
+    for known in values["fixed"].mapping().values():
+        known.checksum()
 
 
 def _check_execution(execution: dict[str, Value]) -> None:

@@ -7,10 +7,10 @@ complete store. Everything after the simulation reads it through `Store`.
 import contextlib
 import os
 from bisect import bisect_right
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
-from weakref import WeakSet
+from weakref import WeakKeyDictionary
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -19,7 +19,7 @@ from torch import nn
 from imprint.data import rebuilt
 from imprint.errors import StoreError, first_line
 from imprint.files import sha256
-from imprint.fingerprint import changed_loss, of_tensors
+from imprint.fingerprint import changed_loss, of_tensors, sum_of_bits
 from imprint.manifest import DTYPES, FINGERPRINTS, MANIFEST, SCHEMA, Checkpoint, File, Manifest, Probes
 from imprint.rows import Rows, parameters_of
 from imprint.task import Functional, Parameters, Task
@@ -66,7 +66,7 @@ class Store:
         self.path = Path(path)
         self._folder = self.path.absolute()  # a relative path holds where it was given, wherever the process goes
         self._verified: set[str] = set()
-        self._recognised: WeakSet[nn.Module] = WeakSet()
+        self._recognised: WeakKeyDictionary[nn.Module, dict[str, int]] = WeakKeyDictionary()
         if not os.path.lexists(self.path):
             raise StoreError(f"there is no folder {self.path}.")
         if not _is_file(self.path / MANIFEST) and _is_file(self.path / JOURNAL):
@@ -110,7 +110,7 @@ class Store:
         persistent = task.model.state_dict().keys()
         own = {name: p.shape for name, p in task.model.named_parameters()}
         own |= {name: b.shape for name, b in task.model.named_buffers() if name in persistent}
-        self._check_fixed(task, own)
+        self._check_fixed(task)
         expected = {name: shape for name, shape in own.items() if name not in self.manifest.fixed}
         for index, checkpoint in enumerate(self.checkpoints):
             if checkpoint.base is None:
@@ -125,17 +125,26 @@ class Store:
                         f"task's model has {has}."
                     )
 
-    def _check_fixed(self, task: Task, own: Collection[str]) -> None:
-        """Refuse a model whose parameters that the store does not keep are others."""
-        if task.model in self._recognised:
+    def _check_fixed(self, task: Task) -> None:
+        """Refuse a model whose parameters that the store does not keep are others.
+
+        Once they are recognised, sums tell whether they have changed.
+        """
+        own = dict(task.model.named_parameters())
+        for name in self.manifest.fixed:
+            if name not in own:
+                raise StoreError(f"the store was made with another base model: this one has no parameter {name!r}.")
+        now = task.own(self.manifest.fixed)
+        sums = {name: sum_of_bits(tensor) for name, tensor in now.items()}
+        if self._recognised.get(task.model) == sums:
             return
         for name, known in self.manifest.fixed.items():
-            if name not in own or of_tensors(task.own([name])) != known:
+            if of_tensors({name: now[name]}) != known:
                 raise StoreError(
                     f"the store was made with another base model: {name!r} has other values, or another precision, "
                     "than the parameter that was left alone in training."
                 )
-        self._recognised.add(task.model)
+        self._recognised[task.model] = sums
 
     def _check_selected(self, theirs: dict[str, dict[str, Any]]) -> None:
         mine = self.manifest.parameters

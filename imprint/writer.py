@@ -102,7 +102,10 @@ class Writer:
         if not (self.path / MANIFEST).exists():
             return None
         store = Store(self.path)
-        if different := difference(store.manifest.request, self._request):
+        before, fixed = store.manifest.request, self._request["fixed"]
+        if before["fixed"].items() <= fixed.items():  # what else is fixed it keeps, as stores of earlier schemas do
+            before["fixed"] = fixed
+        if different := difference(before, self._request):
             raise StoreError(f"{self.path} already holds a store, made otherwise: {different}. Give another folder.")
         logger.info("%s already holds this store", self.path)
         return store
@@ -329,6 +332,8 @@ def difference(before: dict[str, Any], now: dict[str, Any]) -> str | None:
     for index, (was, value) in enumerate(zip(before["states"], now["states"], strict=True)):
         if was != value:
             return f"the weights of checkpoint {index} changed"
+    if before["fixed"] != now["fixed"]:
+        return "the frozen parameters that the model shares with all checkpoints changed"
     for index, (was, value) in enumerate(zip(before["moments"], now["moments"], strict=True)):
         if was != value:
             return f"the second moments of checkpoint {index} changed"

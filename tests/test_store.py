@@ -179,6 +179,7 @@ def test_the_request_is_put_together_from_what_the_manifest_says_once(made: Stor
         "dtype": "float32",
         "plan": PLAN.to_json(),
         "parameters": manifest.parameters,
+        "fixed": {},
         **manifest.fingerprints,
     }
 

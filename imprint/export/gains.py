@@ -43,7 +43,7 @@ class Gains:
 def chosen_gains(point: Point, queries: list[Counted], dtype: str) -> Gains:
     """The gains whose scores, served in `dtype`, come closest to the exact derivative.
 
-    Where some steps are so large that rounding hardly shows, one of those is taken.
+    Where rounding hardly shows at some steps, and curvature neither, one of those is taken.
     """
     if dtype not in DTYPES:
         raise ReadoutError(f"dtype {dtype!r} is unknown: serving precisions are {', '.join(DTYPES)}.")

@@ -161,6 +161,7 @@ class Inputs:
             "dtype": self.stored_as,
             "plan": self.plan.to_json(),
             "parameters": describe(self.task),
+            "fixed": {name: of_tensors({name: tensor}) for name, tensor in self.fixed.items()},
             "states": states,
             "moments": [self._moments(index) for index in every],
             "sources": of_sources(self.sources),

@@ -13,7 +13,7 @@ import torch
 
 from imprint.data import Collate
 from imprint.errors import StoreError, first_line
-from imprint.fingerprint import of_tensors, probe_examples, probe_losses
+from imprint.fingerprint import probe_examples, probe_losses
 from imprint.memory import Peak
 from imprint.progress import Advance, Progress
 from imprint.simulation.curvature import Spectrum
@@ -109,7 +109,7 @@ def simulate(
                 dtype=inputs.stored_as,
                 plan=inputs.plan,
                 parameters=describe(task),
-                fixed={name: of_tensors({name: tensor}) for name, tensor in inputs.fixed.items()},
+                fixed=request["fixed"],
                 fingerprints={name: request[name] for name in FINGERPRINTS},
                 sources=writer.sources(sources),
                 probes=run.probes(done),
@@ -153,7 +153,8 @@ def _refuse_note(note: Any) -> None:
 
 def _take_over(replay: Store, request: dict[str, Any], writer: Writer) -> None:
     """Settle every checkpoint as an earlier simulation of the same did."""
-    if different := difference(replay.manifest.request, request):
+    before = {**replay.manifest.request, "fixed": request["fixed"]}  # which does not change what is simulated
+    if different := difference(before, request):
         raise StoreError(f"{replay.path} cannot be replayed: {different}.")
     for index, checkpoint in enumerate(replay.checkpoints):
         found = writer.settled(index)

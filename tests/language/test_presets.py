@@ -283,11 +283,54 @@ def test_what_one_checkpoint_has_of_its_own_is_kept() -> None:
 @pytest.mark.parametrize("kind", MODELS)
 def test_a_store_of_a_fine_tune_is_not_read_on_another_base_model(kind: str) -> None:
     store, other = simulated(task(fine_tuned(kind)), documents().columns), fine_tuned(kind)
-    changed = task(other).fixed[-1]
-    other.get_parameter(changed).data += 0.001
+    expected, changed = scores(task(other), store, QUERIES), task(other).fixed[-1]
+    other.get_parameter(changed).data += 0.001  # after it was recognised
     with pytest.raises(StoreError, match=f"made with another base model: '{changed}' has other values"):
         attribute(task(other), store, QUERIES)
-    assert scores(task(fine_tuned(kind)), store, QUERIES).any()
+    other.get_parameter(changed).data -= 0.001
+    assert torch.equal(scores(task(fine_tuned(kind)), store, QUERIES), expected)
+    two = fine_tuned(kind)
+    two.add_adapter("other", two.peft_config["default"])
+    with pytest.raises(
+        StoreError, match=r"made with another base model: this one has no parameter '.*\.other\.weight'"
+    ):
+        attribute(task(fine_tuned(kind)), simulated(task(two), documents().columns), QUERIES)
+
+
+def test_a_task_whose_adapter_is_merged_meanwhile_is_refused() -> None:
+    model = fine_tuned()
+    language = task(model)
+    store = simulated(language, documents().columns)
+    assert scores(language, store, QUERIES).any()
+    model.merge_adapter()
+    with pytest.raises(StoreError, match="made with another base model"):
+        attribute(language, store, QUERIES)
+
+
+def test_a_simulation_goes_on_with_the_same_frozen_parameters_only(tmp_path: Path) -> None:
+    first, other = task(fine_tuned()), task(fine_tuned())
+    other.model.get_parameter(other.fixed[-1]).data += 0.001
+    given = (documents().columns, documents().sources(LABELS), Plan(steps=1, lr=0.01))
+    states = [
+        first.state(),
+        {name: 2 * tensor if name in first.names else tensor for name, tensor in first.state().items()},
+    ]
+
+    def made(language: LanguageTask, stop: bool = False) -> Any:
+        def seen(done: int, total: int) -> None:
+            if stop and done > total // 2:
+                raise KeyboardInterrupt
+
+        return simulate(language, *given, checkpoints=states, out=tmp_path / "store", progress=seen)
+
+    with pytest.raises(KeyboardInterrupt):
+        made(first, stop=True)
+    for _ in range(2):  # unfinished, and finished
+        with pytest.raises(
+            StoreError, match="the frozen parameters that the model shares with all checkpoints changed"
+        ):
+            made(other)
+        assert scores(first, made(first), QUERIES).any()
 
 
 def test_the_adapters_own_files_are_checkpoints_of_a_fine_tune(tmp_path: Path) -> None:
