@@ -11,6 +11,10 @@ class ImprintError(Exception):
     """Any error this library raises on purpose."""
 
 
+class ReliabilityWarning(UserWarning):
+    """A result may be wrong or less certain than it looks; the message names the remedy."""
+
+
 class TaskError(ImprintError, ValueError):
     """The model, its loss, its measurement or its parameters cannot be used as given."""
 

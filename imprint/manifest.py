@@ -22,7 +22,7 @@ from imprint.errors import PlanError, StoreError
 from imprint.simulation.plan import Plan, Steps
 from imprint.values import Value, clipped, read_json, sealed, shown
 
-SCHEMA = 5
+SCHEMA = 6
 MANIFEST = "manifest.json"
 SOURCES = "sources.json"
 FINGERPRINTS = ("states", "moments", "sources", "data", "losses", "regulariser")
@@ -118,6 +118,7 @@ class Manifest:
     fingerprints: what could be known of the inputs, under the names in `FINGERPRINTS`.
     execution: where and how the simulation ran, and `cost` what it took.
     note: whatever the caller wanted to keep, as JSON.
+    warnings: what a reader must know before believing the imprints; repeated with every result.
     """
 
     n: int
@@ -132,6 +133,7 @@ class Manifest:
     execution: dict[str, Any]
     cost: dict[str, Any] = field(default_factory=dict)
     note: Any = None
+    warnings: tuple[str, ...] = ()
     versions: dict[str, str] = field(default_factory=lambda: versions())
     created: str = field(default_factory=lambda: datetime.now(UTC).isoformat(timespec="seconds"))
 
@@ -182,6 +184,7 @@ class Manifest:
             execution=values["execution"].content,
             cost=values["cost"].content,
             note=values["note"].content,
+            warnings=values["warnings"].texts(),
             versions=versions,
             created=values["created"].text(),
         )
@@ -247,7 +250,13 @@ def _from_4(value: Value) -> dict[str, Any]:
     return {**value.content, "schema": 5, "fixed": {}}
 
 
-_UPGRADES: dict[int, Callable[[Value], dict[str, Any]]] = {1: _from_1, 2: _from_2, 3: _from_3, 4: _from_4}
+def _from_5(value: Value) -> dict[str, Any]:
+    """Schema 6 keeps warnings."""
+    value.mapping()
+    return {**value.content, "schema": 6, "warnings": []}
+
+
+_UPGRADES: dict[int, Callable[[Value], dict[str, Any]]] = {1: _from_1, 2: _from_2, 3: _from_3, 4: _from_4, 5: _from_5}
 
 
 # --- each field for itself

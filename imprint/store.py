@@ -100,6 +100,11 @@ class Store:
         return self.manifest.checkpoints
 
     @property
+    def warnings(self) -> tuple[str, ...]:
+        """What to know before believing the imprints."""
+        return self.manifest.warnings
+
+    @property
     def bytes(self) -> int:
         """The size of all files but the manifest."""
         return sum(file.bytes for file in self.manifest.files())

@@ -4,7 +4,7 @@ import logging
 import math
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -14,6 +14,7 @@ from imprint.data import Collate, Data, shown_batch
 from imprint.dropout import dropouts
 from imprint.errors import PlanError, SimulationError
 from imprint.fingerprint import of_data, of_sources, of_tensors, probe_examples, probe_losses, regulariser_values
+from imprint.notices import Notices
 from imprint.simulation.descent import Descent
 from imprint.simulation.plan import Plan, Settings
 from imprint.simulation.preconditioner import BATCHES, Preconditioner, estimated_moments
@@ -37,6 +38,7 @@ class Inputs:
     plan: Plan
     states: States
     stored_as: str
+    notices: Notices = field(default_factory=Notices)
 
     @classmethod
     def checked(

@@ -121,6 +121,7 @@ def simulate(
                 },
                 cost={"seconds": time.monotonic() - started, "peak_bytes": peak.bytes, "resumed": resumed},
                 note=note,
+                warnings=inputs.notices.messages,
             )
             return writer.finish(manifest)
         except BaseException as error:
