@@ -9,12 +9,12 @@ from dataclasses import replace
 
 import torch
 from torch import Tensor
-from torch.func import jvp
 
 from imprint.errors import first_line
 from imprint.rows import Rows, along, forward_along, gradients
 from imprint.store import Store
 from imprint.task import Batch, Functional, Parameters
+from imprint.turns import jvp
 from imprint.vectors import over_rows
 
 _AGREEING = 1e-2  # relative difference that rounding may make

@@ -12,11 +12,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.func import grad, jvp, vmap
+from torch.func import grad, vmap
 
 from imprint.data import is_columnar, map_tensors
 from imprint.errors import TaskError
 from imprint.task import Batch, Functional, Parameters, Task
+from imprint.turns import jvp
 
 MULTIPLIED = 256  # rows that are multiplied out at once, to be compared with a basis
 
@@ -190,7 +191,7 @@ def factorable(functional: Functional, theta: Parameters, batch: Batch, count: i
     """
     task = functional.task
     names = []
-    for name, module in task.model.named_modules():
+    for name, module in task.replica.named_modules():
         weight, bias = parameters_of(name)
         if type(module) is nn.Linear and weight in theta and (module.bias is None or bias in theta):
             names.append(name)
@@ -291,7 +292,7 @@ def forward_along(values: Values, theta: Parameters, batch: Batch, count: int, t
 @contextmanager
 def _hooked(task: Task, hooks: dict[str, Callable[[nn.Module, tuple[Any, ...], Tensor], Tensor]]) -> Iterator[None]:
     """Forward hooks on modules of the model, by name, for a while."""
-    handles = [task.model.get_submodule(name).register_forward_hook(hook) for name, hook in hooks.items()]
+    handles = [task.replica.get_submodule(name).register_forward_hook(hook) for name, hook in hooks.items()]
     try:
         yield
     finally:

@@ -4,9 +4,9 @@ Users write ordinary model code; everything else in the library sees a task as p
 parameters (`Functional`), which is what the simulation and the readout differentiate.
 """
 
-import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from copy import copy
 from dataclasses import dataclass
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
@@ -20,6 +20,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from imprint.dropout import dropping
 from imprint.errors import TaskError
+from imprint.replica import Replica
+from imprint.supported import refuse_unsupported
+from imprint.turns import one_at_a_time
 
 Parameters = dict[str, Tensor]
 """Tensors by the name they have in the model."""
@@ -27,8 +30,6 @@ Parameters = dict[str, Tensor]
 Batch = Any
 """What the user's collate function makes: tensors, tuples, lists or mappings of them."""
 
-# Parameters are swapped inside the user's own module, and forward mode has one level per process: threads take turns.
-_ONE_AT_A_TIME = threading.RLock()
 _SHOWN = 6  # names in a message
 
 PerExample = Callable[[nn.Module, Batch], Tensor]
@@ -77,6 +78,22 @@ def _targets(batch: Batch) -> Tensor:
     )
 
 
+def own_containers(batch: Batch) -> Batch:
+    """Return a batch in containers of its own around the same tensors: a user's function may take its own apart."""
+    if isinstance(batch, Tensor):
+        return batch
+    if isinstance(batch, tuple) and hasattr(batch, "_fields"):
+        return type(batch)(*map(own_containers, batch))
+    if type(batch) in (list, tuple):
+        return type(batch)(map(own_containers, batch))
+    if isinstance(batch, MutableMapping):
+        mapped = copy(batch)
+        for key, value in batch.items():
+            mapped[key] = own_containers(value)
+        return mapped
+    return batch
+
+
 class _Host(nn.Module):
     """Holds the model one level down, so that `functional_call` can swap its parameters around any function."""
 
@@ -121,6 +138,7 @@ class Task:
             raise TaskError("outputs= and output_loss= belong together: give both, or loss= alone.")
         if (loss is None) == (outputs is None):
             raise TaskError("give either loss=, or outputs= with output_loss=.")
+        refuse_unsupported(model)
         self.model = model
         self.outputs = outputs
         self.output_loss = output_loss
@@ -129,11 +147,15 @@ class Task:
         if loss is None:
             assert outputs is not None and output_loss is not None
             output_of, loss_of = outputs, output_loss
-            loss = lambda model, batch: loss_of(output_of(model, batch), batch)  # noqa: E731
+            loss = lambda model, batch: loss_of(output_of(model, own_containers(batch)), batch)  # noqa: E731
         self.loss = loss
         self._set_measure(measure)
         self.names = self._select(self.parameter_globs)
-        self._host = _Host(model)
+        self._replica = Replica(model)
+        self._host: _Host | None = None
+        self._evaluates = False
+        self._turn: object = None
+        self.derivatives: dict[Any, tuple[str, ...]] = {}  # what comparing those of measurements has found
 
     @classmethod
     def classifier(cls, model: nn.Module, **options: Any) -> "Task":
@@ -177,7 +199,7 @@ class Task:
         else:
             of_outputs, outputs = _MEASURES[measure], self.outputs
             self.measure_name, self.better = measure, "higher"
-            self.measure = lambda model, batch: of_outputs(outputs(model, batch), _targets(batch))
+            self.measure = lambda model, batch: of_outputs(outputs(model, own_containers(batch)), _targets(batch))
 
     def _select(self, globs: Sequence[str]) -> tuple[str, ...]:
         """Names of the trainable floating-point parameters that match; tied weights appear once."""
@@ -192,6 +214,16 @@ class Task:
                 known += ", …" if len(trainable) > 6 else ""
                 raise TaskError(f"parameters={glob!r} matches no trainable parameter; the model has {known}.")
         return tuple(name for name in trainable if any(fnmatchcase(name, glob) for glob in globs))
+
+    def refuse_changes(self) -> None:
+        """Refuse a model whose trainable parameters are no longer those that were selected."""
+        now = self._select(self.parameter_globs)
+        if now != self.names:
+            other = sorted(set(now) ^ set(self.names))
+            raise TaskError(
+                f"the model's trainable parameters changed after the task was made ({_some(set(other))}): make the "
+                "task anew once layers are added, frozen or thawed."
+            )
 
     def __repr__(self) -> str:
         selected = [self.model.get_parameter(name) for name in self.names]
@@ -264,27 +296,76 @@ class Task:
         return Functional(self, fixed), {name: state[name] for name in self.names}
 
     def call(self, function: PerExample, state: Mapping[str, Tensor], batch: Batch) -> Tensor:
-        """`function(model, batch)` with the tensors of `state` swapped into the model."""
-        return functional_call(self._host, {f"model.{name}": t for name, t in state.items()}, (function, batch))  # type: ignore[no-any-return]
+        """`function(model, batch)` with the tensors of `state` swapped into a copy of the model."""
+        given = (function, own_containers(batch))
+        return functional_call(self._hosting(), {f"model.{name}": t for name, t in state.items()}, given)  # type: ignore[no-any-return]
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:
-        """Evaluation mode and differentiable attention for the time of a call; the caller's settings come back after.
+        """Take a turn with an up-to-date copy of the model, in evaluation mode and with differentiable attention.
 
         Fused attention and the encoder's fast path have no forward-mode derivative, hence the mathematical ones.
         """
-        with _ONE_AT_A_TIME:
-            modes = [(module, module.training) for module in self.model.modules()]
+        with one_at_a_time() as turn:
+            if self._turn is turn and self._evaluates:  # within an outer call everything is ready, and stays as it is
+                yield
+                return
+            if self._turn is not turn:  # a forked child may find the copy in the middle of a call
+                self._turn, self._replica = turn, Replica(self.model)
+            self._host = _Host(self._replica.current(self._prepared))
             fast_path = torch.backends.mha.get_fastpath_enabled()
             try:
-                self.model.eval()
+                self._evaluates = True
                 torch.backends.mha.set_fastpath_enabled(False)
-                with sdpa_kernel(SDPBackend.MATH):
+                with sdpa_kernel(SDPBackend.MATH), self._in_place():
                     yield
             finally:
                 torch.backends.mha.set_fastpath_enabled(fast_path)
-                for module, mode in modes:
-                    module.training = mode
+                self._evaluates = False
+
+    @property
+    def replica(self) -> nn.Module:
+        """A copy of the model that shares its tensors: what `loss` and `measure` are called with."""
+        return self._hosting().model
+
+    @contextmanager
+    def afresh(self) -> Iterator[None]:
+        """Work for a while on a copy that nothing was computed with yet."""
+        before = self._host
+        if self._replica.shared:  # there is none
+            yield
+            return
+        fresh = Replica(self.model)
+        self._host = _Host(fresh.current(self._prepared))
+        try:
+            yield
+        finally:
+            self._host = before
+
+    def _hosting(self) -> _Host:
+        if self._host is None:
+            self._host = _Host(self._replica.current(self._prepared))
+        return self._host
+
+    def _prepared(self, model: nn.Module) -> AbstractContextManager[None]:
+        """What a model needs done to be computed with, beside evaluation mode."""
+        return nullcontext()
+
+    @contextmanager
+    def _in_place(self) -> Iterator[None]:
+        """For a model that cannot be copied: evaluation mode for a while, and the caller's modes afterwards."""
+        if not self._replica.shared:
+            yield
+            return
+        modes = [(module, module.training) for module in self.model.modules()]
+        try:
+            for module, _ in modes:
+                module.training = False
+            with self._prepared(self.model):
+                yield
+        finally:
+            for module, mode in modes:
+                module.training = mode
 
 
 @dataclass(frozen=True)
@@ -300,7 +381,7 @@ class Functional:
 
     def losses(self, parameters: Mapping[str, Tensor], batch: Batch, count: int) -> Tensor:
         """ℓ(θ; i) for the `count` examples of a batch, shape (count,)."""
-        with dropping(self.task.model, self.noise):
+        with dropping(self.task.replica, self.noise):
             values = self.task.call(self.task.loss, {**self.fixed, **parameters}, batch)
         return _one_each(values, count, "loss", "example")
 
@@ -308,14 +389,14 @@ class Functional:
         """z of a batch: what `output_losses` is a function of."""
         outputs = self.task.outputs
         assert outputs is not None
-        with dropping(self.task.model, self.noise):
+        with dropping(self.task.replica, self.noise):
             return self.task.call(outputs, {**self.fixed, **parameters}, batch)
 
     def output_losses(self, z: Tensor, batch: Batch, count: int) -> Tensor:
         """ℓ of the `count` examples of a batch as a function of the outputs, shape (count,)."""
         output_loss = self.task.output_loss
         assert output_loss is not None
-        return _one_each(output_loss(z, batch), count, "loss", "example")
+        return _one_each(output_loss(z, own_containers(batch)), count, "loss", "example")
 
     def measures(self, parameters: Mapping[str, Tensor], batch: Batch, count: int) -> Tensor:
         """F(q; θ) for the `count` queries of a batch, shape (count,)."""
@@ -340,6 +421,8 @@ def _some(names: set[str]) -> str:
 
 def _one_each(values: Tensor, count: int, what: str, unit: str) -> Tensor:
     if isinstance(values, Tensor) and tuple(values.shape) == (count,):
+        if not values.is_floating_point():
+            raise TaskError(f"{what} must return real numbers, one per {unit}; it returned {values.dtype}.")
         return values
     got = f"shape {tuple(values.shape)}" if isinstance(values, Tensor) else f"a {type(values).__name__}"
     hint = ' (is reduction="none" missing?)' if isinstance(values, Tensor) and values.dim() == 0 else ""

@@ -68,7 +68,6 @@ class Setting:
 
     def __init__(self, task: Task) -> None:
         self.task, self.device = task, str(task.device)
-        task.model.eval()
 
     def mean_loss(self, parameters: Parameters, batch: Any) -> Tensor:
         """The loss of a batch, as influence functions want it."""
@@ -95,7 +94,7 @@ class Setting:
         def loss_func(params: Parameters, data_target_pair: Any) -> Tensor:
             return function(params, data_target_pair)
 
-        return AttributionTask(loss_func=loss_func, model=self.task.model, checkpoints=states)
+        return AttributionTask(loss_func=loss_func, model=self.task.replica, checkpoints=states)
 
     def trak(self, states: list[Parameters]) -> Any:
         """dattri's TRAK of some models."""
@@ -189,7 +188,7 @@ def _rps() -> Method:
         return torch.nn.functional.cross_entropy(pre_activations, labels)
 
     def made(setting: Setting, state: Parameters, strength: float) -> Any:
-        model = setting.task.model
+        model = setting.task.replica
         last = [name for name, module in model.named_modules() if isinstance(module, torch.nn.Linear)][-1]
         return RPSAttributor(
             task=AttributionTask(loss_func=of_outputs, model=model, checkpoints=[state]),

@@ -168,7 +168,9 @@ def _train(
         raise DataError(f"a subset of {shortest} examples does not fill one batch of {training.batch_size}.")
     models = [initialised(build, seed) for seed in seeds]
     _refuse(models, task_of, data)
-    functional, _ = task_of(models[0].to(data.device)).at(task_of(models[0]).state())
+    task = task_of(models[0].to(data.device))
+    task.replica.train()  # what is trained drops out, and has the statistics of its batches
+    functional, _ = task.at(task.state())
     persistent = models[0].state_dict().keys()
     tables = [
         {**dict(m.named_parameters()), **{name: b for name, b in m.named_buffers() if name in persistent}}

@@ -3,6 +3,7 @@
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
+from functools import cached_property
 from typing import Any, Literal
 
 import torch
@@ -46,8 +47,9 @@ def task(
     """
     _refuse_model(model)
     _refuse_tokenizer(model, tokenizer)
-    preset = Preset.read(parameters) if isinstance(parameters, str) else None
+    preset, under = Preset.read(parameters) if isinstance(parameters, str) else None, None
     if preset is not None and preset.per_input is not None:
+        under = model
         model, adapter = with_adapter(model, preset.per_input, preset.last)
         globs = [name for name in adapter_names(model) if ".lora_B." in name]
     else:
@@ -55,13 +57,14 @@ def task(
         for name in adapter_names(model):
             model.get_parameter(name).requires_grad_()
         globs = _globs(model, parameters)
-    return LanguageTask(model, globs, adapter=adapter, regulariser=regulariser, compute=compute)
+    return LanguageTask(model, globs, adapter=adapter, under=under, regulariser=regulariser, compute=compute)
 
 
 class LanguageTask(Task):
     """A `Task` on batches of tokens and weights; `language.task` makes it.
 
     adapter: the configuration of the adapter that was made for it by "lora:R", else None.
+    under: the model that the adapter was made for, as the user gave it.
     """
 
     def __init__(
@@ -70,12 +73,14 @@ class LanguageTask(Task):
         parameters: Sequence[str],
         *,
         adapter: Any,
+        under: nn.Module | None = None,
         regulariser: Callable[[nn.Module], Tensor] | None,
         compute: Compute,
     ) -> None:
         if compute not in (None, "bfloat16"):
             raise TaskError(f'compute is None or "bfloat16", got {compute!r}.')
         self.adapter = adapter
+        self._under = under
         self.compute = compute
         self._adapter_names = adapter_names(model)
         if adapter is None and self._adapter_names:
@@ -92,6 +97,13 @@ class LanguageTask(Task):
         )
         self.measure_name, self.better = "log-likelihood", "higher"
         self._contracts = self._probe()
+
+    @cached_property
+    def plain(self) -> "LanguageTask":
+        """The task of the model without the adapter that "lora:R" made: what retraining trains and measures."""
+        if self._under is None or not any(parameter.requires_grad for parameter in self._under.parameters()):
+            return self
+        return LanguageTask(self._under, ["*"], adapter=None, regulariser=None, compute=self.compute)
 
     def complete(self, state: Mapping[str, Tensor]) -> Parameters:
         """A checkpoint as a complete state, which for models with adapters need not hold everything.
@@ -124,17 +136,16 @@ class LanguageTask(Task):
         return state
 
     @contextmanager
-    def evaluating(self) -> Iterator[None]:
-        """As of any task; attention is computed in the open too, and blocks are recomputed if the model says so.
+    def _prepared(self, model: nn.Module) -> Iterator[None]:
+        """Compute attention in the open, and recompute blocks if the model says so.
 
         Fused attention has no forward mode, and torch's own fallback takes no autocast under `vmap`.
         """
         with ExitStack() as stack:
-            stack.enter_context(super().evaluating())
-            stack.enter_context(_eager_attention(self.model))
-            stack.enter_context(_inputs_as_they_are(self.model))
-            if getattr(causal(self.model), "is_gradient_checkpointing", False):
-                stack.enter_context(checkpointing([block for _, block in blocks(self.model)]))
+            stack.enter_context(_eager_attention(model))
+            stack.enter_context(_inputs_as_they_are(model))
+            if getattr(causal(model), "is_gradient_checkpointing", False):
+                stack.enter_context(checkpointing([block for _, block in blocks(model)]))
             yield
 
     def _computing(self) -> Any:
@@ -200,18 +211,19 @@ class LanguageTask(Task):
         length = min(_PROBE, self._context or _PROBE)
         ids = torch.arange(1, length + 1, device=self.device).remainder(self._vocabulary).unsqueeze(0)  # 0 often pads
         with torch.no_grad(), self.evaluating():
-            found = _logits(self.model, ids)
+            model = self.replica
+            found = _logits(model, ids)
             if found.dim() != 3 or found.shape[:2] != ids.shape:
                 raise TaskError(
                     f"{type(causal(self.model)).__name__} gives outputs of shape {tuple(found.shape)} for tokens of "
                     f"shape {tuple(ids.shape)}, not logits for each of them: a causal language model is needed."
                 )
-            if _looks_ahead(self.model, ids):
+            if _looks_ahead(model, ids):
                 raise TaskError(
                     f"{type(causal(self.model)).__name__} looks ahead: what it says of a token changes with the tokens "
                     "after it. A causal language model is needed, not a masked one."
                 )
-            reason = _why_not_contracted(self.model, ids)
+            reason = _why_not_contracted(model, ids)
         if reason:
             logger.warning("the output head is computed for every source, because %s", reason)
         return reason is None

@@ -5,6 +5,7 @@ predicting token t of row i from those before it. Rows are padded on the right w
 look ahead, so that padding is never seen: no attention mask and no pad token are needed.
 """
 
+import unicodedata
 from collections.abc import Hashable, Mapping, Sequence
 from typing import Any, Literal, Protocol
 
@@ -12,6 +13,7 @@ import torch
 from torch import Tensor
 
 from imprint.errors import DataError
+from imprint.notices import Notices
 from imprint.sources import Sources
 
 Tokens = list[int]
@@ -96,7 +98,9 @@ class Completions:
     """Queries: each a prompt with the completion whose log-likelihood is attributed.
 
     Prompt and completion are tokenised together, as the model would have met them. A token that spans the two counts
-    to the completion. Where nothing stands before the completion, the tokenizer's beginning-of-text token does.
+    to the completion. Where nothing stands before the completion, the tokenizer's beginning-of-text token does. A
+    completion that lacks the space at its start has other tokens than the word it means; that is a warning, kept in
+    `warnings`.
 
     length: the most tokens a prompt and its completion may have together; by default the context the tokenizer tells.
     """
@@ -128,6 +132,7 @@ class Completions:
                 )
             rows.append(before + after)
             weights.append([0.0] * len(before) + [1.0] * len(after))
+        self.warnings = _warn_of_missing_spaces(prompts, completions, tokenizer)
         self.columns = _padded(rows, weights)
 
     def __len__(self) -> int:
@@ -194,6 +199,58 @@ def _split(tokenizer: Any, prompt: str, completion: str, index: int) -> tuple[To
             "put there: give a prompt."
         )
     return [beginning], whole
+
+
+_WITHOUT_SPACES = {
+    "CJK",
+    "HIRAGANA",
+    "KATAKANA",
+    "HANGUL",
+    "THAI",
+    "LAO",
+    "KHMER",
+    "MYANMAR",
+    "TIBETAN",
+    "BOPOMOFO",
+    "YI",
+}
+_SPACE_FOLLOWS = ",.:;!?)]}…"
+
+
+def _warn_of_missing_spaces(prompts: list[str], completions: list[str], tokenizer: Any) -> tuple[str, ...]:
+    """Warn of completions that run into their prompt without a space, where a space would make other tokens."""
+    joined = [
+        index
+        for index, (prompt, completion) in enumerate(zip(prompts, completions, strict=True))
+        if _runs_together(prompt, completion)
+        and _tokens(tokenizer, prompt + completion) != _tokens(tokenizer, f"{prompt} {completion}")
+    ]
+    notices = Notices()
+    if joined:
+        first = joined[0]
+        notices.add(
+            f"{len(joined)} of {len(prompts)} completions have no space between them and their prompt, as query "
+            f"{first}: {prompts[first][-12:]!r} + {completions[first][:12]!r}. Tokens at the start of a word differ "
+            "from those in its middle, so the credit may go to another source: begin the completion with a space, as "
+            f"{' ' + completions[first][:12]!r}."
+        )
+    return notices.messages
+
+
+def _runs_together(prompt: str, completion: str) -> bool:
+    """Whether a script that parts words by spaces lacks one here: between two words, or after punctuation.
+
+    >>> _runs_together("said Emma", "Woodhouse"), _runs_together("said Emma", " Woodhouse"), _runs_together("作", "者")
+    (True, False, False)
+    """
+    if not prompt or not _in_spaced_word(completion[0]):
+        return False
+    return prompt[-1] in _SPACE_FOLLOWS or _in_spaced_word(prompt[-1])
+
+
+def _in_spaced_word(character: str) -> bool:
+    script = unicodedata.name(character, "").split(" ")[0].split("-")[0]
+    return character.isalnum() and script not in _WITHOUT_SPACES
 
 
 def _padded(rows: list[Tokens], weights: list[list[float]]) -> dict[str, Tensor]:

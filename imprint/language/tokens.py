@@ -146,6 +146,7 @@ def token_scores(
         measure=task.measure_name,
         better=task.better,
         details=details,
+        warnings=reader.warnings,
     )
     texts = _texts(tokenizer, columns["input_ids"][0].tolist())
     return TokenAttribution(labels, "".join(texts[:-count]), tuple(texts[-count:]), scores)

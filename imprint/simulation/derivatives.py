@@ -9,9 +9,10 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.func import grad, jvp, vjp
+from torch.func import grad, vjp
 
 from imprint.task import Batch, Functional, Parameters
+from imprint.turns import jvp
 from imprint.vectors import add_scaled_
 
 

@@ -5,10 +5,14 @@ from typing import Any
 
 import pytest
 import torch
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import Whitespace
 from tokenizers.processors import TemplateProcessing
-from transformers import default_data_collator
+from transformers import PreTrainedTokenizerFast, default_data_collator
 
 from imprint import DataError, Plan, SourcesError, attribute, simulate
+from imprint.errors import ReliabilityWarning
 from imprint.language import Completions, Documents, task
 from tests.language.models import LABELS, TEXTS, gpt2, tokenizer
 
@@ -102,7 +106,8 @@ def test_a_token_across_the_border_counts_to_the_completion() -> None:
     whole = tokens("on the cat")["input_ids"]
     before = len(tokens("on")["input_ids"])
     assert tokens("on th")["input_ids"][before] != whole[before]
-    completions = Completions(["on th"], ["e cat"], tokens)
+    with pytest.warns(ReliabilityWarning, match="no space"):
+        completions = Completions(["on th"], ["e cat"], tokens)
     assert real(completions.columns, 0) == whole
     assert completions.columns["weights"][0].tolist() == [0] * before + [1] * (len(whole) - before)
 
@@ -180,3 +185,40 @@ def test_a_query_longer_than_the_context_says_by_how_much() -> None:
     tokens.model_max_length = 3
     with pytest.raises(DataError, match="more than the 3 that fit"):
         Completions(["the cat"], [" sat on the mat"], tokens)
+
+
+def word_tokenizer() -> Any:
+    """One token for each word, whatever stands between words."""
+    inner = Tokenizer(WordLevel({"?": 0, "the": 1, "cat": 2, "sat": 3, ":": 4}, unk_token="?"))
+    inner.pre_tokenizer = Whitespace()
+    return PreTrainedTokenizerFast(tokenizer_object=inner)
+
+
+@pytest.mark.parametrize("prompt", ["the cat", "who sails?", "the ship:", "le café"])
+def test_a_completion_without_the_space_at_its_start_is_warned_of(prompt: str) -> None:
+    with pytest.warns(ReliabilityWarning, match=r"1 of 2 completions .* as query 1: .* begin .* ' sat on'"):
+        found = Completions(["the cat", prompt], [" sat", "sat on"], tokenizer())
+    assert len(found.warnings) == 1
+
+
+@pytest.mark.parametrize(
+    ("prompt", "completion"),
+    [
+        ("the cat", " sat"),
+        ("the cat ", "sat"),
+        ("the cat\n", "sat"),
+        ("the cat", ", sat"),
+        ("the (", "cat)"),
+        ("作者は", "漱石"),
+        ("ผู้เขียน", "คือ"),
+        ("", "the cat"),
+    ],
+)
+def test_completions_that_need_no_space_are_not_warned_of(prompt: str, completion: str) -> None:
+    assert Completions([prompt], [completion], tokenizer(bos_token="<s>")).warnings == ()
+
+
+def test_a_tokenizer_that_parts_words_itself_needs_no_space_after_punctuation() -> None:
+    assert Completions(["the:"], ["cat"], word_tokenizer()).warnings == ()
+    with pytest.warns(ReliabilityWarning, match="no space"):
+        Completions(["the cat"], ["sat"], word_tokenizer())

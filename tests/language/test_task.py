@@ -1,6 +1,7 @@
 """Losses, imprints and scores of a language model are those of its texts, however they are batched or padded."""
 
 import logging
+from types import MethodType
 from typing import Any
 
 import pytest
@@ -17,7 +18,8 @@ from transformers import (
 )
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from imprint import Plan, Reader, Sources, Store, Task, TaskError, attribute, check, self_influence, simulate
+from imprint import DataError, Plan, Reader, Sources, Store, Task, TaskError, attribute, check, self_influence, simulate
+from imprint.evaluation import Subsets, evaluate, retrain
 from imprint.language import Completions, LanguageTask, task
 from tests.language.models import CONTEXT, LABELS, MODELS, TEXTS, VOCABULARY, documents, gemma2, gpt2, llama, tokenizer
 
@@ -196,7 +198,7 @@ def test_a_large_vocabulary_takes_no_memory_for_each_source() -> None:
     sources = Sources.per_example(len(columns["weights"]))
     language = task(gpt2(vocab_size=10 * VOCABULARY), parameters="lora:2")
     store = simulate(language, columns, sources, PLAN, progress=False)
-    readers = [Reader(language, store, memory=memory) for memory in ("12MB", "5MB", 1)]
+    readers = [Reader(language, store, memory=memory) for memory in ("12MB", "5MB", "1B")]
     assert [len(reader.chunks(queries(), 3)) for reader in readers] == [1, 2, len(sources)]
     whole, some, single = (reader.scores(queries(), 3) for reader in readers)
     torch.testing.assert_close(some, whole, rtol=1e-9, atol=1e-12)
@@ -245,14 +247,14 @@ class _Capped(nn.Module):
 def test_a_head_that_does_more_than_a_matrix_is_computed_in_full(caplog: pytest.LogCaptureFixture) -> None:
     model, tokens = gpt2(tie_word_embeddings=False).eval(), tokenizer()
     model.lm_head = _Capped(model.lm_head)
-    model.get_output_embeddings = lambda: model.lm_head.head  # what it says is not what it does
+    model.get_output_embeddings = MethodType(lambda self: self.lm_head.head, model)  # what it says is not what it does
     with caplog.at_level(logging.WARNING, logger="imprint"):
         language = task(model, tokens)
     assert "computed for every source, because the model does more to the logits than a matrix" in caplog.text
     functional, theta = language.at(language.state())
     with torch.no_grad(), language.evaluating():
         found = functional.measures(theta, queries(), 3)
-        each = language.token_log_probs(model, queries())
+        each = language.token_log_probs(language.replica, queries())
         logits = model(input_ids=queries()["input_ids"]).logits
     expected = -F.cross_entropy(logits[:, :-1].transpose(1, 2), queries()["input_ids"][:, 1:], reduction="none")
     torch.testing.assert_close(found, (expected * queries()["weights"][:, 1:]).sum(1))
@@ -266,7 +268,7 @@ def test_a_half_precision_model_is_measured_with_weights_in_full() -> None:
     functional, theta = language.at(language.state())
     with torch.no_grad(), language.evaluating():
         measured = functional.measures(theta, batch, 3)
-        each = language.token_log_probs(language.model, batch)
+        each = language.token_log_probs(language.replica, batch)
     torch.testing.assert_close(measured, (batch["weights"] * each).sum(1), rtol=1e-6, atol=0)
 
 
@@ -354,3 +356,32 @@ def test_it_is_a_task_like_any_other() -> None:
     assert "transformer.h.0.ln_1.weight" in language.names
     assert "transformer.h.0.ln_2.weight" not in language.names
     assert "transformer.h.1.ln_2.weight" in language.names
+
+
+def _trained(subset: Tensor, seed: int) -> Any:
+    """A plain model trained for a few steps on some windows."""
+    torch.manual_seed(seed)
+    model = gpt2()
+    optimiser, plain = torch.optim.SGD(model.parameters(), lr=0.1), task(model)
+    rows = {name: column[subset] for name, column in documents().columns.items()}
+    for _ in range(2):
+        optimiser.zero_grad()
+        plain.loss(model, rows).mean().backward()
+        optimiser.step()
+    return model
+
+
+@pytest.mark.parametrize("measured_by", [None, "lora:2"])
+def test_scores_through_an_adapter_are_compared_with_retraining_of_the_plain_model(measured_by: str | None) -> None:
+    windows = documents()
+    sources = windows.sources(LABELS)
+    adapted, measuring = task(gpt2(), parameters="lora:2"), task(gpt2(), parameters=measured_by)
+    store = simulate(adapted, windows.columns, sources, Plan(steps=2, lr=0.1), progress=False)
+    result = attribute(adapted, store, queries(), progress=False)
+    options: Any = {"data": windows.columns, "progress": False}
+    truth = retrain(_trained, measuring, queries(), Subsets.without_each(sources), **options)
+    assert [metric.name for metric in evaluate(result, truth)][-1].startswith("slope")
+    other = task(llama(), parameters="lora:2")
+    wrong = attribute(other, simulate(other, windows.columns, sources, Plan(steps=1), progress=False), queries())
+    with pytest.raises(DataError, match="another model or measurement than the truth"):
+        evaluate(wrong, truth)

@@ -1,0 +1,134 @@
+"""Copies a model's structure, so that the user's own module is never touched.
+
+Simulations and readouts swap parameters, set evaluation mode and hang hooks on modules. They do all of it on a copy
+that shares the tensors of the user's model: other threads may use, train or save that model meanwhile. `Task` keeps one
+copy and asks for it before each computation; it is made again once the model has other modules, tensors or settings.
+"""
+
+import copy
+import logging
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack
+from typing import Any
+
+from torch import Tensor, nn
+
+from imprint.errors import ReliabilityWarning, first_line
+
+logger = logging.getLogger(__name__)
+_TRIES = 3  # another thread may add an attribute while the model is copied
+_PLAIN = (bool, int, float, complex, str, bytes, type(None))
+_OWN = frozenset({"training", "_parameters", "_buffers", "_modules"})  # compared in another way, or not at all
+
+
+class Replica:
+    """The copy of one model, made when it is first wanted and again when the model has changed."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self._copy: nn.Module | None = None
+        self._seen: list[Any] = []
+        self._prepared = ExitStack()  # what was done to the copy lasts as long as the copy does
+
+    @property
+    def shared(self) -> bool:
+        """Whether the model could not be copied, so that the user's own module is worked on."""
+        return self._copy is self._model
+
+    def current(self, prepare: Callable[[nn.Module], AbstractContextManager[None]]) -> nn.Module:
+        """The copy, in evaluation mode, with the structure and settings that the model has now.
+
+        prepare: what is entered with a fresh copy, and not left.
+        """
+        seen = _structure(self._model)
+        if self._copy is None or not _same(seen, self._seen):
+            self._copy = self._made(prepare)
+            self._seen = seen
+        return self._copy
+
+    def _made(self, prepare: Callable[[nn.Module], AbstractContextManager[None]]) -> nn.Module:
+        try:
+            made = _copied(self._model)
+        except Exception as error:
+            warnings.warn(
+                f"{type(self._model).__name__} cannot be copied ({first_line(error)}): Imprint works on the module "
+                "itself. Do not use, train or save it in other threads while a simulation or readout runs.",
+                ReliabilityWarning,
+                stacklevel=4,
+            )
+            return self._model
+        for module in made.modules():  # not made.eval(): one that merges weights there would change the shared ones
+            module.training = False
+        self._prepared = ExitStack()
+        self._prepared.enter_context(prepare(made))
+        return made
+
+
+def _copied(model: nn.Module) -> nn.Module:
+    """A model of the same structure and the same tensors; buffers that are not saved are copies."""
+    for attempt in range(_TRIES):
+        try:
+            made = copy.deepcopy(model, {id(tensor): tensor for tensor in tensors_of(model)})
+            break
+        except RuntimeError as error:
+            if "changed size during iteration" not in str(error) or attempt == _TRIES - 1:
+                raise
+    if {id(module) for module in model.modules()} & {id(module) for module in made.modules()}:
+        raise TypeError("its copy is made of the same modules")
+    theirs = dict(model.named_parameters(remove_duplicate=False))
+    mine = dict(made.named_parameters(remove_duplicate=False))
+    if mine.keys() != theirs.keys() or any(mine[name] is not theirs[name] for name in theirs):
+        raise TypeError("its copy has parameters of its own")
+    for module in made.modules():
+        for name in module._non_persistent_buffers_set:  # which no checkpoint swaps
+            if (buffer := module._buffers.get(name)) is not None:
+                module._buffers[name] = buffer.detach().clone()
+    return made
+
+
+def tensors_of(model: nn.Module) -> Iterator[Tensor]:
+    """Every tensor that a model's modules hold: parameters, buffers, and those in attributes, lists and dicts."""
+    for module in list(model.modules()):
+        yield from _tensors_in(vars(module), set())
+
+
+def _tensors_in(value: Any, seen: set[int]) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+        if value.grad_fn is None and value.grad is not None:
+            yield value.grad
+    elif isinstance(value, dict | list | tuple | set) and id(value) not in seen:
+        seen.add(id(value))
+        for item in list(value.values() if isinstance(value, dict) else value):
+            yield from _tensors_in(item, seen)
+
+
+def _structure(model: nn.Module) -> list[Any]:
+    """What a copy depends on: modules, tensors, plain settings and hooks. It holds them, so that none is mistaken."""
+    found: list[Any] = []
+    for module in model.modules():
+        found.append(module)
+        own = vars(module)
+        found += module._parameters.values()
+        for name, buffer in module._buffers.items():
+            found.append(buffer)
+            if name in module._non_persistent_buffers_set and buffer is not None and not buffer.is_inference():
+                found.append(buffer._version)
+        found += [value for name, value in own.items() if name not in _OWN and isinstance(value, _PLAIN)]
+        for hooks in (module._forward_hooks, module._forward_pre_hooks):
+            found += hooks.values()
+        config = own.get("config")
+        if config is not None and hasattr(config, "__dict__"):
+            found += [value for value in vars(config).values() if isinstance(value, _PLAIN)]
+    return found
+
+
+def _same(left: list[Any], right: list[Any]) -> bool:
+    """Whether two structures hold the same objects; plain settings are compared by value and kind."""
+    if len(left) != len(right):
+        return False
+    return all(
+        one is two or (isinstance(one, _PLAIN) and type(one) is type(two) and (one == two or one != one))
+        for one, two in zip(left, right, strict=True)
+    )
