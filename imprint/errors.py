@@ -1,5 +1,7 @@
 """The errors a caller may want to catch. Their messages say what was given, what was expected and what to do."""
 
+from imprint.display import for_terminal
+
 
 def first_line(error: BaseException) -> str:
     """The kind of an error and the first line of its message."""
@@ -8,7 +10,10 @@ def first_line(error: BaseException) -> str:
 
 
 class ImprintError(Exception):
-    """Any error this library raises on purpose."""
+    """Any error this library raises on purpose. Its message has names and paths in it, and moves no cursor."""
+
+    def __str__(self) -> str:
+        return "\n".join(map(for_terminal, super().__str__().split("\n")))
 
 
 class ReliabilityWarning(UserWarning):
@@ -41,6 +46,10 @@ class StoreError(ImprintError, RuntimeError):
 
 class ReadoutError(ImprintError, RuntimeError):
     """A readout cannot be done as asked on this task and store."""
+
+
+class ConcurrencyError(ImprintError, RuntimeError):
+    """Another thread of the process got in the way of a computation."""
 
 
 class ConfigurationError(ImprintError, ValueError):

@@ -7,6 +7,7 @@ manifest, and repeated by `check`, `inspect` and every attribution.
 import warnings
 from collections.abc import Iterable
 
+from imprint.display import for_terminal
 from imprint.errors import ReliabilityWarning
 
 
@@ -20,7 +21,7 @@ class Notices:
         """Keep a message and show it as a warning, unless it is known already."""
         if message not in self._messages:
             self._messages.append(message)
-            warnings.warn(message, ReliabilityWarning, stacklevel=2)
+            warnings.warn(for_terminal(message), ReliabilityWarning, stacklevel=2)
 
     @property
     def messages(self) -> tuple[str, ...]:

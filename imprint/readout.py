@@ -18,16 +18,19 @@ from typing import Literal, get_args
 
 import torch
 from torch import Tensor
-from torch.func import grad, jvp, vjp, vmap
+from torch.func import grad, vjp, vmap
 
 from imprint.data import is_columnar, length, map_tensors
 from imprint.errors import ImprintError, ReadoutError, first_line
 from imprint.factored import FactoredReadout
 from imprint.linear import FastLinear
+from imprint.measuring import SILENT, check_derivative, measured, unit_of
 from imprint.memory import activation_bytes, budget, tensor_bytes
+from imprint.readout_guards import Seen
 from imprint.store import Store
 from imprint.task import Batch, Functional, Parameters, Task
-from imprint.vectors import over_rows, row_norms, scale, zeros_like
+from imprint.turns import jvp, settle_child
+from imprint.vectors import over_rows, row, row_norms, scale, zeros_like
 
 logger = logging.getLogger(__name__)
 
@@ -178,6 +181,7 @@ class Reader:
             raise ReadoutError(f"readout {readout!r} is unknown: use one of {', '.join(get_args(Kind))}.")
         if step is not None and not (step > 0 and math.isfinite(step)):
             raise ReadoutError(f"step must be a positive number, got {step}.")
+        settle_child()
         store.check_task(task)
         self.task, self.store = task, store
         self.readout: Kind = readout
@@ -193,6 +197,9 @@ class Reader:
         self._kept: dict[tuple[int, int, int], tuple[Parameters, Parameters | None]] = {}
         self._keep_bytes = self._budget // 2
         self._last: dict[int, tuple[tuple[int, int, int], tuple[Parameters, Parameters | None]]] = {}
+        self.seen = Seen()
+        self._silent = False  # whether some queries have scores of 0 alone
+        self._derivative: tuple[str, ...] = ()  # what is to be said of the measurement's derivative
         self._gradients: dict[int, tuple[Batch, Parameters]] = {}  # of the last batch, for its next chunk of sources
         if readout == "literal":
             self._require_pair()
@@ -217,10 +224,12 @@ class Reader:
         """s(b, q) of the queries of a batch, shape (queries, sources); `count` where its first tensor does not tell."""
         count = length(batch) if count is None else count
         batch = map_tensors(lambda t: t.to(self.task.device), batch)
-        self._gradients.clear()  # the caller may have changed a batch in place
-        for factored in self._factored.values():
-            factored.forget()
-        return torch.cat([self.block(start, stop, batch, count) for start, stop in self.chunks(batch, count)], dim=1)
+        with forward_only(self.task):
+            self._gradients.clear()  # the caller may have changed a batch in place
+            for factored in self._factored.values():
+                factored.forget()
+            chunks = self.chunks(batch, count)
+            return torch.cat([self.block(start, stop, batch, count) for start, stop in chunks], dim=1)
 
     def chunks(self, batch: Batch, count: int) -> list[tuple[int, int]]:
         """The sources in pieces that fit the memory budget, for so many queries at once."""
@@ -238,16 +247,31 @@ class Reader:
         """
         with forward_only(self.task):
             self._prepare(batch, count)
+            self._check_unchanged(start, stop)
             total = torch.zeros(count, stop - start, device=self.task.device, dtype=torch.float64)
+            each = []
             for base in self._bases:
-                total += base.share * self._scores(base, start, stop, batch, count).T
-        if not bool(total.isfinite().all()):
+                each.append(self._scores(base, start, stop, batch, count))
+                total += base.share * each[-1].T
+            if not bool(total.any()):
+                self._silent = True
+            largest = float(total.abs().amax())  # not finite if one of them is not
+            self.seen.add(largest, each)
+        if not math.isfinite(largest):
             query, source = (~total.isfinite()).nonzero()[0].tolist()
             raise ReadoutError(
                 f"the score of query {first + query} for source {self.store.source_ids[start + source]!r} is "
                 f"{float(total[query, source])}: look for NaN or infinity in the query, or an undefined measurement."
             )
         return total
+
+    @property
+    def warnings(self) -> tuple[str, ...]:
+        """What a reader of the scores must know: the store's warnings, then what the readout itself has found."""
+        checkpoints, shares = [base.index for base in self._bases], [base.share for base in self._bases]
+        found = self.seen.warnings(self.store.n, checkpoints, shares)
+        own = (*self._derivative, *[SILENT] * self._silent, *map(str, found))
+        return tuple(dict.fromkeys((*self.store.warnings, *own)))
 
     def diagonal(self, batch: Batch, start: int, stop: int) -> Tensor:
         """s(b, q_b): each source from `start` up to `stop` on the query in its own row of the batch."""
@@ -256,6 +280,7 @@ class Reader:
             if not is_columnar(batch, count):
                 raise ReadoutError("a diagonal readout needs batches of tensors with one row per query.")
             self._prepare(batch, count)
+            self._check_unchanged(start, stop)
             if self.readout not in ("jvp", "central"):
                 raise ReadoutError(f'a diagonal is read out by "jvp" or "central", not by {self.readout!r}.')
             total = torch.zeros(count, device=self.task.device, dtype=torch.float64)
@@ -268,6 +293,11 @@ class Reader:
                 f"the self-influence of example {start + index} is {float(total[index])}: look for NaN in it."
             )
         return total
+
+    def _check_unchanged(self, start: int, stop: int) -> None:
+        """Refuse files that were damaged after they were read: what is kept of them may lie there still."""
+        for base in self._bases:
+            self.store.check_unchanged(base.index, start, stop)
 
     def _pairs(self, base: _Base, imprints: Parameters, single: Batch) -> Tensor:
         """Each imprint on the query in its own row; here `vmap` runs over the queries too, which may be refused."""
@@ -370,7 +400,10 @@ class Reader:
         if self._ready:
             return
         base = self._bases[0]
-        _refuse_measure(base, batch, count)
+        self.seen.values += measured(base.functional, base.theta, batch, count)
+        self.seen.unit = unit_of(self.task, batch)
+        if self.task.measure is self.task.loss and self.store.manifest.probes is not None:
+            self.seen.values += self.store.manifest.probes.losses
         self._try_factors(base, batch, count)
         if self.readout == "jvp" and not self._works(batch, count):
             reason = self._reason
@@ -384,6 +417,10 @@ class Reader:
         if self.readout == "central":
             self._step = self._step or self._calibrate(batch, count)
             self.details["central_step"] = self._step
+        if self.readout in ("jvp", "gradient"):
+            direction = row(self._fetch(base.index, 0, 1)[0], 0)
+            given = (base.functional, base.theta, batch, count, direction)
+            self._derivative = check_derivative(*given, backward=self.readout == "gradient")
         self._shared, self._live = (size // count for size in self._activations(base, batch, count))
         self._ready = True
 
@@ -466,16 +503,3 @@ def _lengths(scale: float, imprints: Parameters, relative: float) -> Tensor:
     norms = row_norms(imprints)
     lengths = torch.where(norms > 0, relative * scale / norms, 1.0)
     return lengths.to(next(iter(imprints.values())).dtype)
-
-
-def _refuse_measure(base: _Base, batch: Batch, count: int) -> None:
-    """Run the measurement once, plainly, so that an error of its own shows as such."""
-    try:
-        values = base.functional.measures(base.theta, batch, count)
-    except ImprintError:
-        raise
-    except Exception as error:
-        raise ReadoutError(f"the measurement failed on the first queries: {type(error).__name__}: {error}") from error
-    if not bool(values.isfinite().all()):
-        index = int((~values.isfinite()).nonzero()[0, 0])
-        raise ReadoutError(f"the measurement of query {index} is {float(values[index])}: look for NaN in that query.")

@@ -1,0 +1,51 @@
+"""Compares the curvature that responses will see with differences of gradients, on a few examples in float64."""
+
+import torch
+from torch import Tensor
+
+from imprint.agreement import NOTICED, gap, widened
+from imprint.data import Data
+from imprint.notices import Notices
+from imprint.simulation.derivatives import gradient, gradient_along
+from imprint.simulation.plan import Curvature
+from imprint.soundness import moved_from
+from imprint.task import Functional, Parameters
+from imprint.turns import jvp
+
+_EXAMPLES = 2
+
+
+def report_curvature(functional: Functional, theta: Parameters, data: Data, kind: Curvature, notices: Notices) -> None:
+    """Report a loss whose second derivatives are not the derivatives of its gradients."""
+    count = min(_EXAMPLES, len(data))
+    wide = widened(functional, theta, data.gather(torch.arange(count)))
+    if wide is None:
+        return
+    functional, theta, batch = wide
+    direction = {name: there - theta[name] for name, there in moved_from(theta).items()}
+    weights = torch.ones(count, dtype=torch.float64, device=data.device)
+
+    def outputs(at: Parameters) -> Tensor:
+        return functional.outputs(at, batch).flatten()
+
+    def slopes(at: Parameters) -> Tensor:
+        return _flat(gradient(functional, at, weights, batch, plain=True)[0])
+
+    try:
+        if kind == "gauss-newton":
+            found = gap(outputs, jvp(outputs, (theta,), (direction,))[1], theta, direction)
+        else:
+            along = gradient_along(functional, theta, weights, batch, direction, torch.zeros_like(weights))
+            found = gap(slopes, _flat(along), theta, direction)
+    except Exception:  # a model that float64 or forward mode does not take: the engine itself says so
+        return
+    if found > NOTICED:
+        notices.add(
+            f"the curvature of the loss, by forward mode, is {100 * found:.2g}% off the differences of its gradients: "
+            "look for .detach() in the loss and for custom autograd functions. Imprints are wrong by about as much; "
+            'engine="trajectories" uses gradients alone.'
+        )
+
+
+def _flat(parameters: Parameters) -> Tensor:
+    return torch.cat([tensor.flatten() for tensor in parameters.values()])
