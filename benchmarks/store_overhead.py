@@ -17,6 +17,7 @@ import torch
 
 from imprint.data import Data
 from imprint.evaluation.training import train_together
+from imprint.probing import Seen
 from imprint.settings import digits
 from imprint.simulation.engines import simulated
 from imprint.simulation.inputs import Inputs
@@ -78,6 +79,11 @@ def demo(repetitions: int) -> float:
     return median(ratios)
 
 
+def _never(examples: list[int]) -> Seen:
+    """Nothing is compared in a new folder."""
+    raise NotImplementedError
+
+
 def writing(megabytes: int, repetitions: int) -> tuple[float, float]:
     """Bytes per second of plain writing and syncing, and of a shard in a store with its checksum."""
     tensor = torch.randn(megabytes * 10**6 // 4)
@@ -90,7 +96,7 @@ def writing(megabytes: int, repetitions: int) -> tuple[float, float]:
                 file.flush()
                 os.fsync(file.fileno())
             plain.append(tensor.nbytes / (time.perf_counter() - begin))
-            writer = Writer(Path(folder) / "store", {})
+            writer = Writer(Path(folder) / "store", {}, _never)
             begin = time.perf_counter()
             writer.tensors("shard.safetensors", {"tensor": tensor})
             shard.append(tensor.nbytes / (time.perf_counter() - begin))

@@ -1,20 +1,33 @@
 """Data as batches: any map-style dataset, columns of tensors, or an iterable of ready batches."""
 
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
 from copy import copy
+from itertools import zip_longest
 from operator import itemgetter
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import TensorDataset, default_collate
+from torch.utils.data import (
+    DataLoader,
+    IterableDataset,
+    RandomSampler,
+    SubsetRandomSampler,
+    TensorDataset,
+    WeightedRandomSampler,
+    default_collate,
+)
 
-from imprint.errors import DataError, first_line
+from imprint.errors import DataError, ImprintError, ReliabilityWarning, first_line
 from imprint.task import Batch
+from imprint.values import placeless
 
 Collate = Callable[[list[Any]], Batch]
 _KEPT_BYTES = 2 << 30  # collated data up to this size stays in memory, so that each step does not collate it again
+_READ_TWICE = 32  # examples that are read a second time, to see whether they change
+_SHUFFLERS = (RandomSampler, SubsetRandomSampler, WeightedRandomSampler)
 
 
 def map_tensors(function: Callable[[Tensor], Tensor], batch: Batch) -> Batch:
@@ -31,6 +44,27 @@ def map_tensors(function: Callable[[Tensor], Tensor], batch: Batch) -> Batch:
         return type(batch)(*(map_tensors(function, value) for value in batch))
     if isinstance(batch, list | tuple):
         return type(batch)(map_tensors(function, value) for value in batch)
+    return batch
+
+
+def copied(batch: Batch) -> Batch:
+    """Return a batch with tensors and arrays of its own, in containers of the same types.
+
+    Whoever made it may fill the same memory again. Objects of other kinds stay as they are.
+    """
+    if isinstance(batch, Tensor):
+        return batch.detach().clone()
+    if isinstance(batch, np.ndarray):
+        return batch.copy()
+    if isinstance(batch, tuple) and hasattr(batch, "_fields"):
+        return type(batch)(*map(copied, batch))
+    if type(batch) in (list, tuple):
+        return type(batch)(map(copied, batch))
+    if isinstance(batch, MutableMapping):
+        mapped = copy(batch)
+        for key, value in batch.items():
+            mapped[key] = copied(value)
+        return mapped
     return batch
 
 
@@ -107,11 +141,18 @@ def is_columnar(batch: Batch, count: int) -> bool:
     return all(isinstance(leaf, Tensor) and leaf.dim() > 0 and leaf.shape[0] == count for leaf in leaves(batch))
 
 
+_SPARSE = (torch.sparse_coo, torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc)
+
+
 def _size(batch: Batch) -> int:
     return sum(leaf.nbytes for leaf in leaves(batch) if isinstance(leaf, Tensor))
 
 
 def _usable(tensor: Tensor, device: torch.device) -> Tensor:
+    if tensor.is_meta:
+        raise DataError(f"a tensor of the data, {shown_batch(tensor)}, is on the meta device: give one with values.")
+    if tensor.is_sparse or tensor.layout in _SPARSE:
+        raise DataError(f"a tensor of the data, {shown_batch(tensor)}, is sparse: give its to_dense().")
     tensor = tensor.to(device)
     return tensor.clone() if tensor.is_inference() else tensor  # inference tensors take no derivative of any kind
 
@@ -138,8 +179,14 @@ class Data:
         self._collate = collate_fn or default_collate
         self._passes: list[tuple[Tensor, Batch]] | None = None
         self._columns: Batch | None = None
+        self._given_columns = False
         dataset = as_tensors(dataset)
-        if isinstance(dataset, TensorDataset) and collate_fn is None:
+        if hasattr(dataset, "iloc"):  # of pandas: [i] is a column or a label
+            raise DataError(
+                f"a {type(dataset).__name__} of pandas is no dataset, [i] is not its row i: give a tuple of its "
+                "columns, such as (table[features].to_numpy(), table[target].to_numpy())."
+            )
+        if _is_plain(dataset) and collate_fn is None:
             dataset = dataset.tensors
         if is_columns(dataset):
             if collate_fn is not None:
@@ -149,7 +196,7 @@ class Data:
             lengths = sorted({len(leaf) for leaf in leaves(dataset)})
             if len(lengths) > 1:
                 raise DataError(f"columns of data must have equally many rows, got {lengths}.")
-            self._columns = map_tensors(lambda t: _usable(t, device), dataset)
+            self._columns, self._given_columns = map_tensors(lambda t: _usable(t, device), dataset), True
             self._length = lengths[0]
         elif isinstance(dataset, Mapping):
             wrong = next((key for key, v in dataset.items() if not isinstance(v, Tensor)), "(none)")
@@ -161,10 +208,15 @@ class Data:
             )
         elif isinstance(dataset, tuple) and any(isinstance(leaf, Tensor) for leaf in dataset):
             raise DataError("a tuple of data must hold tensors only, each with one row per example.")
+        elif isinstance(dataset, IterableDataset):
+            raise DataError(
+                f"{type(dataset).__name__} is an IterableDataset, whose examples have no index: give a map-style "
+                "dataset (with len and [index]), such as the list of its samples."
+            )
         elif hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__"):
-            self._length = len(dataset)
+            self._length = _count(dataset)
         else:
-            raise DataError(f"expected a map-style dataset (with len and [index]), got {type(dataset).__name__}.")
+            raise DataError(f"expected a map-style dataset (with len and [index]), got {_kind_of(dataset)}.")
         if self._length == 0:
             raise DataError("the dataset is empty.")
         self._dataset = dataset
@@ -173,6 +225,41 @@ class Data:
 
     def __len__(self) -> int:
         return self._length
+
+    @property
+    def stacked(self) -> Batch | None:
+        """All samples as one batch, where they are kept as columns of tensors."""
+        return self._columns
+
+    def changing_example(self) -> int | None:
+        """Read some examples a second time; return the first that is another one now, None where all are the same."""
+        if self._given_columns:
+            return None
+        chosen = _spread(len(self), _READ_TWICE)
+        first, second = self.gather(torch.tensor(chosen)), self._read(chosen)
+        pairs = list(zip_longest(leaves(first), leaves(second)))
+        for row, example in enumerate(chosen):
+            if any(_row(before, row, len(chosen)) != _row(now, row, len(chosen)) for before, now in pairs):
+                return example
+        return self._spoilt(chosen) if self._collate is not default_collate else None
+
+    def _spoilt(self, indices: list[int]) -> int | None:
+        """Find an example whose tensors the collate_fn changes where the dataset keeps them; None where it leaves all.
+
+        Here it is handed copies. In the user's training every reading would change the data again.
+        """
+        kept = [_tensors(self._sample(i)) for i in indices]
+        given = [copied(self._sample(i)) for i in indices]
+        tensors = [_tensors(sample) for sample in given]  # it may take its list and its samples apart
+        before = [[raw_bytes(tensor).tobytes() for tensor in each] for each in tensors]
+        self._collated(given)
+        for row, example in enumerate(indices):
+            for mine, again, now, was in zip(
+                kept[row], _tensors(self._sample(example)), tensors[row], before[row], strict=False
+            ):
+                if mine.data_ptr() == again.data_ptr() and raw_bytes(now).tobytes() != was:
+                    return example
+        return None
 
     def gather(self, indices: Tensor) -> Batch:
         """The samples at `indices` as one batch."""
@@ -204,14 +291,29 @@ class Data:
             self._passes = passes
 
     def _read(self, indices: list[int]) -> Batch:
-        samples = [self._dataset[i] for i in indices]
+        batch = self._collated([copied(self._sample(i)) for i in indices])
+        if self._collate is not default_collate:  # which makes new tensors each time
+            batch = copied(batch)
+        return map_tensors(lambda t: _usable(t, self.device), batch)
+
+    def _sample(self, index: int) -> Any:
         try:
-            batch = self._collate(samples)
+            return self._dataset[index]
+        except (ImprintError, torch.OutOfMemoryError):
+            raise
+        except Exception as error:
+            raise DataError(
+                f"sample {index} of {len(self)} could not be read ({first_line(error)}): dataset[{index}] must work, "
+                "as it must for every index below len(dataset). Repair that sample, or leave it out."
+            ) from error
+
+    def _collated(self, samples: list[Any]) -> Batch:
+        try:
+            return self._collate(samples)
         except Exception as error:
             if self._collate is not default_collate:
                 raise DataError(f"the collate_fn failed: {first_line(error)}.") from error
             raise DataError(f"samples could not be collated into a batch ({error}): give a collate_fn.") from error
-        return map_tensors(lambda t: _usable(t, self.device), batch)
 
     def _collect(self) -> Batch | None:
         """The whole dataset as columns, if its samples stack and are small enough to keep."""
@@ -220,6 +322,40 @@ class Data:
             return None
         parts = [self._read(list(range(i, min(i + 4096, len(self))))) for i in range(0, len(self), 4096)]
         return _concatenate(parts)
+
+
+def _is_plain(dataset: Any) -> bool:
+    """Whether samples are the rows of a `TensorDataset`; one that changes them as they are read is read."""
+    return isinstance(dataset, TensorDataset) and type(dataset).__getitem__ is TensorDataset.__getitem__
+
+
+def _spread(n: int, count: int) -> list[int]:
+    """So many of n indices at most, evenly spread, the first and the last among them."""
+    return sorted({round(i * (n - 1) / max(1, min(count, n) - 1)) for i in range(min(count, n))})
+
+
+def _tensors(sample: Any) -> list[Tensor]:
+    """The tensors of a sample whose values are bytes in memory."""
+    return [leaf for leaf in leaves(sample) if isinstance(leaf, Tensor) and leaf.layout == torch.strided]
+
+
+def _count(dataset: Any) -> int:
+    """The length of a dataset, which is the user's code."""
+    try:
+        return len(dataset)
+    except Exception as error:
+        raise DataError(
+            f"the length of the dataset, a {type(dataset).__name__}, could not be read ({first_line(error)}): its "
+            "__len__ must return how many samples it has, a whole number."
+        ) from error
+
+
+def _row(leaf: Any, row: int, count: int) -> object:
+    """What a leaf of a batch says of one of `count` rows, comparable by ==; all of it where it has no rows."""
+    if not isinstance(leaf, Tensor):
+        return placeless(repr(leaf))
+    part = leaf[row] if leaf.dim() and leaf.shape[0] == count else leaf
+    return part.dtype, tuple(part.shape), raw_bytes(part).tobytes()
 
 
 def as_tensors(dataset: Any) -> Any:
@@ -245,8 +381,14 @@ def length_of(dataset: Any) -> int:
     """How many samples a dataset has, be it columns or map-style."""
     dataset = as_tensors(dataset)
     if not is_columns(dataset) and not hasattr(dataset, "__len__"):
-        raise DataError(f"expected a map-style dataset (with len and [index]), got {type(dataset).__name__}.")
-    return len(leaves(dataset)[0]) if is_columns(dataset) else len(dataset)
+        raise DataError(f"expected a map-style dataset (with len and [index]), got {_kind_of(dataset)}.")
+    return len(leaves(dataset)[0]) if is_columns(dataset) else _count(dataset)
+
+
+def _kind_of(dataset: object) -> str:
+    """The type of what was given as a dataset; of a loader, with the dataset that it loads."""
+    hint = ": give its .dataset, and its collate_fn if it has one of its own" if hasattr(dataset, "dataset") else ""
+    return type(dataset).__name__ + hint
 
 
 def is_columns(dataset: Any) -> bool:
@@ -254,6 +396,11 @@ def is_columns(dataset: Any) -> bool:
     if not isinstance(dataset, tuple | Mapping) or not dataset:
         return False
     return all(isinstance(leaf, Tensor) and leaf.dim() > 0 for leaf in leaves(dataset))
+
+
+def raw_bytes(tensor: Tensor) -> np.ndarray[Any, np.dtype[np.uint8]]:
+    """Return the values of a tensor as bytes."""
+    return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
 
 
 def _concatenate(parts: list[Batch]) -> Batch:
@@ -267,14 +414,35 @@ def query_batches(
     """Queries as (count, batch) pairs: a dataset cut into batches, or an iterable of batches taken as it is."""
     queries = as_tensors(queries)
     if is_columns(queries) or (hasattr(queries, "__getitem__") and hasattr(queries, "__len__")):
-        if len(queries) == 0 or (is_columns(queries) and not any(len(leaf) for leaf in leaves(queries))):
+        if _count(queries) == 0 or (is_columns(queries) and not any(len(leaf) for leaf in leaves(queries))):
             raise DataError("there are no queries: the set is empty.")
         data = Data(queries, device=device, batch_size=batch_size, collate_fn=collate_fn)
+        if (query := data.changing_example()) is not None:
+            warnings.warn(
+                f"query {query} is another one each time it is read: the scores are those of queries that cannot be "
+                "read again. Give queries as they are measured, without random augmentation, and a collate_fn that "
+                "changes none in place.",
+                ReliabilityWarning,
+                stacklevel=3,
+            )
         return [(len(indices), batch) for indices, batch in data.batches()]
     if not isinstance(queries, Iterable):
         raise DataError(f"queries must be a map-style dataset or an iterable of batches, got {type(queries).__name__}.")
-    batches = [map_tensors(lambda t: _usable(t, device), batch) for batch in queries]
+    if isinstance(queries, DataLoader) and _shuffles(queries):
+        warnings.warn(
+            "the queries come from a DataLoader that shuffles (shuffle=True, or a random sampler): scores are in the "
+            "order that it drew, not in that of its dataset. Give a DataLoader with shuffle=False, or the dataset.",
+            ReliabilityWarning,
+            stacklevel=3,
+        )
+    batches = [map_tensors(lambda t: _usable(t, device), copied(batch)) for batch in queries]
     counted = [(length(batch), batch) for batch in batches]
     if not any(count for count, _ in counted):
         raise DataError("there are no queries: the iterable gave no batch.")
     return [(count, batch) for count, batch in counted if count]
+
+
+def _shuffles(loader: "DataLoader[Any]") -> bool:
+    """Whether a loader draws its samples in a random order."""
+    samplers = (loader.sampler, getattr(loader.batch_sampler, "sampler", None))
+    return any(isinstance(s, _SHUFFLERS) or getattr(s, "shuffle", False) is True for s in samplers)
