@@ -88,6 +88,7 @@ def test_every_engine_simulates_every_member(name: str, plan: str, device: str, 
     if plan in ON_OUTPUTS and ZOO[name].make(torch.device(device), torch.float32).task.outputs is None:
         pytest.skip("tells so instead, see below")
     member, store = simulated(name, plan, device, torch.float32)
+    assert store.warnings == ()  # ordinary models give no reason for any
     (checkpoint,) = store.checkpoints
     takes_vmap = ZOO[name].vectorises_tangents if plan == "tangent" else ZOO[name].vectorises
     if plan not in ON_OUTPUTS:
@@ -255,7 +256,7 @@ def test_batches_and_memory_do_not_change_the_scores(name: str, device: str, sim
         step=1e-4 if readout == "central" else None,
         collate_fn=member.collate_fn,
         batch_size=2,
-        memory=1,
+        memory="1B",
         progress=False,
     )
     rtol = 1e-8 if readout == "jvp" else 1e-5

@@ -131,6 +131,23 @@ def batch_norm(device: torch.device, dtype: torch.dtype) -> Member:
     return member
 
 
+@_member(smooth=False)
+def biases_before_batch_norm(device: torch.device, dtype: torch.dtype) -> Member:
+    """Biases that batch norm takes out again in training mode, and that count in evaluation mode."""
+
+    def make() -> nn.Module:
+        first = nn.Conv2d(1, 2, 3, padding=1), nn.BatchNorm2d(2), nn.ReLU()
+        second = nn.Conv2d(2, 3, 3, stride=2, padding=1), nn.BatchNorm2d(3), nn.ReLU()
+        return nn.Sequential(*first, *second, nn.Flatten(), nn.Linear(12, 3))
+
+    member = _classifier(make, (1, 4, 4), device, dtype)
+    member.task.model.train()
+    with torch.no_grad():
+        for _ in range(20):
+            member.task.model(member.data[0])
+    return member
+
+
 class _Residual(nn.Module):
     def __init__(self) -> None:
         super().__init__()

@@ -6,6 +6,11 @@ trust region: what a random half of the data is predicted to do to the outputs m
 linear prediction can hold, from a quarter to one nat of the margins (in other tasks, of the noise of the outputs).
 Where data is plentiful a half does move little: λ stays above a tenth of tr(H)/N, and above what rounding hides.
 
+**Step of a path.** A path has μ/λ steps of 1/μ, μ the largest curvature: where it starts for the number of steps, and
+on the whole of it for their size. From an early checkpoint curvature rises tenfold and more, most of all where the
+running statistics of batch norm have not settled, and a step that suits the start would multiply responses at each
+later one. So the path is walked first; as λ rises with the curvature, it gets shorter and not longer.
+
 **Weight.** A checkpoint far from where training comes to rest, in units of what sampling the data does to it, says
 little of the models that retraining ends with: 1/(1 + snr), snr = N ḡᵀ(H+λ)⁻¹ḡ / mean_i g_iᵀ(H+λ)⁻¹g_i. A silent one
 disagrees with the others: times the square of its mean agreement with them on what halves would do. Divided by the size
@@ -16,18 +21,19 @@ import logging
 import math
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
-from torch.func import grad, jvp, vjp
+from torch.func import grad, vjp
 
 from imprint.data import Collate
 from imprint.dropout import dropouts
 from imprint.errors import SimulationError
+from imprint.fingerprint import HashData
 from imprint.progress import Advance, Progress
 from imprint.simulation.curvature import curvature_product
 from imprint.simulation.derivatives import Weighted, regulariser_gradient_along, transposed
@@ -37,8 +43,10 @@ from imprint.simulation.inputs import Inputs
 from imprint.simulation.plan import Plan
 from imprint.simulation.spectral import Frozen, freeze, signed_sum
 from imprint.simulation.states import State
+from imprint.simulation.step import TRIES, gauss_newton_at, walk
 from imprint.sources import Sources
 from imprint.task import Batch, Functional, Parameters, Task, margin, targets
+from imprint.turns import jvp
 from imprint.vectors import Flat, over_rows
 
 logger = logging.getLogger(__name__)
@@ -51,6 +59,8 @@ OUTPUTS = 65_536  # of them, where they have more, such as the tokens of a vocab
 _PROBES = 4  # for the trace outside the basis
 _BELOW = 10  # by how much λ may fall below tr(H)/N for the sake of the trust region
 _STEPS = 1000  # of a path, at most: beyond, H is not what it was
+_WALKED = 1024  # examples of a step of the path that is walked beforehand
+_SHARPER = 1.8  # times the curvature a step was chosen for: below 2, where responses begin to grow
 
 
 @dataclass(frozen=True)
@@ -232,6 +242,22 @@ def weights(looks: Sequence[Look]) -> list[float]:
     return [value / top for value in found] if top > 0 else [1.0] * len(looks)
 
 
+def path(descent: Descent, damping: float, sharpest: float) -> tuple[int, float]:
+    """Steps and step size of a path: as many as lead to λ from where it starts, each 1/μ of the sharpest point on it.
+
+    sharpest: the largest curvature where the path starts.
+    """
+    descent = replace(descent, plan=Plan(batch_size=_WALKED))  # all of the data where it is no more than that
+    steps = min(max(1, round(sharpest / damping)), _STEPS)
+    for _ in range(TRIES):
+        size = float(f"{1 / sharpest:.4g}")
+        along = walk(replace(descent, lr=size, steps=steps), gauss_newton_at)
+        if along is not None and along.largest <= _SHARPER * sharpest:
+            break
+        sharpest = 8 * sharpest if along is None else along.largest
+    return steps, size
+
+
 @torch.inference_mode(False)
 def plan_for(
     task: Task,
@@ -240,11 +266,12 @@ def plan_for(
     checkpoints: Sequence[State] | None,
     batch_size: int | None,
     collate_fn: Collate | None,
+    hash_data: HashData,
     progress: bool | Advance,
 ) -> Plan:
     """`Plan.auto`."""
     options: dict[str, Any] = {"batch_size": batch_size, "collate_fn": collate_fn, "device": None, "dtype": None}
-    inputs = Inputs.checked(task, data, sources, Plan(engine="spectral"), checkpoints, **options)
+    inputs = Inputs.checked(task, data, sources, Plan(engine="spectral"), checkpoints, hash_data=hash_data, **options)
     bar = Progress("choosing", DIRECTIONS * len(inputs.states), "curvature products", progress)
     looks = []
     with task.evaluating(), closing(bar):
@@ -263,12 +290,14 @@ def plan_for(
         logger.info("checkpoint %d: damping %.3g, weight %.3g", index, damping, share)
     if max(sources.sizes) == 1:
         return Plan(engine="spectral", steps="infinite", damping=tuple(dampings), weight=tuple(shares))
-    sizes = [float(f"{1 / float(one.values[-1]):.4g}") for one in looks]
+    with task.evaluating():
+        paths = [
+            path(inputs.descent(index, inputs.state(index)), damping, float(one.values[-1]))
+            for index, (damping, one) in enumerate(zip(dampings, looks, strict=True))
+        ]
     return Plan(
-        steps=tuple(
-            min(max(1, round(1 / (damping * size))), _STEPS) for damping, size in zip(dampings, sizes, strict=True)
-        ),
-        lr=tuple(sizes),
+        steps=tuple(steps for steps, _ in paths),
+        lr=tuple(size for _, size in paths),
         weight=tuple(shares),
         curvature="gauss-newton",
         dropout=bool(dropouts(task.model)),

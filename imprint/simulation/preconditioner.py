@@ -17,7 +17,9 @@ from imprint.task import Parameters
 
 _ADAMS = 1e-8  # what Adam adds to √v̂
 BATCHES = 16  # of which squared gradients are averaged
+COMPARED = 4  # batches that recorded moments are compared with: a factor of thirty shows on few
 _LARGEST = 64  # examples in one of them, where the plan's steps take the full batch, whose gradient may vanish
+_UNFELT = 1e-3**0.5  # √(1 − β₂) of Adam's β₂ = 0.999: after a gradient g, its √v̂ is no less than this times |g|
 
 
 @dataclass(frozen=True)
@@ -25,7 +27,8 @@ class Preconditioner:
     """M, one value for each value of the selected parameters.
 
     It is infinite where v̂ is 0: there Adam has seen no gradient and moved nothing, and 1e-8 alone would let the first
-    one that comes throw the parameter far away.
+    one that comes throw the parameter far away. `compare` makes it 0 where training has felt nothing
+    but rounding.
     """
 
     diagonal: Parameters
@@ -43,12 +46,43 @@ class Preconditioner:
 
     @property
     def unmoved(self) -> float:
-        """The share of values that do not move, because their second moment is 0."""
+        """The share of values that do not move, because their second moment is 0 or nothing but rounding."""
         still = sum(int(diagonal.isinf().sum()) for diagonal in self.diagonal.values())
         return still / sum(diagonal.numel() for diagonal in self.diagonal.values())
 
 
-def estimated_moments(descent: Descent) -> Parameters:
+@dataclass(frozen=True)
+class Compared:
+    """Recorded second moments beside those of gradients in evaluation mode at the checkpoint.
+
+    moments: the recorded ones, 0 where training has felt nothing; `unfelt` counts these values by parameter.
+    ratio: the median over values of √(recorded / estimated): far from 1 where they are of losses on different scales.
+    """
+
+    moments: Parameters
+    unfelt: dict[str, int]
+    ratio: float
+
+
+def compare(recorded: Parameters, estimated: Parameters) -> Compared:
+    """Find the values on which training has had no gradient, though evaluation mode gives them one.
+
+    A bias before batch norm is one: in training mode the norm takes it out again, so that its gradient is rounding and
+    √v̂ about 1e-8; in evaluation mode it shifts the outputs. To divide its gradient by 1e-8 would throw it far away,
+    where training never moved it. Adam itself never divides a gradient by less than √(1 − β₂) of it: where √v̂ is below
+    that share of the gradients here (both in units of the median ratio), they are not those it was trained with.
+    """
+    ratios = {name: (recorded[name].double() / e.double()).sqrt() for name, e in estimated.items()}
+    known = torch.cat([r[(r > 0) & r.isfinite()].flatten() for r in ratios.values()])
+    if not len(known):
+        return Compared(recorded, {}, 1.0)
+    median = float(known.median())
+    unfelt = {name: (recorded[name] > 0) & (r < _UNFELT * median) for name, r in ratios.items()}
+    kept = {name: torch.where(unfelt[name], 0.0, v) for name, v in recorded.items()}
+    return Compared(kept, {name: n for name, found in unfelt.items() if (n := int(found.sum()))}, median)
+
+
+def estimated_moments(descent: Descent, batches: int = BATCHES) -> Parameters:
     """The mean of squared gradients of the objective over mini-batches, where the descent starts."""
     size = descent.plan.batch_size
     if size is None or descent.is_full_batch:
@@ -57,7 +91,7 @@ def estimated_moments(descent: Descent) -> Parameters:
         name: torch.zeros_like(p, dtype=torch.promote_types(p.dtype, torch.float32))
         for name, p in descent.start.items()
     }
-    for index, examples in enumerate(islice(minibatches(descent.n, size, descent.plan.seed), BATCHES)):
+    for index, examples in enumerate(islice(minibatches(descent.n, size, descent.plan.seed), batches)):
         parts = descent.weighted(examples)
         if index == 0:
             refuse_loss(descent, parts)
@@ -65,7 +99,7 @@ def estimated_moments(descent: Descent) -> Parameters:
         if not all(bool(tensor.isfinite().all()) for tensor in slope.values()):
             descent.refuse_gradients(parts)
         for name, tensor in total.items():
-            tensor += slope[name].to(tensor.dtype).square() / BATCHES
+            tensor += slope[name].to(tensor.dtype).square() / batches
     for name, tensor in total.items():
         if not bool(tensor.isfinite().all()):
             raise SimulationError(

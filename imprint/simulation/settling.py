@@ -5,7 +5,6 @@
 
 import logging
 import sys
-import warnings
 from dataclasses import replace
 from typing import Any
 
@@ -16,14 +15,17 @@ from imprint.simulation.curvature import Spectrum, longer
 from imprint.simulation.derivatives import Weighted
 from imprint.simulation.descent import Descent
 from imprint.simulation.engines import sides, simulated, trial_epsilon
+from imprint.simulation.inputs import Inputs
 from imprint.simulation.plan import Settings
-from imprint.simulation.preflight import first_step, refuse_loss, why_not_together
+from imprint.simulation.preflight import first_step, own, refuse_loss, why_not_together
 from imprint.simulation.step import settle, starting_curvature
 from imprint.simulation.trajectories import choose_epsilon
 from imprint.store import Checkpoint
 
 logger = logging.getLogger(__name__)
 
+_FEWEST_EXAMPLES = 16  # evaluated at once, however little memory there is
+_LEAST = 64 << 20  # bytes that a batch may take in any case
 _COPIES = 6  # vectors of one source alive at once in a step: response, its change, and the temporaries of both modes
 
 
@@ -34,9 +36,7 @@ def settled(descent: Descent, settings: Settings, index: int, memory: int | str 
     step, curvature = settle(descent, curvature) if settings.lr == "auto" else (settings.lr, curvature)
     stability = curvature.growth(step, descent.shift, descent.plan.momentum)
     descent = advised(replace(descent, lr=step), curvature)
-    if (warning := too_long(index, descent, curvature)) is not None:
-        warnings.warn(warning, stacklevel=6)
-    elif stability > 1 + 1e-6:
+    if stability > 1 + 1e-6:
         logger.info(
             "checkpoint %d: a step multiplies some direction by %.3g, from negative curvature %.3g",
             *(index, stability, curvature.smallest),
@@ -62,6 +62,32 @@ def together_or_alone(descent: Descent) -> tuple[Descent, str | None]:
     refuse_loss(descent, next(descent.batches()))
     reason = why_not_together(descent, lambda trial: simulated(trial, trial_epsilon(trial.plan)))
     return replace(descent, vectorise=reason is None), reason
+
+
+def fit_batches(inputs: Inputs, memory: int | str | None) -> None:
+    """Lower the number of examples evaluated at once, where one source would take more than the caller allows.
+
+    Only for an explicit `memory`, so that the same call has the same batches; and not where dropout is drawn along the
+    path, which depends on them.
+    """
+    data, few = inputs.data, 8
+    if memory is None or inputs.plan.dropout or data.batch_size <= _FEWEST_EXAMPLES or len(data) <= 2 * few:
+        return
+    allowed = max(budget(memory, data.device), _LEAST)
+    functional, theta = inputs.task.at(inputs.states[inputs.first])
+
+    def taken(count: int) -> int:
+        batch = data.gather(torch.arange(count))
+        return activation_bytes(
+            lambda: own("loss function failed on the first batch", functional.losses, theta, batch, count)
+        )
+
+    copies = _COPIES * sides(inputs.plan)
+    each = copies * max(1, (taken(2 * few) - taken(few)) // few)
+    fit = max(_FEWEST_EXAMPLES, (allowed - copies * tensor_bytes(theta)) // each)
+    if fit < min(data.batch_size, len(data)):
+        data.batch_size = 1 << (int(fit).bit_length() - 1)
+        logger.info("%d examples are evaluated at once, which memory=%s allows", data.batch_size, memory)
 
 
 def rows_at_once(descent: Descent, memory: int | str | None, epsilon: float | None, before: int | None = None) -> int:
@@ -140,15 +166,3 @@ def advised(descent: Descent, curvature: Spectrum) -> Descent:
         "negative."
     )
     return replace(descent, advice=advice)
-
-
-def too_long(index: int, descent: Descent, curvature: Spectrum) -> UserWarning | None:
-    """What to warn of, where the step is too long for the curvature that was measured."""
-    safe = longer(descent.plan.momentum) / max(curvature.largest + descent.shift, 1e-300)
-    if not descent.lr > 2 * safe:
-        return None
-    stability = curvature.growth(descent.lr, descent.shift, descent.plan.momentum)
-    return UserWarning(
-        f"checkpoint {index}: a step multiplies some direction by {stability:.3g} at lr={descent.lr:.3g}, above 1 "
-        f"(curvature up to {curvature.largest:.3g}): the descent may diverge; lr={safe:.2g} would be safe."
-    )

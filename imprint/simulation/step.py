@@ -5,28 +5,43 @@ leaves the stable range half-way, and the response grows without bound; so the u
 cost of about one source's gradient steps, and the step follows the sharpest point on it.
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import replace
 
 import torch
 
 from imprint.errors import SimulationError
-from imprint.simulation.curvature import Spectrum, spectrum
+from imprint.simulation.curvature import Spectrum, curvature_product, lanczos, spectrum
 from imprint.simulation.derivatives import Weighted
 from imprint.simulation.descent import Descent
 from imprint.task import Parameters
+from imprint.vectors import Flat
 
+Look = Callable[[Descent, Parameters, Iterable[Weighted], int], Spectrum]
 LOOKS = (1 / 16, 1 / 8, 1 / 4, 1 / 2, 1.0)  # shares of the path at which curvature is measured
 LOOK_ITERATIONS = 15
-_TRIES = 10
+_START_ITERATIONS: ContextVar[int] = ContextVar("products with the curvature where a descent starts", default=30)
+TRIES = 10
 _UPHILL = 0.1  # share by which a path may end above where it began: mini-batches are noisy
 
 
 def starting_curvature(descent: Descent) -> Spectrum:
     """Of the objective the descent starts with: the full batch, or the sharpest of its first two mini-batches."""
     batches = descent.batches()
-    looks = 1 if descent.is_full_batch else min(2, descent.steps)
-    return _widest([curvature_at(descent, descent.start, next(batches)) for _ in range(looks)])
+    looks, products = 1 if descent.is_full_batch else min(2, descent.steps), _START_ITERATIONS.get()
+    return _widest([curvature_at(descent, descent.start, next(batches), products) for _ in range(looks)])
+
+
+@contextmanager
+def coarse_curvature() -> Iterator[None]:
+    """Measure the starting curvature by two products: for trials with a given step, whose figures nobody reads."""
+    token = _START_ITERATIONS.set(2)
+    try:
+        yield
+    finally:
+        _START_ITERATIONS.reset(token)
 
 
 def curvature_at(descent: Descent, theta: Parameters, parts: Iterable[Weighted], iterations: int = 30) -> Spectrum:
@@ -37,6 +52,14 @@ def curvature_at(descent: Descent, theta: Parameters, parts: Iterable[Weighted],
     return spectrum(descent.task, theta, parts, iterations, preconditioner=diagonal, damping=descent.damping)
 
 
+def gauss_newton_at(descent: Descent, theta: Parameters, parts: Iterable[Weighted], iterations: int = 30) -> Spectrum:
+    """The extremes of the Gauss–Newton matrix at θ."""
+    flat = Flat(theta)
+    product = curvature_product(descent.task, theta, list(parts), "gauss-newton")
+    start = torch.randn(flat.size, generator=torch.Generator().manual_seed(0)).to(flat.device, flat.dtype)
+    return lanczos(product, start, iterations, tolerance=1e-2)
+
+
 def settle(descent: Descent, start: Spectrum) -> tuple[float, Spectrum]:
     """A step of 1/(|μ| + λ) for the sharpest curvature on the path it makes, and the extremes met there.
 
@@ -44,9 +67,9 @@ def settle(descent: Descent, start: Spectrum) -> tuple[float, Spectrum]:
     Under a preconditioner μ is a curvature of M⁻¹(H + λI), and the step 1/|μ|.
     """
     assumed = start
-    for _ in range(_TRIES):
+    for _ in range(TRIES):
         step = assumed.step(descent.shift, descent.plan.momentum)
-        along = _walk(replace(descent, lr=step))
+        along = walk(replace(descent, lr=step))
         if along is None:  # not even the unperturbed path holds at this step
             assumed = Spectrum(8 * assumed.smallest, 8 * assumed.largest)
         elif along.largest <= 1.25 * assumed.largest:
@@ -59,7 +82,7 @@ def settle(descent: Descent, start: Spectrum) -> tuple[float, Spectrum]:
     )
 
 
-def _walk(descent: Descent) -> Spectrum | None:
+def walk(descent: Descent, look: Look = curvature_at) -> Spectrum | None:
     """Curvature extremes along the unperturbed path; None if it goes uphill or to where losses are not finite."""
     looks = {max(1, round(share * descent.steps)) for share in LOOKS}
     theta, kept = {name: p.clone() for name, p in descent.start.items()}, descent.at_rest(descent.start)
@@ -73,7 +96,7 @@ def _walk(descent: Descent) -> Spectrum | None:
             if step in looks:
                 if _mean_loss(descent, theta, reference) - begin > _UPHILL * max(abs(begin), 1e-3):
                     return None
-                found.append(curvature_at(descent, theta, parts, LOOK_ITERATIONS))
+                found.append(look(descent, theta, parts, LOOK_ITERATIONS))
         except SimulationError:
             return None
     return _widest(found)

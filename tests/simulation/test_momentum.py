@@ -279,7 +279,7 @@ def test_directions_that_are_kept_are_counted_in_memory_and_on_disk() -> None:
         """The least memory in which all sources are simulated together."""
 
         def together(memory: int) -> int:
-            figures = run(problem, replace(plan, momentum=momentum), memory=memory).checkpoints[0].figures
+            figures = run(problem, replace(plan, momentum=momentum), memory=f"{memory}B").checkpoints[0].figures
             return int(figures["rows_at_once"])
 
         return bisect_left(range(10**6), count, 1, key=together)

@@ -1,0 +1,92 @@
+"""Looks for signs that scores mislead, while they are read out, and says what to do about them.
+
+`Reader` hands over what it computes anyway: F of the first queries, the largest score, and some scores of each
+checkpoint. The guards are pure functions of these figures; `attribute` shows what they find and keeps it in the result.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from imprint.errors import ReliabilityWarning
+
+_BEYOND = 3.0  # times the range of F
+_FEWEST = 4  # values of F that tell a range
+_OPPOSED = -0.2  # correlation of a checkpoint's scores with those of the others
+_SAMPLE = 16_384  # scores of a block on which checkpoints are compared
+
+
+@dataclass
+class Seen:
+    """What a readout has seen so far.
+
+    values: F of some queries, and losses of training examples where F is the loss.
+    unit: by how much F may well change, where its nature says so: a nat of a classifier's loss or margin.
+    largest: the largest score by magnitude.
+    products: sums of products of scores between checkpoints, (checkpoints, checkpoints).
+    """
+
+    values: list[float] = field(default_factory=list)
+    unit: float = 0.0
+    largest: float = 0.0
+    products: Tensor | None = None
+
+    def add(self, largest: float, each: Sequence[Tensor]) -> None:
+        """Take note of a block: its largest score, and the scores of each checkpoint, all of one shape."""
+        self.largest = max(self.largest, largest)
+        if len(each) < 2:
+            return
+        stride = max(1, each[0].numel() // _SAMPLE)
+        some = torch.stack([scores.flatten()[::stride] for scores in each]).double()
+        products = (some @ some.T).cpu()
+        self.products = products if self.products is None else self.products + products
+
+    def warnings(self, n: int, checkpoints: Sequence[int], shares: Sequence[float]) -> Iterator[ReliabilityWarning]:
+        """What there is to warn of; the checkpoints by number, with their shares in the mean."""
+        found = (
+            beyond_range(self.largest / n, self.values, self.unit),
+            None if self.products is None else opposed(self.products, checkpoints, shares),
+        )
+        return (warning for warning in found if warning is not None)
+
+
+def beyond_range(effect: float, values: Sequence[float], unit: float = 0.0) -> ReliabilityWarning | None:
+    """Say that a predicted effect is larger than the measurement itself.
+
+    values: the measurement of some queries.
+    unit: by how much it may change however small it is; 0 where that is unknown.
+    """
+    if not unit and len(values) < _FEWEST:
+        return None
+    size = max((abs(value) for value in values), default=0.0)
+    spread = max(values) - min(values) if values else 0.0
+    if not effect > _BEYOND * max(size, spread, unit):
+        return None
+    return ReliabilityWarning(
+        f"a removal is predicted to change the measurement by {effect:.3g}, where it is {size:.3g} at most now: so "
+        "large an effect is no prediction, but a simulation that left the region where it holds. Take a smaller lr or "
+        'lr="auto", fewer steps, more damping, or later checkpoints, and compare with retraining (`imprint evaluate`).'
+    )
+
+
+def opposed(products: Tensor, checkpoints: Sequence[int], shares: Sequence[float]) -> ReliabilityWarning | None:
+    """Say that the scores of a checkpoint point the other way than those of the others, of which the mean is taken.
+
+    products: sums of products of scores between checkpoints, from which their correlations follow.
+    """
+    weights = torch.tensor(shares, dtype=torch.float64)
+    worst, where = _OPPOSED, None
+    for row, index in enumerate(checkpoints):
+        others = weights.clone()
+        others[row] = 0
+        lengths = float(products[row, row]) * float(others @ products @ others)
+        if lengths > 0 and (found := float(products[row] @ others) / lengths**0.5) < worst:
+            worst, where = found, index
+    if where is None:
+        return None
+    return ReliabilityWarning(
+        f"checkpoint {where} disagrees with the others: its scores correlate {worst:.2f} with theirs, so that the mean "
+        f"over checkpoints hides two opposite answers. Leave checkpoint {where} out, or compare each with retraining."
+    )
