@@ -11,7 +11,6 @@ import warnings
 from typing import Annotated, Any
 
 import typer
-from rich.markup import escape
 
 import imprint
 from imprint.commands.bench import bench, sweep
@@ -19,9 +18,10 @@ from imprint.commands.demo import demo
 from imprint.commands.evaluation import evaluate, retrain
 from imprint.commands.export import export
 from imprint.commands.stores import attribute, check, inspect, simulate, verify
+from imprint.display import for_terminal
 from imprint.errors import ImprintError, first_line
 from imprint.loading import own_frames
-from imprint.terminal import console, errors
+from imprint.terminal import console, errors, marked
 
 app = typer.Typer(
     help="How much does each data source move this prediction? Answered with forward passes only.",
@@ -57,12 +57,25 @@ def _show_warning(message: Warning | str, *origin: Any, **more: Any) -> None:
 
 def _one_line(head: str, message: Exception | str) -> None:
     text = " ".join(line.strip() for line in str(message).splitlines())
-    errors.print(f"{head} {escape(text)}", highlight=False, soft_wrap=True)
+    errors.print(f"{head} {marked(text)}", highlight=False, soft_wrap=True)
+
+
+class _Clean(logging.Formatter):
+    """Log records have names and paths in them too: a message is one line, a traceback keeps its own."""
+
+    def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802  (the name is that of logging)
+        record.message = for_terminal(record.message)
+        return super().formatMessage(record)
+
+    def format(self, record: logging.LogRecord) -> str:
+        return "\n".join(map(for_terminal, super().format(record).split("\n")))
 
 
 def main() -> None:
     """Run the command line; errors of this library are one line, those of the user's code have its own frames."""
-    logging.basicConfig(format="%(levelname)s: %(message)s", level=logging.WARNING)
+    handler = logging.StreamHandler()
+    handler.setFormatter(_Clean("%(levelname)s: %(message)s"))
+    logging.basicConfig(handlers=[handler], level=logging.WARNING)
     warnings.showwarning = _show_warning
     try:
         app()
@@ -78,5 +91,6 @@ def main() -> None:
         _one_line("[red]error:[/red]", first_line(error))
         notes, frames = getattr(error, "__notes__", []), "".join(traceback.format_list(theirs)).rstrip()
         told = "\n".join([*notes, frames, f"({_TRACEBACK}=1 shows all of it)"])
+        told = "\n".join(map(for_terminal, told.split("\n")))
         errors.print(told, markup=False, highlight=False, soft_wrap=True)
         raise SystemExit(1) from None

@@ -3,11 +3,10 @@
 Settings come from flags, a TOML file or a manifest, one put over the other; `imprint.loading` finds what they name.
 """
 
-import contextlib
 import difflib
 import os
 import tomllib
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,21 @@ from imprint.store import Store
 
 NOTE = "imprint"
 """Under which key of a store's note the command line keeps its own."""
+
+
+PER_EXAMPLE = "per-example"
+"""The sources that need no name: every training example is one."""
+
+
+def named_by(store: Store) -> "Experiment":
+    """What a store says that it was made with, as texts to show; nothing of what is no name."""
+    command = noted(store.manifest.note).get("command")
+    try:
+        found = Experiment.from_values(command if isinstance(command, dict) else {}, "the manifest's command")
+    except ConfigurationError:  # a note may say anything
+        return Experiment()
+    texts = [getattr(found, name) or "" for name in _OBJECTS] + list(found.checkpoints)
+    return Experiment() if any(text.startswith("-") for text in texts) else found  # which would be an option
 
 
 def noted(note: Any) -> dict[str, Any]:
@@ -45,6 +59,7 @@ class Experiment:
     batch_size: int | None = None
     dtype: str | None = None
     memory: str | int | None = None
+    hash_data: str | None = None
     device: str | None = None
     out: str | None = None
 
@@ -57,30 +72,27 @@ class Experiment:
             raise ConfigurationError(f"{path} cannot be read: {error}") from error
         return cls.from_values(values, str(path)).beside(path.parent)
 
-    def over_store(self, store: Store) -> "Experiment":
-        """These settings over those a store was made with; it names objects only if a command made it.
+    def over_store(self, store: Store, library: Collection[str] = ()) -> "Experiment":
+        """These settings over those of a store: its plan, dtype and batch size, and no more than that of its names.
 
-        A file inside the store itself is never loaded: whoever made the store would decide what runs here.
+        Nothing that a store names is loaded, since whoever made the store would decide what runs here. What is the
+        library's own stays: a task that is one of the `library`'s settings, and "per-example" sources.
         """
-        manifest, named = store.manifest, Experiment()
-        command = noted(manifest.note).get("command")
-        with contextlib.suppress(ConfigurationError):  # a note may say anything
-            named = Experiment.from_values(command if isinstance(command, dict) else {}, "the manifest's command")
-        for name in _OBJECTS:
-            string = getattr(named, name) or ""
-            place = Path(string.rpartition(":")[0])
-            if getattr(self, name) is not None or place.suffix != ".py":
-                continue
-            if not place.is_file():
-                raise ConfigurationError(
-                    f"the store names its {name} {string}, as seen from where it was made: go to that folder, or give "
-                    "the names yourself, such as --task FILE.py:NAME."
-                )
-            if place.resolve().is_relative_to(store.path.resolve()):
-                raise ConfigurationError(f"{store.path} names its own {place.name}: name what to load yourself.")
+        manifest, named = store.manifest, named_by(store)
+        task = named.task if named.task in library else None
+        sources = named.sources if named.sources == PER_EXAMPLE else None
         batch_size = manifest.execution.get("batch_size")
-        plan = manifest.plan.to_json()
-        return self.over(replace(named, plan=plan, dtype=manifest.dtype, batch_size=batch_size, out=None))
+        kept = Experiment(task=task, sources=sources, plan=manifest.plan.to_json(), dtype=manifest.dtype)
+        return self.over(replace(kept, batch_size=batch_size))
+
+    def unrepeated(self, store: Store, names: Collection[str]) -> dict[str, tuple[str, ...]]:
+        """What a store was made with, of these settings, that is not given here: by setting."""
+        theirs, found = named_by(store), {}
+        for name in (*_OBJECTS, "checkpoints"):
+            value = getattr(theirs, name)
+            if name in names and value and not getattr(self, name):
+                found[name] = value if isinstance(value, tuple) else (value,)
+        return found
 
     @classmethod
     def from_values(cls, values: Mapping[str, Any], origin: str) -> "Experiment":

@@ -1,10 +1,19 @@
-"""Files that are there in full or not at all: written beside their place, synced, renamed; and a lock on a folder."""
+"""Files that are there in full or not at all: written beside their place, synced, renamed; and a lock on a folder.
+
+Only regular files are replaced: a link, a device, a pipe or a folder in the place of a file is refused, and nothing
+that somebody else has put there is removed. What is being written lies in a folder of its own, whose name cannot be
+guessed.
+"""
 
 import contextlib
 import errno
+import glob
 import hashlib
 import os
 import re
+import secrets
+import shutil
+import stat
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -21,36 +30,60 @@ except ImportError:  # not on this platform: folders go unlocked
 
 Result = TypeVar("Result")
 LOCK = ".imprint.lock"
+_NO_LINK = getattr(os, "O_NOFOLLOW", 0)
 _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+_OURS = re.compile(r"\.imprint-[0-9a-f]{16}\.tmp")
+_KINDS = {stat.S_IFLNK: "a link", stat.S_IFDIR: "a folder", stat.S_IFIFO: "a pipe", stat.S_IFSOCK: "a socket"}
 
 
 def write(place: Path, fill: Callable[[Path], Result]) -> Result:
     """Make the file at `place` what `fill` writes to the path it is given; durable once its result is returned."""
-    beside = place.with_name(f".{place.name}.tmp")
     try:
+        refuse_irregular(place)
         place.parent.mkdir(exist_ok=True)
-        beside.unlink(missing_ok=True)
-        beside.touch()
-        mode = beside.stat().st_mode  # as the umask has it; safetensors makes a file of its own, for its owner alone
-        result = fill(beside)
-        beside.chmod(mode)
-        _sync(beside)
-        beside.replace(place)
+        with temporary_folder(place.parent) as folder:
+            beside = folder / f"file{place.suffix}"
+            beside.touch()
+            mode = beside.stat().st_mode  # as the umask has it; safetensors makes a file for its owner alone
+            result = fill(beside)
+            beside.chmod(mode)
+            _sync(beside)
+            beside.replace(place)
         _sync(place.parent)
         return result
-    except BaseException as error:
-        with contextlib.suppress(OSError):
-            beside.unlink(missing_ok=True)
-        if isinstance(error, OSError | SafetensorError):
-            raise _unwritten(place, error) from error
-        raise
+    except (OSError, SafetensorError) as error:
+        raise _unwritten(place, error) from error
+
+
+def refuse_irregular(place: Path) -> None:
+    """Refuse to write to a place where there is anything but a regular file, or nothing."""
+    try:
+        mode = os.lstat(place).st_mode
+    except (FileNotFoundError, NotADirectoryError):  # writing will say what is wrong with its folder
+        return
+    if not stat.S_ISREG(mode):
+        what = _KINDS.get(stat.S_IFMT(mode), "a device")
+        raise StoreError(f"could not write {place}: it is {what}, and only a regular file is replaced.")
+
+
+@contextlib.contextmanager
+def temporary_folder(parent: Path, prefix: str = "") -> Iterator[Path]:
+    """A new folder in another one, for its owner alone; it goes afterwards, unless it was moved away."""
+    folder = parent / f"{prefix}.imprint-{secrets.token_hex(8)}.tmp"
+    folder.mkdir(mode=0o700)
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def append(place: Path, text: str) -> None:
     """Add to the end of a text file; durable once this returns. A crash may leave a part of `text` there."""
     try:
+        refuse_irregular(place)
         is_new = not place.exists()
-        with place.open("a", encoding="utf-8") as file:
+        descriptor = os.open(place, os.O_WRONLY | os.O_APPEND | os.O_CREAT | _NO_LINK, 0o666)
+        with os.fdopen(descriptor, "a", encoding="utf-8") as file:
             file.write(text)
             file.flush()
             os.fsync(file.fileno())
@@ -60,11 +93,26 @@ def append(place: Path, text: str) -> None:
         raise _unwritten(place, error) from error
 
 
-def leftovers(folder: Path) -> Iterator[Path]:
-    """What a `write` that was killed has left under a folder: its own file, or the one safetensors fills before it."""
-    for path in folder.rglob(".*"):
-        if re.fullmatch(r"\..*\.tmp|\.tmp\w{6}", path.name):
-            yield path
+def is_leftover(path: Path, prefix: str = "") -> bool:
+    """Whether a path is what a `write` that was killed has left: a folder with a name that only `write` gives."""
+    named = path.name.startswith(prefix) and _OURS.fullmatch(path.name.removeprefix(prefix)) is not None
+    return named and path.is_dir() and not path.is_symlink()
+
+
+def clear_leftovers(folder: Path, prefix: str = "") -> None:
+    """Remove what a `write` that was killed has left in a folder and in those directly under it.
+
+    prefix: what the names of temporary folders begin with, in this folder alone.
+    """
+    for path in leftovers(folder) if not prefix else folder.glob(f"{glob.escape(prefix)}.imprint-*.tmp"):
+        if is_leftover(path, prefix):
+            shutil.rmtree(path, ignore_errors=True)
+
+
+def leftovers(folder: Path) -> list[Path]:
+    """What a `write` that was killed has left in a folder and in those directly under it."""
+    inner = [path for path in folder.iterdir() if path.is_dir() and not path.is_symlink()] if folder.is_dir() else []
+    return [path for each in (folder, *inner) for path in each.glob(".imprint-*.tmp") if is_leftover(path)]
 
 
 def nearest_folder(out: str | os.PathLike[str] | None) -> Path:
@@ -78,6 +126,17 @@ def nearest_folder(out: str | os.PathLike[str] | None) -> Path:
         if path.exists() and not path.is_dir():
             raise StoreError(f"{path} is a file: give a folder for the store.")
     return place
+
+
+def refuse_unreadable(path: Path, longest: int | None = None) -> None:
+    """Refuse to read what is no regular file, since a pipe would be waited for, or has more than so many bytes."""
+    about = path.stat()
+    if not stat.S_ISREG(about.st_mode):
+        raise StoreError(f"{path} cannot be read: it is no regular file.")
+    if longest is not None and about.st_size > longest:
+        raise StoreError(
+            f"{path} cannot be read: it has {about.st_size:,} bytes, and at most {longest:,} are expected."
+        )
 
 
 def sha256(path: Path) -> str:
@@ -111,8 +170,8 @@ def _sync(path: Path) -> None:
 class Lock:
     """One process at a time in a folder. The system gives the lock back when its owner ends, however it ends."""
 
-    def __init__(self, folder: Path) -> None:
-        self._path = folder / LOCK
+    def __init__(self, folder: Path, name: str = LOCK) -> None:
+        self._path = folder / name
         self._descriptor: int | None = None
         try:
             while self._descriptor is None:
@@ -120,12 +179,14 @@ class Lock:
         except OSError as error:
             raise StoreError(f"{folder} cannot be written to: {error.strerror or error}.") from error
         with contextlib.suppress(OSError):  # only to tell others whose it is: a full disk shall not matter here
-            os.ftruncate(self._descriptor, 0)
-            os.write(self._descriptor, f"process {os.getpid()}".encode())
+            if os.fstat(self._descriptor).st_nlink <= 1:  # else it may be a file of somebody's, under another name
+                os.ftruncate(self._descriptor, 0)
+                os.write(self._descriptor, f"process {os.getpid()}".encode())
 
     def _taken(self, folder: Path) -> int | None:
         """The locked file; None if its last owner took it away before it could be locked."""
-        descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT, 0o666)
+        refuse_irregular(self._path)
+        descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT | _NO_LINK, 0o666)
         try:
             if fcntl is not None:
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -18,14 +18,13 @@ from typing import Any
 
 from imprint.data import Data, as_tensors, is_columns, length_of
 from imprint.errors import ConfigurationError, ImprintError, PlanError, first_line
-from imprint.experiment import Experiment, close_matches
+from imprint.experiment import PER_EXAMPLE, Experiment, close_matches
 from imprint.settings.catalogue import SETTINGS, Ready, ready
 from imprint.simulation.plan import Plan
 from imprint.sources import Sources
 from imprint.store import DTYPES
 from imprint.task import Task
 
-_PER_EXAMPLE = "per-example"
 _KINDS = {"task": "imprint.Task", "sources": "imprint.Sources", "plan": "imprint.Plan"}
 _NOT_TAKEN = (".pt", ".pth", ".bin", ".ckpt")  # files, not names: `simulate` says what it wants instead
 
@@ -73,7 +72,7 @@ class Objects:
 
     @cached_property
     def sources(self) -> Sources:
-        if self.experiment.sources == _PER_EXAMPLE:
+        if self.experiment.sources == PER_EXAMPLE:
             return Sources.per_example(length_of(self.data))
         sources = self._required("sources", "the sources (or say per-example)")
         if not isinstance(sources, Sources):
@@ -120,7 +119,8 @@ class Objects:
         given = dict(self.experiment.plan)
         chosen: list[str] = []
         if given.pop("auto", False):
-            options = {name: value for name, value in self.options.items() if name in ("batch_size", "collate_fn")}
+            shared = ("batch_size", "collate_fn", "hash_data")
+            options = {name: value for name, value in self.options.items() if name in shared}
             base = Plan.auto(self.task, self.data, self.sources, self.checkpoints, **options)
             chosen = [name for name, value in vars(base).items() if value != getattr(Plan, name) and name not in given]
         try:
@@ -141,8 +141,9 @@ class Objects:
             "memory": experiment.memory,
             "checkpoints": self.checkpoints,
         }
-        if experiment.batch_size is not None:
-            given["batch_size"] = experiment.batch_size
+        for name in ("batch_size", "hash_data"):
+            if getattr(experiment, name) is not None:
+                given[name] = getattr(experiment, name)
         if experiment.dtype is not None:
             given["dtype"] = DTYPES[experiment.dtype]
         return given
@@ -177,7 +178,7 @@ class Objects:
             if not hasattr(found, part):
                 known = [name for name in dir(found) if not name.startswith("_")]
                 if what == "sources":
-                    known.append(_PER_EXAMPLE)
+                    known.append(PER_EXAMPLE)
                 raise ConfigurationError(f"{string} ({what}): there is no {part!r}{close_matches(part, known)}")
             found = getattr(found, part)
         return _made(found, string, what) if call else found

@@ -19,17 +19,20 @@ from typing import Any
 import torch
 
 from imprint.errors import PlanError, StoreError
+from imprint.fingerprint import partly_hashed
+from imprint.probing import ELSEWHERE, GROUPS, PROBES, SINGLE, Seen, Values
 from imprint.simulation.plan import Plan, Steps
 from imprint.values import Value, clipped, read_json, sealed, shown
 
 SCHEMA = 6
 MANIFEST = "manifest.json"
 SOURCES = "sources.json"
-FINGERPRINTS = ("states", "moments", "sources", "data", "losses", "regulariser")
+FINGERPRINTS = ("states", "moments", "sources", "data", "losses", "probes", "modules", "regulariser")
 _ASKED = ("n", "dtype", "plan", "parameters", "fixed")
+LONGEST = 64 << 20  # bytes: it has hundreds of thousands of shards then
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
 _PARAMETER_DTYPES = {str(dtype) for dtype in (*DTYPES.values(), torch.float16)}
-_PATH = re.compile(r"(?!\.)[\w.-]+(/(?!\.)[\w.-]+)*", re.ASCII)  # relative, and of parts that do not begin with a dot
+INSIDE = re.compile(r"(?!\.)[\w.-]+(/(?!\.)[\w.-]+)*", re.ASCII)  # relative, and of parts that do not begin with a dot
 
 
 @dataclass(frozen=True)
@@ -45,7 +48,7 @@ class File:
     def from_json(cls, value: Value) -> "File":
         values = value.record("path", "sha256", "bytes", "rows")
         path, rows = values["path"].text(), None
-        if not _PATH.fullmatch(path):
+        if not INSIDE.fullmatch(path):
             values["path"].refuse("a path inside the store, of letters, digits, '_', '-', '.' and '/'")
         if values["rows"].content is not None:
             rows = values["rows"].wholes()
@@ -96,18 +99,32 @@ class Checkpoint:
 
 @dataclass(frozen=True)
 class Probes:
-    """A few training examples, as a batch, and their losses at the first checkpoint's read-out point."""
+    """A few training examples, as a batch, and their losses at the first checkpoint's read-out point.
+
+    moved: losses at places around it, and `precision` the coarsest rounding on the way; see `imprint.probing`.
+    """
 
     file: File
     structure: Any
     losses: list[float]
+    moved: list[Values] = field(default_factory=list)
+    precision: float = SINGLE
+
+    @property
+    def seen(self) -> Seen:
+        """What the task of the store computed on them."""
+        return Seen(self.losses, self.moved, None, self.precision)
 
     @classmethod
     def from_json(cls, value: Value) -> "Probes":
         values = value.record(*_names(cls))
         _check_structure(values["structure"])
         losses = list(values["losses"].numbers())
-        return cls(File.from_json(values["file"]), values["structure"].content, losses)
+        _check_moved(values["moved"], len(losses))
+        precision = values["precision"].positive()
+        return cls(
+            File.from_json(values["file"]), values["structure"].content, losses, values["moved"].content, precision
+        )
 
 
 @dataclass(frozen=True)
@@ -159,13 +176,13 @@ class Manifest:
     @classmethod
     def read(cls, path: Path) -> "Manifest":
         """The manifest in a file, of this or an earlier schema."""
-        return cls.from_json(read_json(path))
+        return cls.from_json(read_json(path, LONGEST))
 
     @classmethod
     def from_json(cls, value: Value) -> "Manifest":
         values = _upgraded(value).record("schema", *_names(cls))
         _check_asked(values)
-        _check_fingerprints(values["fingerprints"].record(*FINGERPRINTS))
+        _check_fingerprints(values["fingerprints"].record(*FINGERPRINTS), values["n"].content)
         _check_execution(values["execution"].mapping())
         _check_cost(values["cost"])
         versions = {name: item.text() for name, item in values["versions"].mapping().items()}
@@ -251,9 +268,20 @@ def _from_4(value: Value) -> dict[str, Any]:
 
 
 def _from_5(value: Value) -> dict[str, Any]:
-    """Schema 6 keeps warnings."""
-    value.mapping()
-    return {**value.content, "schema": 6, "warnings": []}
+    """Schema 6 keeps warnings, hashes all data, and knows a loss at more examples and more parameter values."""
+    values, told = value.mapping(), []
+    prints = values.get("fingerprints", Value(None, value.file, "fingerprints"))
+    prints.mapping()
+    n = values["n"].content if "n" in values else None
+    if isinstance(n, int) and (partly := partly_hashed("sampled", n)):
+        told.append(partly)
+    known = {**prints.content, "probes": None, "modules": None}
+    if "data" in prints.content:
+        known["data"] = {"all": None, "sampled": prints.content["data"]}
+    probes = value.content.get("probes")
+    if isinstance(probes, dict):
+        probes = {**probes, "moved": [], "precision": SINGLE}
+    return {**value.content, "schema": 6, "fingerprints": known, "probes": probes, "warnings": told}
 
 
 _UPGRADES: dict[int, Callable[[Value], dict[str, Any]]] = {1: _from_1, 2: _from_2, 3: _from_3, 4: _from_4, 5: _from_5}
@@ -266,7 +294,7 @@ def check_request(value: Value) -> None:
     """Look at everything that imprints depend on, as a journal has it."""
     values = value.record(*_ASKED, *FINGERPRINTS)
     _check_asked(values)
-    _check_fingerprints(values)
+    _check_fingerprints(values, values["n"].content)
 
 
 def _check_asked(values: dict[str, Value]) -> None:
@@ -302,7 +330,7 @@ def _check_cost(value: Value) -> None:
         cost["peak_bytes"].whole()
 
 
-def _check_fingerprints(values: dict[str, Value]) -> None:
+def _check_fingerprints(values: dict[str, Value], n: int) -> None:
     for state in values["states"].items():
         state.checksum()
     for moments in values["moments"].items():
@@ -311,10 +339,51 @@ def _check_fingerprints(values: dict[str, Value]) -> None:
     if len(values["moments"].content) != len(values["states"].content):
         values["moments"].refuse("one for each checkpoint")
     values["sources"].checksum()
-    values["data"].checksum()
-    values["losses"].numbers()
+    for known in values["data"].record("all", "sampled").values():
+        if known.content is not None:
+            known.checksum()
+    _check_probes(values["probes"], len(values["losses"].numbers()), n)
+    if values["modules"].content is not None:
+        for module in values["modules"].mapping().values():
+            module.mapping().get("kind", Value(None, module.file, f"{module.field}.kind")).text()
     if values["regulariser"].content is not None:
         values["regulariser"].numbers()
+
+
+def _check_probes(value: Value, count: int, n: int) -> None:
+    """Look at which examples are probes, and what was seen of them beside their losses."""
+    if value.content is None:  # stores up to schema 5 do not tell
+        return
+    known = value.record("examples", "moved", "outputs", "precision", "gradients")
+    examples = known["examples"].wholes()
+    if len(examples) != count or count > PROBES or max(examples, default=0) >= n:
+        known["examples"].refuse(f"as many of the {n} examples as there are losses, and at most {PROBES}")
+    _check_moved(known["moved"], count)
+    if known["outputs"].content is not None:
+        for values in known["outputs"].items():
+            _check_values(values, None)
+        if len(known["outputs"].content) > len(ELSEWHERE):
+            known["outputs"].refuse(f"values at {len(ELSEWHERE)} places at most")
+    known["precision"].positive()
+    if len(known["gradients"].numbers()) > 2 * GROUPS:
+        known["gradients"].refuse(f"{2 * GROUPS} numbers at most")
+
+
+def _check_moved(value: Value, count: int) -> None:
+    if len(places := value.items()) > len(ELSEWHERE):
+        value.refuse(f"values at {len(ELSEWHERE)} places at most")
+    for values in places:
+        _check_values(values, count)
+
+
+def _check_values(value: Value, count: int | None) -> None:
+    """Look at numbers that may be missing, one for each probe."""
+    items = value.items()
+    if count is not None and len(items) != count:
+        value.refuse(f"{count} values, one for each probe")
+    for item in items:
+        if item.content is not None:
+            item.number()
 
 
 def _plan(value: Value) -> Plan:
@@ -328,7 +397,7 @@ def _plan(value: Value) -> Plan:
 def _check_figures(value: Value) -> None:
     """Look at the figures that others count on; what else is there stays as it is."""
     figures = value.mapping()
-    for name in figures.keys() & {"stability", "drift", "rest", "share", "unmoved"}:
+    for name in figures.keys() & {"stability", "drift", "rest", "share", "lost", "unmoved"}:
         figures[name].number()
     if "directions" in figures:
         figures["directions"].whole(1)
@@ -338,9 +407,9 @@ def _check_figures(value: Value) -> None:
         figures["moments"].refuse("recorded or estimated")
     if "vectorised" in figures:
         figures["vectorised"].flag()
-    if "rows_at_once" in figures:
-        figures["rows_at_once"].whole(1)
-    for name in figures.keys() & {"linearity", "epsilon_disagreement"}:
+    for name in figures.keys() & {"rows_at_once", "rows_in_memory"}:
+        figures[name].whole(1)
+    for name in figures.keys() & {"linearity", "epsilon_disagreement", "norms"}:
         for item in figures[name].mapping().values():
             item.number()
 
@@ -372,7 +441,7 @@ def _check_whole(manifest: Manifest, values: dict[str, Value]) -> None:
     if manifest.probes is not None and len(manifest.probes.losses) != len(manifest.fingerprints["losses"]):
         values["probes"].fail("probes.losses and fingerprints.losses are not equally many")
     for index, (checkpoint, value) in enumerate(zip(manifest.checkpoints, checkpoints.items(), strict=True)):
-        _check_planned(checkpoint, index, manifest, value)
+        check_planned(checkpoint, index, manifest.plan, len(manifest.checkpoints), value)
         _check_files(checkpoint, manifest.plan, value)
     for file in (manifest.sources, *([manifest.probes.file] if manifest.probes else [])):
         if file.rows is not None:
@@ -384,11 +453,10 @@ def _check_whole(manifest: Manifest, values: dict[str, Value]) -> None:
         checkpoints.fail(f"{entries} entries stand for the same file {path}")
 
 
-def _check_planned(checkpoint: Checkpoint, index: int, manifest: Manifest, value: Value) -> None:
-    """A checkpoint was simulated as the plan says."""
-    plan = manifest.plan
+def check_planned(checkpoint: Checkpoint, index: int, plan: Plan, count: int, value: Value) -> None:
+    """Refuse a checkpoint, of so many, that was simulated otherwise than the plan says."""
     try:
-        settings = plan.at(index, len(manifest.checkpoints))
+        settings = plan.at(index, count)
     except PlanError as error:
         value.fail(f"plan: {str(error).rstrip('.')}")
     planned: dict[str, float | str | None] = {

@@ -11,7 +11,7 @@ from safetensors.torch import save_model
 from torch import Tensor, nn
 
 from imprint.errors import PlanError, StoreError
-from imprint.files import write
+from imprint.files import clear_leftovers, refuse_irregular, write
 from imprint.tensorfile import save
 
 MOMENTS = ".moments.safetensors"  # how the names of files with second moments end
@@ -104,6 +104,7 @@ class Recorder:
 
     def _begin(self, moment: int) -> None:
         """A training begins, or goes on, at this moment: what is there from then on is not of it."""
+        clear_leftovers(self.folder)
         self._left = {held for held in self._held() if held >= moment}
         if self._left:
             warnings.warn(
@@ -156,6 +157,7 @@ def _refuse_optimiser(optimiser: Optimiser) -> None:
 def _make_room(place: Path, with_moments: bool) -> None:
     """Remove what may not be beside the new files of a moment: at no time does a checkpoint have others' moments."""
     stale = place if with_moments else moments_beside(place)
+    refuse_irregular(stale)
     stale.unlink(missing_ok=True)
 
 

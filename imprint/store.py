@@ -8,19 +8,21 @@ import contextlib
 import os
 from bisect import bisect_right
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import nn
 
-from imprint.data import rebuilt
+from imprint.data import is_columnar, map_tensors, rebuilt
 from imprint.errors import StoreError, first_line
 from imprint.files import sha256
-from imprint.fingerprint import changed_loss, of_tensors, sum_of_bits
-from imprint.manifest import DTYPES, FINGERPRINTS, MANIFEST, SCHEMA, Checkpoint, File, Manifest, Probes
+from imprint.fingerprint import of_tensors, sum_of_bits
+from imprint.manifest import DTYPES, FINGERPRINTS, LONGEST, MANIFEST, SCHEMA, Checkpoint, File, Manifest, Probes
+from imprint.probing import SPREAD, Seen, other_loss, see, see_losses
 from imprint.rows import Rows, parameters_of
 from imprint.task import Functional, Parameters, Task
 from imprint.values import read_json, shown
@@ -28,6 +30,7 @@ from imprint.values import read_json, shown
 __all__ = [
     "DTYPES",
     "FINGERPRINTS",
+    "LONGEST",
     "SCHEMA",
     "Checkpoint",
     "File",
@@ -41,6 +44,7 @@ __all__ = [
 JOURNAL = "unfinished.json"
 _DTYPES = {"F16": torch.float16, "BF16": torch.bfloat16, "F32": torch.float32, "F64": torch.float64}
 
+_Seen = tuple[int, int, int, int]
 _Layout = dict[str, tuple[list[int], tuple[torch.dtype | None, ...]]]
 """Shapes of tensors by name, and the dtypes they may have, today's first; None for one that parameters do not have."""
 
@@ -65,8 +69,10 @@ class Store:
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(path)
         self._folder = self.path.absolute()  # a relative path holds where it was given, wherever the process goes
-        self._verified: set[str] = set()
+        self._root = str(self._folder)
+        self._verified: dict[str, _Seen] = {}
         self._recognised: WeakKeyDictionary[nn.Module, dict[str, int]] = WeakKeyDictionary()
+        self._known_losses: WeakSet[Task] = WeakSet()  # of these tasks
         if not os.path.lexists(self.path):
             raise StoreError(f"there is no folder {self.path}.")
         if not _is_file(self.path / MANIFEST) and _is_file(self.path / JOURNAL):
@@ -74,6 +80,7 @@ class Store:
         if not _is_file(self.path / MANIFEST):
             raise StoreError(f"{self.path} holds no store: there is no manifest.json (was the simulation finished?).")
         self.manifest = Manifest.read(self.path / MANIFEST)
+        self.sha256 = _hash_of(self.path / MANIFEST)
         self._read_sources()
 
     @classmethod
@@ -162,23 +169,34 @@ class Store:
             raise StoreError(f"parameter {changed[0]!r} was {was} in the store, the task's is {now}.")
 
     def check_loss(self, functional: Functional, theta: Parameters) -> None:
-        """Refuse a task whose loss on the probe examples, at the first base, is not what it was."""
+        """Refuse a task whose loss on the probe examples, at and around the first base, is not what it was.
+
+        All of them are looked at once for each task; after that the first few, at the base alone.
+        """
         probes = self.manifest.probes
         if probes is None:
             return
-        task = functional.task
+        task, before, count = functional.task, probes.seen, len(probes.losses)
         with self._opened(probes.file) as tensors:
             batch = rebuilt(probes.structure, lambda name: tensors.get_tensor(name).to(task.device))
+        known = task in self._known_losses and bool(before.moved)  # which says how exactly losses can be compared
+        if known and is_columnar(batch, count):
+            count = min(SPREAD, count)
+            batch = map_tensors(lambda t: t[:count], batch)
         try:
-            with torch.no_grad(), task.evaluating():
-                now = functional.losses(theta, batch, len(probes.losses)).double().tolist()
+            with task.evaluating():
+                if known:
+                    now = Seen(see_losses(functional, theta, batch, count), [], None, before.precision)
+                else:
+                    now = see(functional, theta, batch, count)
         except Exception as error:
             raise StoreError(
                 f"the loss function fails on the store's probe examples ({first_line(error)}): it is not the one the "
                 "store was made with."
             ) from error
-        if difference := changed_loss(probes.losses, now):
+        if difference := other_loss(replace(before, losses=before.losses[:count]), now):
             raise StoreError(f"{difference}: the loss function changed since the store was made.")
+        self._known_losses.add(task)
 
     def base(self, checkpoint: int, device: torch.device) -> Parameters:
         """Parameters and buffers at the read-out point of a checkpoint, without those that training leaves alone."""
@@ -216,6 +234,17 @@ class Store:
         dtype = _dtype(next(iter(self.manifest.parameters.values())))
         dtypes = dict.fromkeys(self._factored_layout(checkpoint, 1), dtype)
         return Rows.of(self._pieces(about.imprints, start, stop, device, dtypes), basis)
+
+    def check_unchanged(self, checkpoint: int, start: int, stop: int) -> None:
+        """Refuse damage that files have taken since they were read, of a checkpoint and the sources of these rows.
+
+        Tensors are mapped from their files, and may change with them. A file is hashed again only if it looks another.
+        """
+        about = self.checkpoints[checkpoint]
+        rows = (file for files in (about.imprints, about.midpoints) for file in _overlapping(files, start, stop))
+        for file in (*(f for f in (about.base, about.basis) if f is not None), *rows):
+            if file.path in self._verified and not self._is_unchanged(file):
+                self._check(file)
 
     def verify(self) -> None:
         """Check every file against its checksum, and the tensors in it against the manifest."""
@@ -261,10 +290,8 @@ class Store:
     ) -> Parameters:
         """Rows of the tensors in `dtypes`, from all the files that have some."""
         pieces: dict[str, list[torch.Tensor]] = {}
-        for file in files[bisect_right(files, start, key=_first_row) - 1 :]:  # files are in the order of their rows
+        for file in _overlapping(files, start, stop):
             first, last = file.rows or (0, 0)
-            if first >= stop:
-                break
             with self._opened(file, self._row_layout(file)) as tensors:
                 for name, dtype in dtypes.items():
                     part = tensors.get_slice(name)[max(start, first) - first : min(stop, last) - first]
@@ -308,15 +335,16 @@ class Store:
         return {name: (about["shape"], (_dtype(about),)) for name, about in self.manifest.parameters.items()}
 
     def _check(self, file: File) -> None:
-        if file.path in self._verified:
-            return
         place = self._folder / file.path
         try:
+            if file.path in self._verified and self._is_unchanged(file):
+                return
             if not place.is_file():
                 raise StoreError(f"{place} is missing: the store is damaged{self._which(file)}.")
             if not Path(os.path.realpath(place)).is_relative_to(os.path.realpath(self._folder)):
                 raise StoreError(f"{place} is a link that leads out of the store{self._which(file)}.")
-            if (size := place.stat().st_size) != file.bytes:
+            seen = _seen(str(place))
+            if (size := seen[0]) != file.bytes:
                 raise StoreError(
                     f"{place} is damaged: it has {size:,} bytes, {file.bytes:,} were written{self._which(file)}."
                 )
@@ -324,7 +352,14 @@ class Store:
                 raise StoreError(f"{place} is damaged: it differs from its checksum{self._which(file)}.")
         except OSError as error:
             raise StoreError(f"{place} cannot be read: {error.strerror or error}{self._which(file)}.") from error
-        self._verified.add(file.path)
+        self._verified[file.path] = seen
+
+    def _is_unchanged(self, file: File) -> bool:
+        """Whether a file looks as it did when it was verified; one that is gone does not."""
+        try:
+            return self._verified[file.path] == _seen(f"{self._root}/{file.path}")
+        except OSError:
+            return False
 
     @contextlib.contextmanager
     def _opened(self, file: File, layout: _Layout | None = None) -> Iterator[Any]:
@@ -342,7 +377,7 @@ class Store:
                             f"{self._which(file)}."
                         )
                 yield tensors
-        except (OSError, SafetensorError) as error:
+        except (OSError, SafetensorError, MemoryError) as error:
             raise StoreError(f"{place} cannot be read: {first_line(error)}{self._which(file)}.") from error
 
     def _which(self, file: File) -> str:
@@ -357,6 +392,28 @@ class Store:
     def _source(self, row: int) -> str:
         identity, name = self.source_ids[row], self.source_names[row]
         return shown(identity) if name == identity else f"{shown(identity)}, {shown(name)}"
+
+
+def _seen(place: str) -> _Seen:
+    """What tells that a file is still the one that was looked at, without reading it."""
+    about = os.stat(place)  # noqa: PTH116  (each query asks: a path would take longer to make than the answer)
+    return about.st_size, about.st_mtime_ns, about.st_ctime_ns, about.st_ino
+
+
+def _hash_of(manifest: Path) -> str:
+    """The checksum of a manifest, which has those of all other files in it: that of the store."""
+    try:
+        return sha256(manifest)
+    except OSError as error:
+        raise StoreError(f"{manifest} cannot be read: {error.strerror or error}.") from error
+
+
+def _overlapping(files: tuple[File, ...], start: int, stop: int) -> Iterator[File]:
+    """Those of some files, in the order of their rows, that have rows from `start` up to `stop`."""
+    for file in files[max(0, bisect_right(files, start, key=_first_row) - 1) :]:
+        if _first_row(file) >= stop:
+            break
+        yield file
 
 
 def _is_file(path: Path) -> bool:

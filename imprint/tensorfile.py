@@ -10,6 +10,7 @@ import struct
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import save_file
@@ -20,6 +21,27 @@ _NAMES = {
     **{torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8"},
 }
 _PIECE = 8 << 20
+
+Layout = dict[str, tuple[tuple[int, ...], str | None]]
+"""Shapes of tensors by name, and what their dtypes are called in a file."""
+
+
+def layout(tensors: Mapping[str, Tensor], rows: int | None = None, dtype: torch.dtype | None = None) -> Layout:
+    """How a file has some tensors, or stacks of so many rows of them, in their own or another dtype."""
+    stacked = () if rows is None else (rows,)
+    return {name: ((*stacked, *t.shape), _NAMES.get(dtype or t.dtype)) for name, t in tensors.items()}
+
+
+def misfit(file: Any, expected: Layout) -> str | None:
+    """How an opened file differs from what it should hold, in words."""
+    names = set(file.keys())
+    for name in sorted(names ^ expected.keys()):
+        return f"tensor {name!r} {'has no place in it' if name in names else 'is missing'}"
+    for name, (shape, dtype) in expected.items():
+        piece = file.get_slice(name)
+        if tuple(piece.get_shape()) != shape or (dtype is not None and piece.get_dtype() != dtype):
+            return f"tensor {name!r} is {tuple(piece.get_shape())} of {piece.get_dtype()}, not {shape} of {dtype}"
+    return None
 
 
 def save(tensors: Mapping[str, Tensor], path: Path, metadata: Mapping[str, str]) -> str | None:

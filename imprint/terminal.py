@@ -14,6 +14,7 @@ from rich.text import Text
 
 from imprint.attribution import Top
 from imprint.checking import Check, Possibility, shown_plan, size
+from imprint.display import for_terminal
 from imprint.experiment import noted
 from imprint.progress import Advance, duration
 from imprint.values import is_number
@@ -28,12 +29,30 @@ errors = Console(stderr=True, emoji=False)
 _SHOWN = 12  # queries in a table; the rest is counted
 
 
+def marked(value: Any) -> str:
+    """A value for a text with markup, as it is: it moves no cursor, and what looks like markup is none."""
+    return escape(for_terminal(value))
+
+
+def cell(value: Any, style: str = "") -> Text:
+    """A value for a table, as it is."""
+    return Text(for_terminal(value), style=style)
+
+
 def lines(title: str, pairs: Iterable[tuple[str, str]]) -> Table:
     """Names with what they are, one to a line."""
-    table = Table(title=escape(title), show_header=False, title_justify="left")
+    table = Table(title=cell(title), show_header=False, title_justify="left")
     for name, value in pairs:
-        table.add_row(name, escape(value))
+        table.add_row(name, cell(value))
     return table
+
+
+def _largest(sources: list[dict[str, Any]]) -> Iterator[str]:
+    """The largest sources by name, and by their ids too where two have one name."""
+    names = [source["name"] for source in sources]
+    for source in sources:
+        own = f", id {source['id']}" if names.count(source["name"]) > 1 else ""
+        yield f"{source['name']}{own} ({source['size']:,})"
 
 
 def shown_store(values: dict[str, Any]) -> RenderableType:
@@ -43,7 +62,7 @@ def shown_store(values: dict[str, Any]) -> RenderableType:
         f"Store {values['path']}",
         (
             ("sources", f"{values['sources']:,} of {values['n']:,} training examples"),
-            ("largest", ", ".join(f"{name} ({count:,})" for name, count in values["largest_sources"].items())),
+            ("largest", ", ".join(_largest(values["largest_sources"]))),
             ("imprints", _imprints(values)),
             ("plan", ", ".join(f"{name}={value}" for name, value in plan.items())),
             ("readouts", ", ".join(values["readouts"])),
@@ -54,8 +73,14 @@ def shown_store(values: dict[str, Any]) -> RenderableType:
     table = Table("checkpoint", *(str(index) for index in range(len(values["checkpoints"]))))
     for name, *cells in zip(_FIGURES, *(_figures(checkpoint) for checkpoint in values["checkpoints"]), strict=True):
         if name not in _SOMETIMES or set(cells) != {"–"}:
-            table.add_row(_CURVATURES[_measured_curvature(values["plan"])] if name == "curvature" else name, *cells)
-    return Group(head, table)
+            label = _CURVATURES[_measured_curvature(values["plan"])] if name == "curvature" else name
+            table.add_row(label, *map(cell, cells))
+    return Group(head, table, *_warned(values["warnings"]))
+
+
+def _warned(messages: Iterable[str]) -> list[Text]:
+    """Warnings, one to a line."""
+    return [cell(f"warning: {message}", "yellow") for message in messages]
 
 
 _CURVATURES = {"hessian": "curvature (Hessian)", "gauss-newton": "curvature (Gauss–Newton)"}
@@ -148,22 +173,20 @@ def shown_check(check: Check) -> RenderableType:
         for possibility in possibilities:
             chosen = kind == "engine" and possibility.name == check.plan.engine
             table.add_row(kind, *_possibility(possibility), style="bold" if chosen else None)
-    verdict = [Text(f"problem: {problem}", style="red") for problem in check.problems]
-    verdict = verdict or [Text("This will work.", style="green")]
-    if check.estimate is not None and check.estimate.unstable:
-        verdict.append(Text(f"warning: {check.estimate.unstable}", style="yellow"))
-    return Group(lines("Check", pairs), table, *verdict)
+    verdict = [cell(f"problem: {problem}", "red") for problem in check.problems]
+    verdict = verdict or [cell(check.tried, "green")]
+    return Group(lines("Check", pairs), table, *verdict, *_warned(check.warnings))
 
 
-def _possibility(found: Possibility) -> tuple[str, str, str]:
-    return found.name, "[green]yes[/green]" if found.works else "[red]no[/red]", escape(found.remark)
+def _possibility(found: Possibility) -> tuple[str, str, Text]:
+    return found.name, "[green]yes[/green]" if found.works else "[red]no[/red]", cell(found.remark)
 
 
 def shown_mean(top: Top) -> RenderableType:
     """The first sources of the mean over queries."""
     table = Table("source", "effect of removal, mean over queries")
     for credit in top[0]:
-        table.add_row(escape(credit.name), f"{credit.removal_effect:+.4g}")
+        table.add_row(cell(credit.name), f"{credit.removal_effect:+.4g}")
     return table
 
 
@@ -175,29 +198,33 @@ def shown_top(top: Top) -> RenderableType:
         for position, credit in enumerate(credits):
             last = position == len(credits) - 1
             number = str(credit.query) if position == 0 else ""
-            table.add_row(number, escape(credit.name), f"{credit.removal_effect:+.4g}", end_section=last)
+            table.add_row(cell(number), cell(credit.name), f"{credit.removal_effect:+.4g}", end_section=last)
     more = len(top) - _SHOWN
     return Group(
-        Text(unit, style="italic"),
+        cell(unit, "italic"),
         table,
         *([Text(f"… and {more:,} more queries: --out writes all of them.")] if more > 0 else []),
+        *_warned(top.warnings),
     )
 
 
-def shown_demo(rows: "list[Row]", statistics: Sequence[tuple[str, ...]]) -> RenderableType:
+def shown_demo(
+    rows: "list[Row]", statistics: Sequence[tuple[str, ...]], warnings: Iterable[str] = ()
+) -> RenderableType:
     """The demo's contributors, predicted and actual, and how well these agree."""
     table = Table(title="Change of the mean held-out loss (nats) if the contributor were removed")
-    for column in ("contributor", "examples", "predicted", "actual", "by prediction"):
+    for column in ("contributor", "examples", "predicted", "actual", "training loss", "by prediction"):
         table.add_column(column, justify="left" if column in ("contributor", "by prediction") else "right")
     for row in rows:
         name = f"{row.name} (mislabels a third)" if row.mislabels else row.name
         actual = f"{row.actual:+.4f} ± {row.error:.4f}"
         style = "red" if row.mislabels else None
-        table.add_row(name, str(row.size), f"{row.predicted:+.4f}", actual, row.verdict, style=style)
+        cells = (cell(name), str(row.size), f"{row.predicted:+.4f}", actual, f"{row.loss:.3f}", row.verdict)
+        table.add_row(*cells, style=style)
     figures = Table("", "imprint", "guess by size", "ceiling", title="Predicted against actual, 95% intervals")
     for line in statistics:
-        figures.add_row(*(escape(text) for text in line))
-    return Group(table, figures)
+        figures.add_row(*map(cell, line))
+    return Group(table, figures, *_warned(warnings))
 
 
 def shown_truth(truth: "Truth", path: Path) -> RenderableType:
@@ -230,7 +257,7 @@ def shown_metrics(metrics: "Sequence[Metric]", truth: "Truth") -> RenderableType
         table.add_row(
             metric.name.replace(" of removals", "").removesuffix(" effects"),
             f"{found.value:.3f}",
-            escape(f"[{found.low:.3f}, {found.high:.3f}]"),
+            "–" if found.low != found.low else cell(f"[{found.low:.3f}, {found.high:.3f}]"),
             *("–" if limit != limit else f"{limit:.3f}" for limit in (metric.ceiling, metric.single_run)),
         )
     remarks = [f"{m.name}: undefined for {m.undefined} queries, left out" for m in metrics if m.undefined]

@@ -8,14 +8,17 @@ import hashlib
 import json
 import math
 import re
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn, TypeGuard
 
 from imprint.errors import StoreError
+from imprint.files import refuse_unreadable
 
 _DEEPEST = 64  # levels of nesting: far more than anything here has, far less than what ends in a RecursionError
+_LONGEST = 1 << 30  # bytes of a file: a table of some 30 million sources has as many, a manifest far fewer
 _LARGEST = 2**63 - 1  # what fits the integers of tensors, and still divides a float
 
 
@@ -121,9 +124,10 @@ def _checksum(values: dict[str, Any]) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-def read_json(path: Path) -> Value:
-    """What a JSON file holds, of bounded depth and size of numbers, and with texts that can be printed."""
+def read_json(path: Path, longest: int = _LONGEST) -> Value:
+    """What a JSON file holds, of bounded size, depth and numbers, and with texts that can be written again."""
     try:
+        refuse_unreadable(path, longest)
         return parsed(path.read_bytes(), path)
     except OSError as error:
         raise StoreError(f"{path} cannot be read: {error.strerror or error}.") from error
@@ -133,13 +137,26 @@ def parsed(text: bytes, path: Path) -> Value:
     """The same of a text; `path` is where it stands."""
     try:
         content = json.loads(
-            text.decode(), parse_constant=_refuse_constant, parse_float=_bounded_float, parse_int=_bounded_int
+            text.decode(),
+            object_pairs_hook=_without_twins,
+            parse_constant=_refuse_constant,
+            parse_float=_bounded_float,
+            parse_int=_bounded_int,
         )
         json.dumps(content, ensure_ascii=False).encode()  # fails where an escape is half of a character
     except (ValueError, RecursionError) as error:
         raise StoreError(f"{path} cannot be read: {error}.") from error
     _refuse_depth(content, path)
     return Value(content, path)
+
+
+def _without_twins(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """An object, refused where two of its values have one name: readers disagree on which of them counts."""
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        twice = next(name for name, count in Counter(name for name, _ in pairs).items() if count > 1)
+        raise ValueError(f"the name {shown(twice)} appears more than once in an object")
+    return found
 
 
 def _refuse_constant(name: str) -> NoReturn:
@@ -185,3 +202,8 @@ def shown(value: Any) -> str:
 def clipped(text: str, longest: int) -> str:
     """A text that ends in an ellipsis if it is too long."""
     return text if len(text) <= longest else f"{text[: longest - 1]}…"
+
+
+def placeless(text: str) -> str:
+    """A text without addresses in memory, which are others in every process."""
+    return re.sub(r" at 0x[0-9a-f]+", "", text)

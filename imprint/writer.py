@@ -14,20 +14,20 @@ import os
 import shutil
 import tempfile
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict
 from itertools import zip_longest
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
 
 from imprint.data import flattened
-from imprint.errors import DataError, StoreError
-from imprint.files import LOCK, Lock, append, leftovers, sha256, write
-from imprint.fingerprint import changed_loss
+from imprint.errors import DataError, StoreError, first_line
+from imprint.files import LOCK, Lock, append, clear_leftovers, is_leftover, leftovers, refuse_unreadable, sha256, write
+from imprint.fingerprint import Likeness, compare_data
 from imprint.manifest import (
     MANIFEST,
     SCHEMA,
@@ -38,18 +38,31 @@ from imprint.manifest import (
     Probes,
     check_request,
 )
+from imprint.probing import (
+    SINGLE,
+    Seen,
+    other_gradients,
+    other_loss,
+    other_outputs,
+    other_settings,
+    spread_examples,
+)
+from imprint.simulation.choices import check_choices
 from imprint.simulation.snapshot import Snapshot
 from imprint.sources import Sources
 from imprint.store import JOURNAL, Store
 from imprint.task import Batch, Parameters
-from imprint.tensorfile import save
-from imprint.values import parsed, read_json, sealed
+from imprint.tensorfile import Layout, misfit, save
+from imprint.values import Value, parsed, read_json, sealed
 
 logger = logging.getLogger(__name__)
 
+Result = TypeVar("Result")
+See = Callable[[list[int]], Seen]
 FILES = "unfinished.files"
 _SNAPSHOT = "snapshot.safetensors"
-_BEFORE_THE_JOURNAL = {LOCK, f".{JOURNAL}.tmp"}  # what a run may leave that is killed before it has a journal
+_CHECKPOINTS = "checkpoint-*"
+_ABOUT = "imprint"  # the name of what is said about a file, in its header
 
 
 class Writer:
@@ -57,12 +70,14 @@ class Writer:
 
     request: everything the result depends on, as JSON. A folder that holds another request is refused, and the first
         difference named; one that holds the same is continued, or returned by `finished` if it is complete.
+    see: evaluates the task on some training examples, to compare it with a request that has others for probes.
     """
 
-    def __init__(self, out: str | os.PathLike[str] | None, request: dict[str, Any]) -> None:
+    def __init__(self, out: str | os.PathLike[str] | None, request: dict[str, Any], see: See) -> None:
         self._temporary = out is None
         written = parsed(json.dumps(request, allow_nan=False).encode(), Path(JOURNAL))
-        self._request: dict[str, Any] = written.content
+        self.request: dict[str, Any] = written.content
+        self._see = see
         self._settled: dict[int, Checkpoint] = {}
         self._files: dict[str, File] = {}
         self.path = Path(tempfile.mkdtemp(prefix="imprint-") if out is None else out)
@@ -70,6 +85,7 @@ class Writer:
         if self.finished:
             self._tidy_up()
             return
+        self._refuse_links()
         self._lock = Lock(self.path)
         try:
             self.finished = self._open_finished()  # another process may have come to the end in the meantime
@@ -91,22 +107,28 @@ class Writer:
             begun = (self.path / JOURNAL).exists()  # looked at first: it goes only once there is a manifest
             if store := self._open_finished():
                 return store
-            if self._found and not begun and any(file.name not in _BEFORE_THE_JOURNAL for file in self.path.iterdir()):
+            if self._found and not begun and any(not _before_the_journal(file) for file in self.path.iterdir()):
                 raise StoreError(f"{self.path} is not empty and holds no store: give a new folder.")
             self.path.mkdir(parents=True, exist_ok=True)
         except (OSError, ValueError) as error:  # ValueError: a path that no file can have
             raise StoreError(f"could not make the folder {self.path}: {error}.") from error
         return None
 
+    def _refuse_links(self) -> None:
+        """Refuse a folder with links in it: what is written to or removed from them would be somewhere else."""
+        if link := next((path for path in self.path.rglob("*") if path.is_symlink()), None):
+            raise StoreError(f"{link} is a link, and a store is written to plain folders and files: remove it.")
+
     def _open_finished(self) -> Store | None:
         if not (self.path / MANIFEST).exists():
             return None
         store = Store(self.path)
-        before, fixed = store.manifest.request, self._request["fixed"]
+        before, fixed = store.manifest.request, self.request["fixed"]
         if before["fixed"].items() <= fixed.items():  # what else is fixed it keeps, as stores of earlier schemas do
             before["fixed"] = fixed
-        if different := difference(before, self._request):
+        if different := difference(before, self.request, self._see):
             raise StoreError(f"{self.path} already holds a store, made otherwise: {different}. Give another folder.")
+        compared_data(before, self.request).warn()
         logger.info("%s already holds this store", self.path)
         return store
 
@@ -116,13 +138,14 @@ class Writer:
             request = self._read_journal()
         except StoreError as error:
             raise StoreError(f"{error} Delete {self.path} to begin anew.") from error
-        if different := difference(request, self._request):
+        if different := difference(request, self.request, self._see):
             raise StoreError(
                 f"{self.path} holds an unfinished simulation of something else: {different}. Give another folder, or "
                 "delete it."
             )
-        for leftover in leftovers(self.path):
-            leftover.unlink()
+        compared_data(request, self.request).warn()
+        self.request = request  # its losses may differ from ours in the last digit, and the manifest must not
+        clear_leftovers(self.path)
         self._take_over(_listed(self.path / FILES))
         logger.info("going on with the simulation in %s", self.path)
 
@@ -136,7 +159,8 @@ class Writer:
         check_request(values["request"])
         for index, checkpoint in enumerate(values["checkpoints"].items()):
             if checkpoint.content is not None:
-                self._settled[index] = Checkpoint.from_json(checkpoint)
+                self._settled[index] = settled = Checkpoint.from_json(checkpoint)
+                check_choices(settled, index, values["request"].content, checkpoint)
         request: dict[str, Any] = values["request"].content
         return request
 
@@ -155,11 +179,9 @@ class Writer:
     def _is_sound(self, file: File) -> bool:
         place = self.path / file.path
         try:
-            if sha256(place) == file.sha256:
+            if place.is_file() and place.stat().st_size == file.bytes and sha256(place) == file.sha256:
                 return True
-            state = "damaged"
-        except FileNotFoundError:
-            state = "missing"
+            state = "damaged" if place.is_file() else "missing"
         except OSError as error:  # such as a bad sector
             state = f"damaged ({error.strerror})"
         rows = f", rows {file.rows[0]} to {file.rows[1] - 1}" if file.rows else ""
@@ -175,7 +197,7 @@ class Writer:
         self._settled[index] = checkpoint
         settled = [self._settled.get(k) for k in range(max(self._settled) + 1)]
         checkpoints = [asdict(value) if value else None for value in settled]
-        text = json.dumps(sealed({"schema": SCHEMA, "request": self._request, "checkpoints": checkpoints}))
+        text = json.dumps(sealed({"schema": SCHEMA, "request": self.request, "checkpoints": checkpoints}))
         write(self.path / JOURNAL, lambda path: path.write_text(text))
 
     def snapshot(self, folder: str, start: int) -> Snapshot | None:
@@ -187,30 +209,41 @@ class Writer:
     ) -> File:
         """Write tensors under `name`, with plain values `about` them."""
         contiguous = {key: tensor.detach().cpu().contiguous() for key, tensor in tensors.items()}
-        metadata = {"imprint": json.dumps(about or {}, allow_nan=False)}
+        metadata = {_ABOUT: json.dumps(about or {}, allow_nan=False)}
         checksum = write(self.path / name, lambda path: save(contiguous, path, metadata))
         file = self._file(name, rows, checksum)
         if not self._temporary:  # killed right here, the file is not on the list, and is made again
             append(self.path / FILES, _line(file))
         return file
 
-    def done(self, name: str, rows: tuple[int, int] | None = None) -> tuple[File, dict[str, Any]] | None:
-        """A file of tensors that an earlier run has written, and what it is about."""
-        file = self._files.get(name)
+    def done(
+        self, name: str, rows: tuple[int, int] | None, expected: Layout | None, read: Callable[[Value], Result]
+    ) -> tuple[File, Result] | None:
+        """A file of tensors that an earlier run has written, and what `read` makes of what it is about.
+
+        One that does not hold what a simulation writes there is not done, nor is the shard it belongs to.
+
+        expected: its tensors; None where they are not known beforehand, but for their number of rows.
+        """
+        file, place = self._files.get(name), self.path / name
         if file is None or file.rows != rows:
             return None
         try:
-            with safe_open(self.path / name, framework="pt") as tensors:
-                about: dict[str, Any] = json.loads(tensors.metadata()["imprint"])
-        except (OSError, SafetensorError) as error:
-            raise StoreError(f"{self.path / name} cannot be read: {error}.") from error
-        return file, about
+            with safe_open(place, framework="pt") as tensors:
+                about = parsed((tensors.metadata() or {}).get(_ABOUT, "").encode(), place)
+                if different := _misfit(tensors, rows) if expected is None else misfit(tensors, expected):
+                    about.fail(different)
+            return file, read(about)
+        except (OSError, SafetensorError, MemoryError, StoreError) as error:
+            logger.warning("%s is not what a simulation leaves there, and is made again: %s", place, first_line(error))
+        self._files = {path: each for path, each in self._files.items() if _shard(each) != _shard(file)}
+        return None
 
     def read(self, name: str, device: torch.device) -> Parameters:
         """The tensors of a file that was written."""
         try:
             return load_file(self.path / name, str(device))
-        except (OSError, SafetensorError) as error:
+        except (OSError, SafetensorError, MemoryError) as error:
             raise StoreError(f"{self.path / name} cannot be read: {error}.") from error
 
     def sources(self, sources: Sources) -> File:
@@ -220,7 +253,7 @@ class Writer:
         write(self.path / SOURCES, lambda path: path.write_text(table))
         return self._file(SOURCES)
 
-    def probes(self, batch: Batch, losses: list[float]) -> Probes | None:
+    def probes(self, batch: Batch, seen: Seen) -> Probes | None:
         """Write the probe examples; None where they are more than tensors and plain values."""
         try:
             structure, tensors = flattened(batch)
@@ -228,7 +261,8 @@ class Writer:
         except (DataError, StoreError) as error:
             logger.info("the store keeps no probe examples: %s", error)
             return None
-        return Probes(self.tensors("probes.safetensors", tensors), structure, losses)
+        file = self.tensors("probes.safetensors", tensors)
+        return Probes(file, structure, seen.losses, seen.moved, seen.precision)
 
     def finish(self, manifest: Manifest) -> Store:
         """Write the manifest, and open what is now a store."""
@@ -242,11 +276,12 @@ class Writer:
         self.close()
         store = Store(self.path)
         if self._temporary:  # a temporary folder lives as long as its store
-            weakref.finalize(store, shutil.rmtree, self.path, ignore_errors=True)
+            weakref.finalize(store, _remove, self.path, os.getpid())
         return store
 
     def close(self) -> None:
         """The store is complete: what served its making goes."""
+        clear_leftovers(self.path)
         for file in self._scaffolding():
             with contextlib.suppress(OSError):  # it does no harm where it is
                 file.unlink()
@@ -254,13 +289,15 @@ class Writer:
 
     def _tidy_up(self) -> None:
         """Remove what a run has left that was killed when the store was already complete."""
-        if any(file.exists() for file in (*self._scaffolding(), self.path / LOCK)):
+        if leftovers(self.path) or any(file.exists() for file in (*self._scaffolding(), self.path / LOCK)):
             with contextlib.suppress(StoreError):  # the folder is read-only, or another process is tidying it up
                 self._lock = Lock(self.path)
                 self.close()
 
     def _scaffolding(self) -> list[Path]:
-        return [*leftovers(self.path), *self.path.rglob(_SNAPSHOT), self.path / JOURNAL, self.path / FILES]
+        """The files that serve the making of a store, in its own folders."""
+        folders = [path for path in self.path.glob(_CHECKPOINTS) if not path.is_symlink()]
+        return [*(path / _SNAPSHOT for path in folders), self.path / JOURNAL, self.path / FILES]
 
     def stop(self, interrupted: bool = False) -> bool:
         """Leave the folder after an error: whether it holds work to go on with; if not, it is as it was before.
@@ -276,7 +313,7 @@ class Writer:
             shutil.rmtree(self.path, ignore_errors=True)
         self.close()
         with contextlib.suppress(OSError):  # what others have put there stays
-            for folder in self.path.glob("checkpoint-*"):
+            for folder in self.path.glob(_CHECKPOINTS):
                 folder.rmdir()
             if not self._found:
                 self.path.rmdir()
@@ -288,6 +325,17 @@ class Writer:
             return File(name, checksum or sha256(place), place.stat().st_size, rows)
         except OSError as error:
             raise StoreError(f"{place} was written, but cannot be read: {error.strerror}.") from error
+
+
+def _before_the_journal(path: Path) -> bool:
+    """Whether a run may leave this that is killed before it has a journal."""
+    return path.name == LOCK or is_leftover(path)
+
+
+def _remove(folder: Path, process: int) -> None:
+    """Remove a temporary store, unless this is a child that was forked from the process it belongs to."""
+    if os.getpid() == process:
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def _line(file: File) -> str:
@@ -303,6 +351,7 @@ def _checksum(text: bytes) -> str:
 def _listed(place: Path) -> Iterator[File]:
     """The finished files on a list. Its last line may be cut short: that file is not done."""
     try:
+        refuse_unreadable(place)
         *lines, _ = place.read_bytes().split(b"\n")
     except FileNotFoundError:  # it comes with the first file
         return
@@ -316,13 +365,30 @@ def _listed(place: Path) -> Iterator[File]:
             raise StoreError(f"{place} is damaged in line {number}: delete it to have the finished shards made again.")
 
 
+def _misfit(tensors: Any, rows: tuple[int, int] | None) -> str | None:
+    """Which tensor of an opened file has not as many rows as there are sources in it, in words."""
+    count = rows[1] - rows[0] if rows else None
+    for name in tensors.keys():  # noqa: SIM118
+        if count is not None and tensors.get_slice(name).get_shape()[:1] != [count]:
+            return f"tensor {name!r} has not {count} rows"
+    return None
+
+
 def _shard(file: File) -> tuple[str, int]:
     """Which shard a file belongs to: its folder and its first row. The base is made with the first shard."""
     return str(Path(file.path).parent), file.rows[0] if file.rows else 0
 
 
-def difference(before: dict[str, Any], now: dict[str, Any]) -> str | None:
-    """What two requests differ in first, in words. The plan may be chosen from all that stands before it."""
+def compared_data(before: dict[str, Any], now: dict[str, Any]) -> Likeness:
+    """Whether two requests are of the same training data."""
+    return compare_data(before["data"], now["data"], now["n"])
+
+
+def difference(before: dict[str, Any], now: dict[str, Any], see: See) -> str | None:
+    """What two requests differ in first, in words. The plan may be chosen from all that stands before it.
+
+    see: evaluates the task of now on the examples that were probes before.
+    """
     if different := _other_field("the selected parameters'", before["parameters"], now["parameters"]):
         return different
     if before["n"] != now["n"]:
@@ -339,20 +405,43 @@ def difference(before: dict[str, Any], now: dict[str, Any]) -> str | None:
             return f"the second moments of checkpoint {index} changed"
     if before["sources"] != now["sources"]:
         return "the sources changed (their ids, names or members)"
-    if before["data"] != now["data"]:
-        return "the training data changed"
+    if not (data := compared_data(before, now)).same:
+        return f"the training data changed{data.remark}"
     if different := _other_field("the plan's", before["plan"], now["plan"]):
         return different
     if before["dtype"] != now["dtype"]:
         return f"imprints were kept as {before['dtype']}, now as {now['dtype']}"
-    if len(before["losses"]) != len(now["losses"]):
-        return f"losses were kept of {len(before['losses'])} probe examples, now of {len(now['losses'])}"
-    if different := changed_loss(before["losses"], now["losses"]):
-        return f"{different}: the loss function changed"
+    return _other_task(before, now, see)
+
+
+def _other_task(before: dict[str, Any], now: dict[str, Any], see: See) -> str | None:
+    """How the task differs that two requests are of: by its modules, its loss, its outputs and its regulariser."""
+    drawn = bool(now["plan"].get("dropout"))
+    if different := other_settings(before["modules"] or {}, now["modules"] or {}, dropout=drawn):
+        return different
+    steady = compared_data(before, now).by != "none"  # losses of data that reads differently each time tell nothing
+    if steady and (different := _other_loss(before, see)):
+        return different
     if before["regulariser"] is not None:  # stores of the first schema do not tell
-        for was, value in zip_longest(before["regulariser"], now["regulariser"], fillvalue=math.inf):
-            if not abs(was - value) <= 1e-3 * max(abs(was), abs(value)):
-                return f"the regulariser changed: its value was {was:.4g} where it is {value:.4g}"
+        for earlier, pull in zip_longest(before["regulariser"], now["regulariser"], fillvalue=math.inf):
+            if not abs(earlier - pull) <= 1e-3 * max(abs(earlier), abs(pull)):
+                return f"the regulariser changed: its value was {earlier:.4g} where it is {pull:.4g}"
+    return None
+
+
+def _other_loss(before: dict[str, Any], see: See) -> str | None:
+    """How losses or outputs differ from those in a request, on its probes."""
+    known = before["probes"] or {"examples": spread_examples(before["n"]).tolist(), "moved": [], "precision": SINGLE}
+    if len(before["losses"]) != len(known["examples"]):
+        return f"losses were kept of {len(before['losses'])} probe examples, now of {len(known['examples'])}"
+    was = Seen(before["losses"], known["moved"], known.get("outputs"), known["precision"], known.get("gradients", []))
+    value = see(known["examples"])
+    if different := other_loss(was, value):
+        return f"{different}: the loss function changed"
+    if different := other_outputs(was, value):
+        return f"{different}: outputs changed, which the curvature is computed from"
+    if different := other_gradients(was, value):
+        return f"{different}, though its values are the same: what it detaches changed"
     return None
 
 

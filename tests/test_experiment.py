@@ -3,7 +3,7 @@
 import contextlib
 import json
 import sys
-from dataclasses import fields, replace
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -148,13 +148,34 @@ def noting(out: Path | None, note: Any) -> Store:
     return simulate(task, data, sources, SMALL, out=out, batch_size=3, note=note, progress=False)
 
 
-def test_a_store_gives_back_what_a_command_was_given(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "model.py").touch()
+def named(**names: Any) -> Any:
+    """A note such as a command leaves it."""
+    return json.loads(json.dumps({NOTE: {"command": names}, "mine": 1}))
+
+
+def test_a_store_gives_its_plan_and_none_of_its_names(tmp_path: Path) -> None:
     given = Experiment(task="model.py:task", data="rows", checkpoints=("a.safetensors",), memory="1GB")
-    note = json.loads(json.dumps({NOTE: {"command": given.to_json()}, "mine": 1}))
-    found = Experiment().over_store(noting(None, note))
-    assert found == replace(given, memory=None, plan=SMALL.to_json(), dtype="float32", batch_size=3)
+    store = noting(None, named(**given.to_json()))
+    assert Experiment().over_store(store) == Experiment(plan=SMALL.to_json(), dtype="float32", batch_size=3)
+    wanted = {"task": ("model.py:task",), "data": ("rows",), "checkpoints": ("a.safetensors",)}
+    assert Experiment().unrepeated(store, ("task", "data", "sources", "checkpoints")) == wanted
+    assert Experiment(task="model.py:task").unrepeated(store, ("task", "data")) == {"data": ("rows",)}
+    assert given.unrepeated(store, vars(given)) == {}
+
+
+def test_what_is_the_librarys_own_need_not_be_repeated() -> None:
+    store = noting(None, named(task="digits", sources="per-example", queries="http.server:test"))
+    found = Experiment().over_store(store, library=("digits",))
+    assert (found.task, found.sources, found.queries) == ("digits", "per-example", None)
+    assert Experiment().over_store(store).task is None
+    assert found.unrepeated(store, ("task", "sources", "queries")) == {"queries": ("http.server:test",)}
+
+
+@pytest.mark.parametrize("name", ["task", "data", "sources", "queries", "collate_fn", "checkpoints"])
+def test_a_name_that_would_be_an_option_is_none(name: str) -> None:
+    """Repeated on a command line it would say something else."""
+    value = ["--out=elsewhere"] if name == "checkpoints" else "--out=elsewhere"
+    assert Experiment().unrepeated(noting(None, named(**{name: value})), (name,)) == {}
 
 
 FOREIGN = [
@@ -174,39 +195,6 @@ FOREIGN = [
 def test_notes_of_others_name_nothing(note: Any) -> None:
     found = Experiment().over_store(noting(None, note))
     assert found == Experiment(plan=SMALL.to_json(), dtype="float32", batch_size=3)
-
-
-@pytest.mark.parametrize("name", ["task", "data", "sources", "queries", "collate_fn"])
-def test_a_store_never_has_a_file_inside_itself_loaded(name: str, tmp_path: Path) -> None:
-    out = tmp_path / "store"
-    (tmp_path / "elsewhere").mkdir()
-    store = noting(out, {NOTE: {"command": {name: f"{tmp_path}/elsewhere/../store/evil.py:it"}}})
-    (out / "evil.py").write_text("raise SystemExit")
-    with pytest.raises(ConfigurationError, match=r"store names its own evil\.py: name what to load yourself"):
-        Experiment().over_store(store)
-    own = replace(Experiment(), **{name: f"{out}/evil.py:it"})  # type: ignore[arg-type]  # who names it wants it
-    assert getattr(own.over_store(store), name) == f"{out}/evil.py:it"
-
-
-def test_a_link_into_the_store_is_a_file_inside_it(tmp_path: Path) -> None:
-    out = tmp_path / "store"
-    store = noting(out, {NOTE: {"command": {"task": f"{tmp_path}/innocent.py:it"}}})
-    (out / "evil.py").touch()
-    (tmp_path / "innocent.py").symlink_to(out / "evil.py")
-    with pytest.raises(ConfigurationError, match="names its own"):
-        Experiment().over_store(store)
-
-
-def test_a_store_away_from_its_files_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    store = noting(None, {NOTE: {"command": {"task": "model.py:task", "data": "model.py:data"}}})
-    says = "the store names its task model.py:task, as seen from where it was made: go to that folder"
-    with pytest.raises(ConfigurationError, match=says):
-        Experiment().over_store(store)
-    with pytest.raises(ConfigurationError, match=r"names its data model\.py:data"):
-        Experiment(task="other.py:task").over_store(store)
-    given = Experiment(task="other.py:task", data="other.py:data")
-    assert given.over_store(store).task == "other.py:task"
 
 
 @pytest.mark.parametrize(

@@ -96,7 +96,7 @@ def run(out: Path, plan: Plan, **changes: Any) -> Store:
         "progress": False,
         **changes,
     }
-    memory = given.pop("memory", 600 if plan.engine == "spectral" else "12kB")  # so that there are several files
+    memory = given.pop("memory", "600B" if plan.engine == "spectral" else "12kB")  # so that there are several files
     return simulate(given.pop("task", task()), given.pop("data", data()), plan=plan, out=out, memory=memory, **given)
 
 
@@ -288,6 +288,16 @@ def test_the_rate_after_a_resume_is_that_of_this_run(tmp_path: Path, monkeypatch
     assert done[:2] == [skipped[0], sum(skipped[:2])]
 
 
+@pytest.mark.parametrize("how", [KeyboardInterrupt, SystemExit, Killed])
+def test_whatever_ends_a_process_leaves_the_choice_of_steps(
+    how: type[BaseException], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("imprint.simulation.snapshot.SECONDS", 60.0)  # no other work is kept
+    with pytest.raises(how):
+        run(tmp_path / "store", PLANS["tangent"], progress=dies_after(1, how))
+    assert (tmp_path / "store" / "unfinished.json").exists()
+
+
 # --- what an unfinished run has left may be damaged
 
 
@@ -405,7 +415,7 @@ def test_a_damaged_journal_is_refused_with_advice(position: float, cut: bool, di
             flip(place, where)
         before = {p: p.read_bytes() for p in store.rglob("*") if p.is_file()}
         with pytest.raises(StoreError, match=f"Delete {store} to begin anew") as error:
-            Writer(store, {})
+            Writer(store, {}, lambda examples: pytest.fail("nothing is compared with a damaged journal"))
         assert "\n" not in str(error.value)
         assert {p: p.read_bytes() for p in store.rglob("*") if p.is_file()} == before
 
@@ -438,20 +448,45 @@ def test_a_snapshot_does_not_lie_about_its_step(unfinished: Path, whole: dict[st
     assert contents(unfinished) == whole
 
 
-@pytest.mark.parametrize(
-    "stray", [".unfinished.json.tmp", "checkpoint-000/.tmpAb12Cd", "checkpoint-000/.imprints-00002.safetensors.tmp"]
-)
+LEFT = ".imprint-0123456789abcdef.tmp"
+
+
+@pytest.mark.parametrize("stray", [f"{LEFT}/file.json", f"checkpoint-000/{LEFT}/.tmpAb12Cd"])
 def test_half_written_files_of_a_killed_process_go(stray: str, unfinished: Path, whole: dict[str, bytes]) -> None:
+    (unfinished / stray).parent.mkdir()
     (unfinished / stray).write_text("half")
     run(unfinished, PLANS["two-sided"])
     assert contents(unfinished) == whole
+
+
+@pytest.mark.parametrize(
+    "name", [".notes.tmp", ".tmpAb12Cd", "checkpoint-000/.mine.tmp", "mine/snapshot.safetensors", LEFT]
+)
+def test_no_file_of_the_users_goes_when_a_simulation_resumes(
+    name: str, unfinished: Path, whole: dict[str, bytes]
+) -> None:
+    (unfinished / name).parent.mkdir(exist_ok=True)
+    (unfinished / name).write_text("mine")
+    run(unfinished, PLANS["two-sided"])
+    assert (unfinished / name).read_text() == "mine"
+
+
+def test_links_in_an_unfinished_store_are_refused(unfinished: Path, tmp_path: Path) -> None:
+    """What is written to a link, or removed from it, would be somebody else's."""
+    mine = tmp_path / "mine"
+    (unfinished / "checkpoint-000").rename(mine)
+    (unfinished / "checkpoint-000").symlink_to(mine, target_is_directory=True)
+    before = {path.name for path in mine.iterdir()}
+    with pytest.raises(StoreError, match="checkpoint-000 is a link"):
+        run(unfinished, PLANS["two-sided"])
+    assert {path.name for path in mine.iterdir()} == before
 
 
 def test_a_process_killed_before_its_journal_was_there_is_no_obstacle(tmp_path: Path, whole: dict[str, bytes]) -> None:
     folder = tmp_path / "store"
     folder.mkdir()
     (folder / LOCK).write_text("process 1")
-    (folder / ".unfinished.json.tmp").write_text("{")
+    (folder / LEFT).mkdir()
     assert contents(run(folder, PLANS["two-sided"]).path) == whole
 
 

@@ -6,7 +6,6 @@ from typing import Annotated
 
 import typer
 from rich.markdown import Markdown
-from rich.markup import escape
 
 from imprint.commands.options import AsJson
 from imprint.errors import ConfigurationError
@@ -16,7 +15,7 @@ from imprint.evaluation.sweep import called, draw
 from imprint.evaluation.sweep import sweep as swept
 from imprint.files import write
 from imprint.settings.catalogue import SETTINGS, protocol
-from imprint.terminal import console, errors, working
+from imprint.terminal import console, errors, marked, working
 
 SettingName = Annotated[str, typer.Argument(metavar="SETTING", help=f"One of {', '.join(SETTINGS)}.")]
 OutPath = Annotated[Path, typer.Option("--out", "-o", help="Folder for truths, models, scores and results.")]
@@ -65,7 +64,7 @@ def bench(
         typer.echo(dumps(found.to_json()))
     else:
         console.print(Markdown(text))
-        errors.print(f"Kept in {escape(str(out))}: results.md, results.png, results.json.", soft_wrap=True)
+        errors.print(f"Kept in {marked(out)}: results.md, results.png, results.json.", soft_wrap=True)
 
 
 def sweep(
@@ -97,6 +96,4 @@ def sweep(
         return
     best = max(points, key=lambda point: point.lds)
     shown = f"λ = {best.damping:.2g} μ at T = ∞" if best.steps is None else f"T = {best.steps}, η = {best.relative:g}/μ"
-    console.print(
-        f"The best of {len(points)} settings: LDS {best.lds:.3f} with {shown}. Picture: {escape(str(picture))}"
-    )
+    console.print(f"The best of {len(points)} settings: LDS {best.lds:.3f} with {shown}. Picture: {marked(picture)}")

@@ -6,11 +6,10 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.markup import escape
 
 from imprint.commands.options import AsJson
 from imprint.errors import StoreError
-from imprint.terminal import console, errors, shown_demo
+from imprint.terminal import console, errors, marked, shown_demo
 
 
 def demo(
@@ -28,7 +27,7 @@ def demo(
     For example: `imprint demo --split 3 --out runs/demo-3`
     """
     from imprint.demo.experiment import run
-    from imprint.demo.report import rows, statistics, write
+    from imprint.demo.report import rows, statistics, suspicion, write
 
     if out.exists() and not out.is_dir():
         raise StoreError(f"{out} is a file: give a folder for the report.")
@@ -37,7 +36,10 @@ def demo(
     page = write(outcome, out)
     if json:
         contributors = [asdict(row) for row in rows(outcome)]
-        typer.echo(dumps({"report": str(page), "contributors": contributors, "statistics": statistics(outcome)}))
+        found = {"contributors": contributors, "statistics": statistics(outcome), "suspicion": suspicion(outcome)}
+        found |= {"warnings": outcome.attribution.warnings}
+        typer.echo(dumps({"report": str(page), **found}))
         return
-    console.print(shown_demo(rows(outcome), statistics(outcome)))
-    console.print(f"Report: [bold]{escape(str(page))}[/bold]")
+    console.print(shown_demo(rows(outcome), statistics(outcome), outcome.attribution.warnings))
+    console.print(marked(suspicion(outcome)))
+    console.print(f"Report: [bold]{marked(page)}[/bold]")

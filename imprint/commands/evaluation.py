@@ -9,11 +9,10 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import typer
-from rich.markup import escape
 
 import imprint
 from imprint.commands.options import AsJson, CollateString, DataString, QueriesString, SourcesString, StoreTask
-from imprint.commands.stores import over_store
+from imprint.commands.repeating import over_store
 from imprint.data import length_of
 from imprint.errors import ConfigurationError
 from imprint.evaluation.metrics import evaluate as evaluated
@@ -25,7 +24,7 @@ from imprint.experiment import Experiment
 from imprint.loading import Objects
 from imprint.manifest import MANIFEST
 from imprint.settings.catalogue import SETTINGS
-from imprint.terminal import console, errors, progress, shown_metrics, shown_truth, working
+from imprint.terminal import console, errors, marked, progress, shown_metrics, shown_truth, working
 
 Kind = Literal["halves", "sources", "examples", "unions"]
 _COUNT, _SHARE = 100, 0.2  # of halves and unions, where nothing else is asked for
@@ -174,7 +173,7 @@ def _interruptible(out: Path) -> Iterator[None]:
         if not isinstance(error, KeyboardInterrupt) and "RuntimeError: KeyboardInterrupt" not in str(error):
             raise
         if any(out.glob("values-*.safetensors")):
-            text = f"stopped: finished models are kept in {escape(str(out))}, the same command again goes on from there"
+            text = f"stopped: finished models are kept in {marked(out)}, the same command again goes on from there"
         else:
             text = "stopped before a first part was finished: the same command again starts over"
         errors.print(text, soft_wrap=True)
@@ -201,6 +200,7 @@ def _subsets(kind: Kind, sources: imprint.Sources, count: int | None, share: flo
 
 
 def evaluate(
+    context: typer.Context,
     store: Annotated[
         Path,
         typer.Argument(
@@ -210,6 +210,7 @@ def evaluate(
     truth: Annotated[Path, typer.Argument(help="Folder of a truth, made by `imprint retrain`.")],
     task: StoreTask = None,
     queries: QueriesString = None,
+    collate: CollateString = None,
     readout: Annotated[
         str | None, typer.Option(help="`jvp` (the default), `central`, `literal` or `gradient`.", show_default=False)
     ] = None,
@@ -226,14 +227,14 @@ def evaluate(
 
     For example:
 
-    - `imprint evaluate runs/news truth/news`
+    - `imprint evaluate runs/news truth/news --task my_model.py:task`
 
     - `imprint evaluate scores.safetensors truth/news`
     """
     _refuse_slips(store, truth)
     known = Truth.load(truth)
     if store.suffix == ".safetensors":
-        given = {"--task": task, "--queries": queries, "--readout": readout}
+        given = {"--task": task, "--queries": queries, "--collate": collate, "--readout": readout}
         unused = [option for option, value in given.items() if value is not None]
         if unused:
             raise ConfigurationError(
@@ -241,7 +242,8 @@ def evaluate(
             )
         result = imprint.Attribution.load(store)
     else:
-        result = _attributed(imprint.Store(store), Experiment(task=task, queries=queries), readout or "jvp")
+        named = Experiment(task=task, queries=queries, collate_fn=collate)
+        result = _attributed(imprint.Store(store), named, readout or "jvp", context)
     metrics = evaluated(result, known)
     if json:
         typer.echo(dumps({"truth": str(truth), "metrics": [metric.to_json() for metric in metrics]}))
@@ -276,8 +278,9 @@ def _is_store(path: Path) -> bool:
     return (path / MANIFEST).is_file()
 
 
-def _attributed(store: imprint.Store, given: Experiment, readout: Any) -> imprint.Attribution:
-    given = over_store(given, store)
+def _attributed(store: imprint.Store, given: Experiment, readout: Any, context: typer.Context) -> imprint.Attribution:
+    if given.task is None:
+        given = over_store(given, store, ("task", "queries", "collate_fn"), context)
     with working(), progress(errors, "attributing") as advance:
         objects = Objects(given)
         return imprint.attribute(

@@ -7,11 +7,10 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.markup import escape
 
 import imprint
 from imprint.commands.options import AsJson, ConfigPath, DeviceName, QueriesString, StorePath, StoreTask
-from imprint.commands.stores import over_store
+from imprint.commands.repeating import over_store
 from imprint.errors import ConfigurationError
 from imprint.experiment import Experiment
 from imprint.loading import Objects
@@ -34,6 +33,7 @@ class Precision(StrEnum):
 
 
 def export(
+    context: typer.Context,
     store: StorePath,
     out: Annotated[Path, typer.Option("--out", "-o", help="A new folder for the export.")],
     format: Annotated[
@@ -65,9 +65,9 @@ def export(
 
     For example:
 
-    - `imprint export runs/news --out news-adapters --dtype bfloat16`
+    - `imprint export runs/news --task my_model.py:task --out news-adapters --dtype bfloat16`
 
-    - `imprint export runs/news --out news-onnx --format onnx --queries my_model.py:queries`
+    - `imprint export runs/news --task my_model.py:task --out news-onnx --format onnx`
     """
     from imprint.export import to_onnx, to_peft
 
@@ -75,7 +75,8 @@ def export(
         raise ConfigurationError("--dtype and --base are for --format peft: a graph has its weights in it, in float32.")
     opened = imprint.Store(store)
     given = Experiment(task=task, queries=queries, device=device).over_file(config)
-    given = over_store(given, opened)
+    if given.task is None:
+        given = over_store(given, opened, ("task", "queries"), context)
     with working(), errors.status("exporting and testing"):
         objects = Objects(given)
         options: dict[str, Any] = {"sources": source or None, "checkpoint": checkpoint}
@@ -87,4 +88,4 @@ def export(
         told = {"path": str(found.folder), "kind": found.kind, "sources": found.ids, "gains": found.gains.tolist()}
         typer.echo(dumps({**told, "floors": found.floors.tolist(), "self_test": asdict(found.self_test)}))
         return
-    console.print(escape(repr(found)), soft_wrap=True)
+    console.print(repr(found), markup=False, soft_wrap=True)

@@ -58,6 +58,14 @@ PlanPairs = Annotated[
 ]
 BatchSize = Annotated[int | None, typer.Option(min=1, help="Examples evaluated at once: memory and speed only.")]
 DtypeName = Annotated[str | None, typer.Option("--dtype", help="Of stored imprints: float32, bfloat16 or float64.")]
+HashDataName = Annotated[
+    str | None,
+    typer.Option(
+        "--hash-data",
+        help="How data is hashed: `all` (default), `sampled` for data that is slow to read, `none` for data that is "
+        "drawn anew at each reading.",
+    ),
+]
 MemoryText = Annotated[str | None, typer.Option("--memory", help='What may be used, such as "4GiB".')]
 DeviceName = Annotated[str | None, typer.Option("--device", help="Where the model is put, such as `cuda`.")]
 ConfigPath = Annotated[
@@ -66,7 +74,12 @@ ConfigPath = Annotated[
 ]
 StoreTask = Annotated[
     str | None,
-    typer.Option("--task", metavar="FILE.py:NAME", help="Default: the task the store was simulated with by command."),
+    typer.Option(
+        "--task",
+        metavar="FILE.py:NAME",
+        help="The task the store was made with. Needed unless that is a ready-made setting: no code that a store names "
+        "is loaded.",
+    ),
 ]
 ReadoutName = Annotated[str, typer.Option("--readout", help="`jvp`, `central`, `literal` or `gradient`.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print the result as JSON, for programs.")]

@@ -1,7 +1,10 @@
 """`imprint check`, `simulate`, `attribute`, `inspect` and `verify`: making stores and reading them."""
 
 import csv
-from collections.abc import Iterator
+import os
+import re
+import warnings
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from json import dumps
 from pathlib import Path
@@ -9,7 +12,6 @@ from typing import Annotated, Any
 
 import torch
 import typer
-from rich.markup import escape
 
 import imprint
 from imprint.commands.options import (
@@ -21,6 +23,7 @@ from imprint.commands.options import (
     DataString,
     DeviceName,
     DtypeName,
+    HashDataName,
     MemoryText,
     PlanPairs,
     QueriesString,
@@ -30,14 +33,18 @@ from imprint.commands.options import (
     StoreTask,
     TaskString,
 )
-from imprint.errors import ConfigurationError, StoreError
+from imprint.commands.repeating import over_store
+from imprint.display import for_csv, for_terminal
+from imprint.errors import ConfigurationError, ReliabilityWarning, StoreError
 from imprint.experiment import NOTE, Experiment, plan_values
 from imprint.files import write
 from imprint.inspection import inspected
 from imprint.loading import Objects
 from imprint.manifest import MANIFEST
 from imprint.store import JOURNAL
-from imprint.terminal import console, errors, progress, shown_check, shown_mean, shown_store, shown_top, working
+from imprint.terminal import console, errors, marked, progress, shown_check, shown_mean, shown_store, shown_top, working
+
+_NAMED = ("task", "data", "sources", "collate_fn", "checkpoints")  # what a simulation loads
 
 
 def check(
@@ -51,6 +58,7 @@ def check(
     batch_size: BatchSize = None,
     dtype: DtypeName = None,
     memory: MemoryText = None,
+    hash_data: HashDataName = None,
     device: DeviceName = None,
     out: Annotated[str | None, typer.Option(help="Where the store will be: its disk is measured.")] = None,
     config: ConfigPath = None,
@@ -78,6 +86,7 @@ def check(
         batch_size=batch_size,
         dtype=dtype,
         memory=memory,
+        hash_data=hash_data,
         device=device,
         out=out,
     ).over_file(config)
@@ -99,6 +108,7 @@ def _checked(objects: Objects, out: str | None, queries: Any = None) -> imprint.
 
 
 def simulate(
+    context: typer.Context,
     task: TaskString = None,
     out: Annotated[str | None, typer.Option("--out", "-o", help="Folder of the store.")] = None,
     data: DataString = None,
@@ -109,11 +119,16 @@ def simulate(
     batch_size: BatchSize = None,
     dtype: DtypeName = None,
     memory: MemoryText = None,
+    hash_data: HashDataName = None,
     device: DeviceName = None,
     config: ConfigPath = None,
     manifest: Annotated[
         Path | None,
-        typer.Option("--from", help="Replay a store: its folder or manifest.json. What is not given comes from it."),
+        typer.Option(
+            "--from",
+            help="Replay a store: its folder or manifest.json. Plan and precision come from it; the task, and whatever "
+            "else it names, is repeated here.",
+        ),
     ] = None,
     checking: Annotated[bool, typer.Option("--check/--no-check", help="Check and estimate first.")] = True,
     json: AsJson = False,
@@ -133,7 +148,7 @@ def simulate(
 
     - `imprint simulate --config news.toml`
 
-    - `imprint simulate --from runs/news/manifest.json --out runs/again`, which repeats a run to the bit
+    - `imprint simulate my_model.py:task --from runs/news --out runs/again`, which repeats a run to the bit
     """
     experiment = Experiment(
         task=task,
@@ -145,24 +160,26 @@ def simulate(
         batch_size=batch_size,
         dtype=dtype,
         memory=memory,
+        hash_data=hash_data,
         device=device,
         out=out,
     ).over_file(config)
     recorded = None if manifest is None else imprint.Store(manifest.parent if manifest.is_file() else manifest)
     replay = recorded if recorded is not None and not experiment.plan and experiment.dtype is None else None
-    if replay is not None and isinstance(threads := replay.manifest.execution.get("threads"), int):
-        torch.set_num_threads(threads)
     if recorded is not None:
         if replay is None:
             errors.print("a variation of the store, no replay: its plan or dtype is given anew")
-        experiment = _named(experiment.over_store(recorded), recorded, "FILE.py:task")
+        experiment = over_store(experiment, recorded, _NAMED, context)
     if experiment.out is None:
         raise ConfigurationError("no folder for the store is given: --out runs/NAME.")
+    if replay is not None:
+        _take_threads(replay)
     if (Path(experiment.out) / MANIFEST).is_file():
-        errors.print(f"{escape(experiment.out)} is complete already; it is only compared", soft_wrap=True)
+        errors.print(f"{marked(experiment.out)} is complete already; it is only compared", soft_wrap=True)
     with working():
         objects = Objects(experiment)
     note: dict[str, Any] = {"command": experiment.to_json()}
+    shown: tuple[str, ...] = ()
     if checking and not Path(experiment.out).exists():
         with working(), errors.status("loading and measuring"):
             found = _checked(objects, experiment.out)
@@ -170,8 +187,9 @@ def simulate(
         if not found.ok:
             raise typer.Exit(1)
         assert found.estimate is not None
+        shown = found.warnings
         note["estimate"] = {"seconds": found.estimate.seconds, "peak_bytes": found.estimate.peak_bytes}
-    with working(), _interruptible(Path(experiment.out)), progress(errors, "simulating") as advance:
+    with working(), _silent(shown), _interruptible(Path(experiment.out)), progress(errors, "simulating") as advance:
         store = imprint.simulate(
             objects.task,
             objects.data,
@@ -185,8 +203,30 @@ def simulate(
         )
     if json:
         typer.echo(dumps(inspected(store)))
+    else:  # each warning was shown when it came up
+        console.print(shown_store({**inspected(store), "warnings": []}))
+
+
+@contextmanager
+def _silent(shown: Iterable[str]) -> Iterator[None]:
+    """Leave out warnings that were shown already."""
+    with warnings.catch_warnings():
+        for message in shown:
+            warnings.filterwarnings("ignore", re.escape(for_terminal(message)), ReliabilityWarning)
+        yield
+
+
+def _take_threads(store: imprint.Store) -> None:
+    """Compute with as many threads as a store was made with, if this machine can be asked for so many."""
+    threads, most = store.manifest.execution.get("threads", 1), max(64, 4 * (os.cpu_count() or 1))
+    if threads <= most:
+        torch.set_num_threads(threads)
     else:
-        console.print(shown_store(inspected(store)))
+        errors.print(
+            f"the store was made with {threads:,} threads, and at most {most} are used here: imprints may differ in "
+            "their last digits",
+            soft_wrap=True,
+        )
 
 
 @contextmanager
@@ -201,6 +241,7 @@ def _interruptible(out: Path) -> Iterator[None]:
 
 
 def attribute(
+    context: typer.Context,
     store: StorePath,
     task: StoreTask = None,
     queries: QueriesString = None,
@@ -224,11 +265,11 @@ def attribute(
 
     For example:
 
-    - `imprint attribute runs/news --queries my_model.py:queries`
+    - `imprint attribute runs/news --task my_model.py:task`
 
-    - `imprint attribute runs/news --task my_model.py:task --top 3 --json`
+    - `imprint attribute runs/news --task my_model.py:task --queries other.py:queries --top 3 --json`
 
-    - `imprint attribute runs/news --out scores.csv`
+    - `imprint attribute runs/digits --out scores.csv`, of a ready-made setting, which needs no task
     """
     if out is not None and out.suffix not in (".csv", ".safetensors"):
         raise ConfigurationError(f"{out}: scores are written as .csv or .safetensors.")
@@ -236,8 +277,11 @@ def attribute(
         raise StoreError(f"could not write {out}: there is no folder {out.parent}.")
     opened = imprint.Store(store)
     given = Experiment(task=task, queries=queries, collate_fn=collate, memory=memory, device=device).over_file(config)
-    given = over_store(given, opened)
-    with working(), progress(errors, "attributing") as advance:
+    if given.task is None:
+        given = over_store(given, opened, ("task", "queries", "collate_fn"), context)
+    with working(), warnings.catch_warnings(), progress(errors, "attributing") as advance:
+        if not json:  # the table shows them
+            warnings.simplefilter("ignore", ReliabilityWarning)
         objects = Objects(given)
         options: Any = {
             "readout": readout,
@@ -250,27 +294,11 @@ def attribute(
     first = result.top(top, options["by"])
     if out is not None:
         _write_scores(result, out)
-        errors.print(f"all scores: [bold]{escape(str(out))}[/bold]")
+        errors.print(f"all scores: [bold]{marked(out)}[/bold]")
     if json:
         typer.echo(dumps(first.to_json()))
     else:
         console.print(shown_mean(result.mean().top(top, options["by"])), shown_top(first))
-
-
-def over_store(given: Experiment, store: imprint.Store) -> Experiment:
-    """The settings as given; without a task they go over those that the store was made with, and its task is told."""
-    if given.task is not None:
-        return given
-    found = _named(given.over_store(store), store, "--task FILE.py:task")
-    errors.print(f"the task is {escape(str(found.task))}, by which the store was made", soft_wrap=True)
-    return found
-
-
-def _named(found: Experiment, store: imprint.Store, flag: str) -> Experiment:
-    """The settings over those of a store, once it is known that one of them names a task."""
-    if found.task is None:
-        raise ConfigurationError(f"{store.path} was made by Python code and names no task: give {flag}.")
-    return found
 
 
 def _write_scores(result: imprint.Attribution, out: Path) -> None:
@@ -283,7 +311,7 @@ def _write_scores(result: imprint.Attribution, out: Path) -> None:
             writer = csv.writer(file)
             writer.writerow(imprint.Credit._fields)
             for credits in result.top(result.scores.shape[1]):
-                writer.writerows(credits)
+                writer.writerows(map(for_csv, credit) for credit in credits)
 
     write(out, fill)
 
@@ -310,5 +338,5 @@ def verify(store: StorePath, json: AsJson = False) -> None:
     if json:
         typer.echo(dumps({"path": str(opened.path), "bytes": opened.bytes, "sound": True}))
     else:
-        text = f"{escape(str(opened.path))}: all files are as they were written ({opened.bytes:,} bytes)."
+        text = f"{marked(opened.path)}: all files are as they were written ({opened.bytes:,} bytes)."
         console.print(text, soft_wrap=True)

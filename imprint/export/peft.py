@@ -30,6 +30,7 @@ from imprint.files import write
 from imprint.store import Store
 from imprint.task import Batch, Task
 from imprint.tensorfile import save
+from imprint.values import read_json
 
 logger = logging.getLogger(__name__)
 
@@ -204,6 +205,8 @@ def _loaded(export: Export, model: Any, paths: list[str]) -> Iterator[Any]:
     """The plain model with the base adapter and those of `paths`, by these names; plain again afterwards."""
     peft = peft_package()
     _refuse_layers(export, model)
+    for path in (BASE, *paths):
+        _refuse_configuration(export, path)
     mode = model.training
     try:
         with warnings.catch_warnings():
@@ -219,6 +222,18 @@ def _loaded(export: Export, model: Any, paths: list[str]) -> Iterator[Any]:
     finally:
         adapted.unload()
         model.train(mode)
+
+
+def _refuse_configuration(export: Export, path: str) -> None:
+    """Refuse an adapter whose files the record does not know, or whose configuration has PEFT import a module."""
+    files = [f"{path}/{name}" for name in ("adapter_config.json", "adapter_model.safetensors")]
+    if missing := [file for file in files if file not in export.files]:
+        raise StoreError(f"{export.folder / missing[0]} is not a file of the export: its record does not name it.")
+    about = read_json(export.folder / files[0]).mapping()
+    wanted = {"peft_type": "LORA", "megatron_config": None, "auto_mapping": None}
+    for name, expected in wanted.items():
+        if name in about and about[name].content != expected:
+            about[name].refuse(f"{expected!r}, as exports have it")
 
 
 def _adapter_name(path: str) -> str:

@@ -6,8 +6,8 @@ It is written last, after the self-test, with a checksum of its own: a folder wi
 import json
 import logging
 import os
-import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
@@ -18,11 +18,13 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from imprint.data import map_tensors
+from imprint.display import for_terminal
 from imprint.errors import ReadoutError, StoreError
 from imprint.export.gains import DTYPES, Gains
 from imprint.export.likelihood import COLUMNS, as_batches, log_likelihood, refuse_tokens
 from imprint.export.point import Counted, Point
-from imprint.files import sha256, write
+from imprint.files import LOCK, Lock, clear_leftovers, sha256, temporary_folder, write
+from imprint.manifest import INSIDE
 from imprint.readout import forward_only
 from imprint.store import Store
 from imprint.task import Batch, Task
@@ -107,10 +109,11 @@ class Export:
 
     def __repr__(self) -> str:
         test, floors = self.self_test, self.floors
+        readout, dtype = for_terminal(test.readout), for_terminal(self.dtype)
         return (
-            f"{len(self.sources)} sources in {self.folder}\n"
+            f"{len(self.sources)} sources in {for_terminal(self.folder)}\n"
             f"self-test on {test.queries} queries: {test.central:.1e} from central at the same gains, "
-            f"{test.exact:.1e} from {test.readout}, {test.served:.1e} served in {self.dtype}\n"
+            f"{test.exact:.1e} from {readout}, {test.served:.1e} served in {dtype}\n"
             f"noise floors of scores: {float(floors.min()):.2g} to {float(floors.max()):.2g}"
         )
 
@@ -197,7 +200,7 @@ def _read(value: Value, folder: Path) -> Export:
     sources = []
     for item in fields["sources"].items():
         about = item.record(*Exported.__dataclass_fields__)
-        paths = [None if about[sign].content is None else about[sign].text() for sign in ("plus", "minus")]
+        paths = [None if about[sign].content is None else _inside(about[sign]) for sign in ("plus", "minus")]
         gain, floor = about["gain"].positive(), about["floor"].at_least_zero()
         sources.append(Exported(about["id"].text(), about["name"].text(), gain, floor, *paths))
     test = fields["self_test"].record(*SelfTest.__dataclass_fields__)
@@ -222,9 +225,22 @@ def _read(value: Value, folder: Path) -> Export:
             test["readout"].text(),
             test["served"].at_least_zero(),
         ),
-        files={name: item.checksum() for name, item in fields["files"].mapping().items()},
+        files=_files(fields["files"]),
         versions={name: item.text() for name, item in fields["versions"].mapping().items()},
     )
+
+
+def _inside(value: Value) -> str:
+    """A path inside the export."""
+    if not INSIDE.fullmatch(path := value.text()):
+        value.refuse("a path inside the export")
+    return path
+
+
+def _files(value: Value) -> dict[str, str]:
+    for name in value.mapping():
+        _inside(Value(name, value.file, "files"))
+    return {name: item.checksum() for name, item in value.mapping().items()}
 
 
 def begun(
@@ -264,10 +280,7 @@ def written(
     fill(where, place): returns the plain model's name and the adapters (plus, minus) by source id.
     """
     place = Path(folder).absolute()
-    beside = place.with_name(f".{place.name}.tmp")
-    shutil.rmtree(beside, ignore_errors=True)
-    try:
-        beside.mkdir(parents=True)
+    with _alone(place) as beside:
         model, adapters = fill(beside, place)
         probes = _write_probes(beside, point, queries, dtype)
         draft = Export(
@@ -295,15 +308,33 @@ def written(
         if place.exists():
             place.rmdir()  # it is empty
         beside.rename(place)
-    except OSError as error:
-        raise StoreError(f"could not write the export {place}: {error.strerror or error}.") from error
-    finally:
-        shutil.rmtree(beside, ignore_errors=True)
     return replace(export, folder=place)
 
 
+@contextmanager
+def _alone(place: Path) -> Iterator[Path]:
+    """A temporary folder for an export, while no other process exports to the same place."""
+    prefix = f".{place.name}"
+    try:
+        place.parent.mkdir(parents=True, exist_ok=True)
+        lock = Lock(place.parent, f"{prefix}{LOCK}")
+        try:
+            _refuse_place(place)
+            clear_leftovers(place.parent, prefix)
+            with temporary_folder(place.parent, prefix) as folder:
+                beside = folder / "export"  # with the permissions of any new folder
+                beside.mkdir()
+                yield beside
+        finally:
+            lock.release()
+    except OSError as error:
+        raise StoreError(f"could not write the export {place}: {error.strerror or error}.") from error
+
+
 def _refuse_place(place: Path) -> None:
-    if place.is_file():
+    if place.is_symlink():
+        raise StoreError(f"{place} is a link: give a folder for the export.")
+    if place.exists() and not place.is_dir():
         raise StoreError(f"{place} is a file: give a folder for the export.")
     if place.is_dir() and any(place.iterdir()):
         what = "an export already" if (place / RECORD).is_file() else "something else"

@@ -6,6 +6,7 @@ the outputs z_i, leaves out how the model itself curves: it has no negative dire
 
 import logging
 import math
+import sys
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from itertools import islice
@@ -32,6 +33,7 @@ from imprint.vectors import Flat, norm, scale
 logger = logging.getLogger(__name__)
 ENDED = 100  # times rounding: what remains below it is noise, and the Krylov space is complete
 _GRAPHS = 4  # times the activations of a batch: what its graphs keep, of the outputs and of their derivative
+_BEYOND = 1e150  # growth in one step that is far beyond anything
 _DIFFERENCE = 1e-3  # relative step of the gradient difference that stands in for forward mode
 
 
@@ -67,8 +69,10 @@ def longer(momentum: float) -> float:
 
 def _growth(curved: float, momentum: float) -> float:
     """The larger root of z² = (1 + β − (1 − β)ημ)z − β, by its length; |1 − ημ| for β = 0."""
-    half = (1 + momentum - (1 - momentum) * curved) / 2
-    return abs(half) + math.sqrt(half**2 - momentum) if half**2 > momentum else math.sqrt(momentum)
+    half = abs(1 + momentum - (1 - momentum) * curved) / 2
+    if half > _BEYOND:  # its square would be too large for a number, and momentum does not matter
+        return min(2 * half, sys.float_info.max)
+    return half + math.sqrt(half**2 - momentum) if half**2 > momentum else math.sqrt(momentum)
 
 
 def lanczos(product: Callable[[Tensor], Tensor], start: Tensor, iterations: int, tolerance: float = 1e-3) -> Spectrum:

@@ -335,6 +335,11 @@ def follow(
     watch = Watch(descent, removal)
     begin, kept, kept_rows = 0, descent.at_rest(base), descent.at_rest(rows)
     moment = descent.snapshot.restore(descent.data.device, count) if descent.snapshot else None
+    if descent.snapshot and moment is not None:
+        start = Moment(0, base, rows, moment.pull, kept, kept_rows)
+        if different := moment.misfit(start, descent.steps):
+            descent.snapshot.refuse(different)
+            moment = None
     if moment is not None:
         base, rows, watch.pull, begin = moment.base, moment.rows, moment.pull, moment.step
         kept, kept_rows = moment.kept, moment.kept_rows

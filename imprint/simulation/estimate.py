@@ -15,7 +15,6 @@ import torch
 from imprint.data import leaves
 from imprint.errors import StoreError
 from imprint.files import nearest_folder, write
-from imprint.fingerprint import probe_examples
 from imprint.memory import Peak, tensor_bytes
 from imprint.rows import Rows, along
 from imprint.simulation.descent import Descent, FullBatch
@@ -23,9 +22,10 @@ from imprint.simulation.engines import sides, simulated, trial_epsilon
 from imprint.simulation.frozen import COPIES, layers_of, rows_in_memory, source_gradients, values_of_a_row
 from imprint.simulation.frozen import rows_at_once as rows_at_once_frozen
 from imprint.simulation.frozen import together_or_alone as together_or_alone_frozen
+from imprint.simulation.guards import too_long
 from imprint.simulation.inputs import Inputs
 from imprint.simulation.plan import Settings
-from imprint.simulation.settling import advised, rows_at_once, together_or_alone, too_long
+from imprint.simulation.settling import advised, rows_at_once, together_or_alone
 from imprint.simulation.spectral import Frozen, freeze, imprints, refuse_unstable
 from imprint.simulation.step import LOOK_ITERATIONS, LOOKS, curvature_at, starting_curvature
 from imprint.simulation.trajectories import choose_epsilon
@@ -51,7 +51,6 @@ class Estimate:
     peak_bytes: the most memory in use at once: of the device, or on the CPU of the process; None where that is unknown.
     disk_bytes: of the store, and while it is made of the state that is kept to go on from.
     rows_at_once: how many sources are simulated together; `one_by_one` says why it is a loop, where it is one.
-    unstable: what the simulation will warn of at its first checkpoint, where the plan's step is too long there.
     """
 
     seconds: float
@@ -61,11 +60,13 @@ class Estimate:
     bytes_per_source: int
     rows_at_once: int
     one_by_one: str | None
-    unstable: str | None = None
 
 
 def estimate(inputs: Inputs, memory: int | str | None, out: str | os.PathLike[str] | None) -> Estimate:
-    """Measure a few steps of a simulation, at its first checkpoint, and count how many there will be."""
+    """Measure a few steps of a simulation, at its first checkpoint, and count how many there will be.
+
+    What the simulation would warn of there goes to the notices of the inputs.
+    """
     if inputs.plan.engine == "spectral":
         return _of_spectral(inputs, memory, out)
     begin, peak = time.monotonic(), Peak(inputs.task.device)
@@ -89,8 +90,8 @@ def estimate(inputs: Inputs, memory: int | str | None, out: str | os.PathLike[st
     total = preparing + settling + steps * simulating + store * _write_seconds(out)
     moving = tensor_bytes(descent.start) * (2 if inputs.plan.momentum else 1)
     snapshot = moving * (1 + rows * sides(inputs.plan))
-    unstable = too_long(inputs.first, descent, curvature)
-    return Estimate(total, peak.bytes, store, store + snapshot, each, rows, alone, str(unstable) if unstable else None)
+    inputs.notice(too_long(inputs.first, descent.lr, descent.shift, inputs.plan.momentum, curvature))
+    return Estimate(total, peak.bytes, store, store + snapshot, each, rows, alone)
 
 
 def _of_spectral(inputs: Inputs, memory: int | str | None, out: str | os.PathLike[str] | None) -> Estimate:
@@ -194,7 +195,7 @@ def _labels(sources: Sources) -> int:
 
 def _probes(inputs: Inputs) -> int:
     """Bytes of the examples that are kept to recognise the loss by."""
-    batch = inputs.data.gather(probe_examples(len(inputs.data)))
+    batch = inputs.data.gather(torch.tensor(inputs.probes))
     return sum(leaf.nbytes for leaf in leaves(batch) if isinstance(leaf, torch.Tensor))
 
 

@@ -4,6 +4,7 @@ import logging
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,7 +21,9 @@ from imprint.simulation.settling import refitted
 from imprint.simulation.spectral import Frozen, freeze, imprints, projected, refuse_unstable
 from imprint.store import DTYPES, Checkpoint, File, coefficients_dtype
 from imprint.task import Parameters
-from imprint.vectors import Flat, spread
+from imprint.tensorfile import layout
+from imprint.values import Value
+from imprint.vectors import Flat, six_digits, spread
 from imprint.writer import Writer
 
 logger = logging.getLogger(__name__)
@@ -129,15 +132,16 @@ class Spectral:
 
     def _left(self, descent: Descent, settled: Checkpoint) -> Frozen | None:
         """The curvature as an earlier run has left it."""
-        name = f"{self.folder}/{self._basis(settled)}.safetensors"
-        done = self.writer.done(name)
+        name, directions = f"{self.folder}/{self._basis(settled)}.safetensors", settled.figures["directions"]
+        stack = layout(descent.start, directions, self._stored if self._on_basis(settled) else None)
+        done = self.writer.done(name, None, stack, lambda about: _curvature(about, directions))
         if done is None:
             return None
         self.on_skip(PASSES * len(self.inputs.data) * self.inputs.plan.directions)
-        about, found = done[1], self.writer.read(name, descent.data.device)
+        (values, rest, share), found = done[1], self.writer.read(name, descent.data.device)
         # copied to where tensors lie as they do when fresh: products of others differ in the last bits
         basis = {name: found[name].to(descent.dtype, copy=True) for name in descent.start}
-        return Frozen(torch.tensor(about["values"], dtype=torch.float64), basis, about["rest"], about["share"])
+        return Frozen(torch.tensor(values, dtype=torch.float64), basis, rest, share)
 
     def _frozen(self, descent: Descent) -> Frozen:
         """The curvature, measured."""
@@ -191,12 +195,12 @@ class Spectral:
         for number, start in enumerate(range(0, len(self.inputs.sources), rows)):
             chunk = self.inputs.sources.rows(start, start + rows)
             name, span = f"{self.folder}/imprints-{number:05}.safetensors", (start, start + len(chunk))
-            done = self.writer.done(name, span)
+            done = self.writer.done(name, span, None, partial(_lengths, count=len(chunk)))
             if done is not None:
                 self.on_skip(sum(chunk.sizes))
                 files.append(done[0])
-                norms += done[1]["norms"]
-                whole += done[1].get("whole", done[1]["norms"])
+                norms += done[1][0]
+                whole += done[1][1]
                 continue
             pieces = [chunk.rows(first, first + fit) for first in range(0, len(chunk), fit)]
             parts = [self._imprints(descent.with_sources(piece), frozen, turn, settled) for piece in pieces]
@@ -239,12 +243,12 @@ class Spectral:
                     "fewer steps, or some damping."
                 )
         # six digits, as of the path engines: the last ones depend on where tensors lie in memory
-        return tensors, _six_digits(lengths), _six_digits(whole)
+        return tensors, six_digits(lengths.tolist()), six_digits(whole.tolist())
 
     def _kept(self, kind: str, tensors: Parameters, about: dict[str, Any] | None = None) -> File:
         """A file of this checkpoint, as an earlier run has left it or written now."""
         name = f"{self.folder}/{kind}.safetensors"
-        done = self.writer.done(name)
+        done = self.writer.done(name, None, layout(tensors), Value.mapping)
         return done[0] if done else self.writer.tensors(name, tensors, about=about)
 
     def _cast(self, tensors: Parameters) -> Parameters:
@@ -255,8 +259,22 @@ class Spectral:
         return "basis" if self._on_basis(settled) else "snapshot"
 
 
-def _six_digits(values: torch.Tensor) -> list[float]:
-    return [float(f"{value:.6g}") for value in values.tolist()]
+def _curvature(about: Value, directions: int) -> tuple[tuple[float, ...], float, float]:
+    """What the file of a basis says: the curvatures along its directions, that of the rest, and its share."""
+    known = about.record("values", "rest", "share")
+    if len(values := known["values"].numbers()) != directions:
+        known["values"].refuse(f"{directions} curvatures, one for each direction")
+    return values, known["rest"].number(), known["share"].number()
+
+
+def _lengths(about: Value, count: int) -> tuple[list[float], list[float]]:
+    """What the file of so many sources says: how long their imprints are, and were before they were projected."""
+    known = about.mapping()
+    norms = known.get("norms", Value(None, about.file, "norms"))
+    found = list(norms.numbers()), list(known.get("whole", norms).numbers())
+    if {len(lengths) for lengths in found} != {count}:
+        norms.refuse(f"{count} lengths, one for each source")
+    return found
 
 
 def _figures(frozen: Frozen) -> dict[str, Any]:

@@ -5,24 +5,34 @@ import math
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
-from typing import Any
+from functools import cached_property, partial
+from typing import Any, get_args
 
 import torch
 
 from imprint.data import Collate, Data, shown_batch
 from imprint.dropout import dropouts
-from imprint.errors import PlanError, SimulationError
-from imprint.fingerprint import of_data, of_sources, of_tensors, probe_examples, probe_losses, regulariser_values
+from imprint.errors import DataError, PlanError, ReliabilityWarning, SimulationError
+from imprint.fingerprint import (
+    HashData,
+    of_data,
+    of_sources,
+    of_tensors,
+    partly_hashed,
+)
 from imprint.notices import Notices
+from imprint.probing import Seen, choose_probes, module_settings, regulariser_values, see, spread_examples
+from imprint.simulation.curvature_check import report_curvature
 from imprint.simulation.descent import Descent
+from imprint.simulation.guards import has_batch_norm, moments_scale, unfelt_moments
 from imprint.simulation.plan import Plan, Settings
-from imprint.simulation.preconditioner import BATCHES, Preconditioner, estimated_moments
-from imprint.simulation.preflight import check_device, own, refuse_nonfinite, warn_half_precision
+from imprint.simulation.preconditioner import BATCHES, COMPARED, Preconditioner, compare, estimated_moments
+from imprint.simulation.preflight import Result, check_device, own, refuse_nonfinite, warn_half_precision
 from imprint.simulation.states import State, States
+from imprint.soundness import examine
 from imprint.sources import Sources, require_sources
 from imprint.store import DTYPES, describe
-from imprint.task import Parameters, Task, require_task
+from imprint.task import Functional, Parameters, Task, require_task
 
 logger = logging.getLogger(__name__)
 BATCH, LARGE_BATCH = 1024, 8192  # examples evaluated at once, where the caller does not say: on a CPU, on a GPU
@@ -38,6 +48,7 @@ class Inputs:
     plan: Plan
     states: States
     stored_as: str
+    hash_data: HashData = "all"
     notices: Notices = field(default_factory=Notices)
 
     @classmethod
@@ -53,6 +64,7 @@ class Inputs:
         collate_fn: Collate | None,
         device: torch.device | str | None,
         dtype: torch.dtype | None,
+        hash_data: HashData = "all",
     ) -> "Inputs":
         """The inputs of a simulation as the user gave them; what does not fit together is refused."""
         if plan is not None and not isinstance(plan, Plan):
@@ -62,6 +74,7 @@ class Inputs:
             )
         require_sources(sources)
         require_task(task)
+        task.refuse_changes()
         check_device(task, device)
         size = (LARGE_BATCH if task.device.type == "cuda" else BATCH) if batch_size is None else batch_size
         training = Data(data, device=task.device, batch_size=size, collate_fn=collate_fn)
@@ -71,11 +84,23 @@ class Inputs:
                 f"source_sample belongs to mini-batches, and batch_size={plan.batch_size} is all of the "
                 f"{len(training)} training examples: leave one of them out."
             )
-        inputs = cls(task, training, sources, plan or Plan(), States(task, checkpoints), _stored_dtype(task, dtype))
+        stored_as = _stored_dtype(task, dtype)
+        inputs = cls(task, training, sources, plan or Plan(), States(task, checkpoints), stored_as, hash_data)
         _refuse_plan(task, inputs.plan)
+        _refuse_changing(training, hash_data)
+        if told := partly_hashed(hash_data, len(training)):
+            inputs.notices.add(told)
         warn_half_precision(task)
         assert inputs.settings  # a plan with settings for other checkpoints is refused here
         return inputs
+
+    def examine(self) -> None:
+        """Try the task on a few examples: refuse what would be silently wrong, and keep what else is to be known."""
+        state = self.state(self.first)
+        examine(self.task, state, self.data, self.notices)
+        if self.plan.engine != "trajectories":  # which uses gradients alone
+            kind = self.plan.seen_curvature
+            report_curvature(*self.task.at(state), self.data, kind, self.notices)
 
     @property
     def settings(self) -> list[Settings]:
@@ -129,12 +154,20 @@ class Inputs:
         )
         return replace(descent, preconditioner=self._preconditioner(index, descent))
 
+    def notice(self, found: ReliabilityWarning | None) -> None:
+        """Keep what a guard has found, if it has found something."""
+        if found is not None:
+            self.notices.add(str(found))
+
     def _preconditioner(self, index: int, descent: Descent) -> Preconditioner | None:
         if self.plan.preconditioner is None:
             return None
         recorded = self.states.moments(index)
         if recorded is not None:
-            return Preconditioner.adam(recorded, "recorded")
+            found = compare(recorded, estimated_moments(descent, COMPARED))
+            self.notice(unfelt_moments(index, found, has_batch_norm(self.task.model)))
+            self.notice(moments_scale(index, found))
+            return Preconditioner.adam(found.moments, "recorded")
         logger.info("checkpoint %d: second moments are estimated from the gradients of %d batches", index, BATCHES)
         return Preconditioner.adam(estimated_moments(descent), "estimated")
 
@@ -148,13 +181,10 @@ class Inputs:
         """The inputs as far as they can be known, as JSON: a store is continued and reused for the same only."""
         first = self.state(self.first)
         functional, theta = self.task.at(first)
-        few = shown_batch(self.data.gather(probe_examples(len(self.data))))
-        losses = own(
-            f"loss function failed on a few examples, called as loss(model, batch) with batch = {few}",
-            *(probe_losses, functional, theta, self.data),
-        )
+        examples = self._own_loss(choose_probes, functional, theta, self.data)
+        seen = self._seen_at(functional, theta, examples)
         pulls = own("regulariser failed", regulariser_values, functional, theta)
-        self._refuse_nonfinite(losses, pulls)
+        self._refuse_nonfinite(pulls)
         every = range(len(self.states))
         states = [of_tensors(first if index == self.first else self._read(index)) for index in every]
         _warn_same(states)
@@ -167,19 +197,47 @@ class Inputs:
             "states": states,
             "moments": [self._moments(index) for index in every],
             "sources": of_sources(self.sources),
-            "losses": losses,
+            "losses": seen.losses,
+            "probes": {
+                "examples": examples,
+                **{name: getattr(seen, name) for name in ("moved", "outputs", "precision", "gradients")},
+            },
+            "modules": module_settings(self.task.model),
             "regulariser": pulls,
-            "data": of_data(self.data),
+            "data": of_data(self.data, self.hash_data),
         }
 
-    def _refuse_nonfinite(self, losses: list[float], pulls: list[float]) -> None:
-        for example, loss in zip(probe_examples(len(self.data)).tolist(), losses, strict=True):
+    @cached_property
+    def probes(self) -> list[int]:
+        """The training examples that the loss is recognised by."""
+        return self._own_loss(choose_probes, *self.task.at(self.state(self.first)), self.data)
+
+    def seen(self, examples: list[int]) -> Seen:
+        """What the task computes on some examples, at the first checkpoint and around it."""
+        return self._seen_at(*self.task.at(self.state(self.first)), examples)
+
+    def _seen_at(self, functional: Functional, theta: Parameters, examples: list[int]) -> Seen:
+        batch = self.data.gather(torch.tensor(examples))
+        wanted = self.plan.seen_curvature == "gauss-newton"
+        found = self._own_loss(partial(see, outputs=wanted, gradients=True), functional, theta, batch, len(examples))
+        for example, loss in zip(examples, found.losses, strict=True):
             if not math.isfinite(loss):
                 owner = self.sources.owner(example)
                 raise SimulationError(
                     f"the loss of training example {example}{owner} is {loss}: look for NaN or infinity in that "
                     "example, or a loss that is undefined there."
                 )
+        return found
+
+    def _own_loss(self, call: Callable[..., Result], *given: Any) -> Result:
+        few = shown_batch(self.data.gather(spread_examples(len(self.data))))
+        return own(
+            f"loss function failed on a few examples, called as loss(model, batch) with batch = {few}",
+            call,
+            *given,
+        )
+
+    def _refuse_nonfinite(self, pulls: list[float]) -> None:
         for pull in pulls:
             if not math.isfinite(pull):
                 raise SimulationError(f"the regulariser is {pull} at or near the first checkpoint.")
@@ -195,6 +253,19 @@ def _refuse_plan(task: Task, plan: Plan) -> None:
         )
     if plan.dropout and not dropouts(task.model):
         raise PlanError("dropout=True asks for dropout along the path, and the model has no dropout module.")
+
+
+def _refuse_changing(data: Data, how: HashData) -> None:
+    """Refuse data that is another one at each reading, unless the caller knows."""
+    if how not in get_args(HashData):
+        raise DataError(f"hash_data must be one of {', '.join(get_args(HashData))}, got {how!r}.")
+    if how != "none" and (example := data.changing_example()) is not None:
+        raise DataError(
+            f"training example {example} is another one each time it is read, as with random augmentation: scores "
+            "would differ from call to call. Give a fixed view of the data (without augmentation, or with random "
+            "numbers seeded by the index, and with a collate_fn that changes no sample in place), or "
+            'hash_data="none" to go on without comparing data.'
+        )
 
 
 def _warn_same(states: list[str]) -> None:

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from imprint.data import Collate
+    from imprint.fingerprint import HashData
     from imprint.progress import Advance
     from imprint.simulation.states import State
     from imprint.sources import Sources
@@ -171,6 +172,7 @@ class Plan:
         *,
         batch_size: int | None = None,
         collate_fn: "Collate | None" = None,
+        hash_data: "HashData" = "all",
         progress: "bool | Advance" = True,
     ) -> "Plan":
         """A plan with settings for each checkpoint, from curvature and gradients there; see `simulation.choosing`.
@@ -180,7 +182,7 @@ class Plan:
         """
         from imprint.simulation.choosing import plan_for
 
-        return plan_for(task, data, sources, checkpoints, batch_size, collate_fn, progress)
+        return plan_for(task, data, sources, checkpoints, batch_size, collate_fn, hash_data, progress)
 
     def to_json(self) -> dict[str, Any]:
         """As plain JSON values."""

@@ -5,7 +5,7 @@ import logging
 import os
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -13,23 +13,29 @@ import torch
 
 from imprint.data import Collate
 from imprint.errors import StoreError, first_line
-from imprint.fingerprint import probe_examples, probe_losses
+from imprint.fingerprint import HashData, how_hashed, partly_hashed
+from imprint.manifest import MANIFEST
 from imprint.memory import Peak
+from imprint.probing import see
 from imprint.progress import Advance, Progress
+from imprint.simulation.choices import check_choices
 from imprint.simulation.curvature import Spectrum
 from imprint.simulation.descent import Descent, joined
 from imprint.simulation.engines import sides, simulated
 from imprint.simulation.frozen import PASSES, Spectral
+from imprint.simulation.guards import outweighing, too_long
 from imprint.simulation.inputs import Inputs
 from imprint.simulation.plan import Plan, Settings
-from imprint.simulation.settling import advised, refitted, rows_at_once, settled
+from imprint.simulation.settling import advised, fit_batches, refitted, rows_at_once, settled
 from imprint.simulation.states import State
 from imprint.sources import Sources
-from imprint.store import DTYPES, FINGERPRINTS, Checkpoint, File, Manifest, Probes, Store, describe
+from imprint.store import DTYPES, FINGERPRINTS, LONGEST, Checkpoint, File, Manifest, Probes, Store, describe
 from imprint.task import Parameters, Task
-from imprint.values import parsed
-from imprint.vectors import minus, norm, row_norms, scale, spread
-from imprint.writer import Writer, difference
+from imprint.tensorfile import layout
+from imprint.turns import settle_child
+from imprint.values import Value, parsed
+from imprint.vectors import minus, norm, row_norms, scale, six_digits, spread
+from imprint.writer import Writer, compared_data, difference
 
 logger = logging.getLogger(__name__)
 
@@ -49,6 +55,7 @@ def simulate(
     dtype: torch.dtype | None = None,
     memory: int | str | None = None,
     replay: Store | str | os.PathLike[str] | None = None,
+    hash_data: HashData = "all",
     note: Any = None,
     progress: bool | Advance = True,
 ) -> Store:
@@ -69,16 +76,20 @@ def simulate(
     replay: a store, or its folder, to make again: other inputs than it was made from are refused, and what its
         simulation had to decide (step sizes, ε, chunk and batch sizes) is taken from it, so that on the same device
         with as many threads the imprints come out the same to the bit.
+    hash_data: how the data is hashed, by which changed data is refused later. "sampled" hashes 1,024 examples, for data
+        that is too large or slow to read once more; "none" takes data that is another one at each reading, such as
+        randomly augmented images. Both are kept as a warning, and every later comparison says so.
     note: anything worth keeping with the store, as JSON values: it goes into the manifest.
     progress: True for a line on standard error, False for none, or a function of (done, total).
     """
+    settle_child()
     if replay is not None:
         replay = Store.of(replay)
         plan = replay.manifest.plan if plan is None else plan
         batch_size = replay.manifest.execution.get("batch_size") if batch_size is None else batch_size
     if plan == "auto":
         given = (task, data, sources, checkpoints)
-        plan = Plan.auto(*given, batch_size=batch_size, collate_fn=collate_fn, progress=progress)
+        plan = Plan.auto(*given, batch_size=batch_size, collate_fn=collate_fn, hash_data=hash_data, progress=progress)
     inputs = Inputs.checked(
         task,
         data,
@@ -89,28 +100,35 @@ def simulate(
         collate_fn=collate_fn,
         device=device,
         dtype=dtype,
+        hash_data=hash_data,
     )
     _refuse_note(note)
     started, peak = time.monotonic(), Peak(task.device)
     with task.evaluating():
+        if batch_size is None:
+            fit_batches(inputs, memory)
         request = inputs.request()
-        writer = Writer(out, request)
+        writer = Writer(out, request, inputs.seen)
         if writer.finished:
             return writer.finished
+        if told := partly_hashed(how_hashed(writer.request["data"]), len(inputs.data)):
+            inputs.notices.add(told)  # of what is resumed, too
         resumed = writer.settled(inputs.first) is not None
         bar = Progress("simulating", *_work(inputs), progress)
         try:
+            inputs.examine()
             if replay is not None:
-                _take_over(replay, request, writer)
+                _take_over(replay, request, writer, inputs)
             run = _Run(inputs, memory, writer, bar)
             done = tuple(run.checkpoint(index, settings) for index, settings in enumerate(inputs.settings))
+            inputs.notice(outweighing([c.weight for c in done], [c.figures for c in done]))
             manifest = Manifest(
                 n=len(inputs.data),
                 dtype=inputs.stored_as,
                 plan=inputs.plan,
                 parameters=describe(task),
                 fixed=request["fixed"],
-                fingerprints={name: request[name] for name in FINGERPRINTS},
+                fingerprints={name: writer.request[name] for name in FINGERPRINTS},
                 sources=writer.sources(sources),
                 probes=run.probes(done),
                 checkpoints=done,
@@ -125,10 +143,10 @@ def simulate(
             )
             return writer.finish(manifest)
         except BaseException as error:
-            interrupted = isinstance(error, KeyboardInterrupt) or "RuntimeError: KeyboardInterrupt" in str(error)
-            if writer.stop(interrupted):
+            by_key = isinstance(error, KeyboardInterrupt) or "RuntimeError: KeyboardInterrupt" in str(error)
+            if writer.stop(by_key or not isinstance(error, Exception)):  # such as SystemExit, from a signal's handler
                 logger.warning("stopped: the same call again goes on where %s stands", writer.path)
-            if interrupted:  # within its own code torch makes a RuntimeError of it
+            if by_key:  # within its own code torch makes a RuntimeError of it
                 raise KeyboardInterrupt from error
             raise
         finally:
@@ -147,20 +165,26 @@ def _work(inputs: Inputs) -> tuple[int, str]:
 def _refuse_note(note: Any) -> None:
     """A note that cannot be written is refused before the work, not after it."""
     try:
-        parsed(json.dumps(note, allow_nan=False).encode(), Path("note"))
+        text = json.dumps(note, allow_nan=False)
+        parsed(text.encode(), Path("note"))
+        if len(text) > LONGEST // 2:
+            raise ValueError(f"it has {len(text):,} characters, and at most {LONGEST // 2:,} fit a manifest")
     except (TypeError, ValueError, RecursionError, StoreError) as error:
         raise StoreError(f"note must be made of JSON values: {first_line(error)}.") from error
 
 
-def _take_over(replay: Store, request: dict[str, Any], writer: Writer) -> None:
+def _take_over(replay: Store, request: dict[str, Any], writer: Writer, inputs: Inputs) -> None:
     """Settle every checkpoint as an earlier simulation of the same did."""
     before = {**replay.manifest.request, "fixed": request["fixed"]}  # which does not change what is simulated
-    if different := difference(before, request):
+    if different := difference(before, request, inputs.seen):
         raise StoreError(f"{replay.path} cannot be replayed: {different}.")
+    compared_data(before, request).warn()
     for index, checkpoint in enumerate(replay.checkpoints):
         found = writer.settled(index)
         if checkpoint.weight == 0:
             continue
+        plain = parsed(json.dumps(asdict(checkpoint)).encode(), replay.path / MANIFEST)
+        check_choices(checkpoint, index, before, replace(plain, field=f"checkpoints[{index}]"))
         if found is None:
             writer.settle(index, replace(checkpoint, base=None, imprints=(), midpoints=(), basis=None))
         elif _choices(found) != _choices(checkpoint):
@@ -199,8 +223,10 @@ class _Run:
             checkpoint = settled(descent, settings, index, self.memory)
             self.writer.settle(index, checkpoint)
         figures = checkpoint.figures
+        momentum, curvature = self.inputs.plan.momentum, Spectrum(*figures["curvature"])
+        self.inputs.notice(too_long(index, checkpoint.lr, descent.shift, momentum, curvature))
         descent = replace(descent, on_skip=self.bar.skip, lr=checkpoint.lr, vectorise=figures["vectorised"])
-        descent = advised(descent, Spectrum(*figures["curvature"]))
+        descent = advised(descent, curvature)
         fit = figures["rows_at_once"]
         if not fresh and self.memory is not None:
             fit = refitted(fit, rows_at_once(descent, self.memory, checkpoint.epsilon, fit), self.memory)
@@ -213,7 +239,7 @@ class _Run:
         rows = checkpoint.figures["rows_at_once"]
         for number, start in enumerate(range(0, len(self.inputs.sources), rows)):
             chunk = descent.with_sources(self.inputs.sources.rows(start, start + rows))
-            shard = self._finished_shard(chunk, folder, number, start)
+            shard = self._finished_shard(chunk, state, folder, number, start)
             if shard is None:
                 shard = self._shard(checkpoint, chunk, state, folder, number, start, fit)
             else:
@@ -251,36 +277,54 @@ class _Run:
             name = f"{folder}/midpoints-{number:05}.safetensors"
             midpoints = self.writer.tensors(name, self._cast(result.midpoints), span)
         # six digits: the last ones depend on where tensors lie in memory, and a resumed store is the same to the bit
-        norms = [float(f"{value:.6g}") for value in row_norms(result.imprints).tolist()]
-        drift = float(f"{norm(minus(result.end, chunk.start)) / scale(chunk.start, chunk.task):.6g}")
-        about = {"linearity": result.linearity, "norms": norms, "drift": drift}
+        norms = six_digits(row_norms(result.imprints).tolist())
+        linearity = six_digits(result.linearity)
+        (drift,) = six_digits([norm(minus(result.end, chunk.start)) / scale(chunk.start, chunk.task)])
+        about = {"linearity": linearity, "norms": norms, "drift": drift}
         name = f"{folder}/imprints-{number:05}.safetensors"
         imprints = self.writer.tensors(name, self._cast(result.imprints), span, about)
         if snapshot is not None:
             snapshot.clear()
-        return _Shard(imprints, result.linearity, norms, drift, base, midpoints)
+        return _Shard(imprints, linearity, norms, drift, base, midpoints)
 
-    def _finished_shard(self, chunk: Descent, folder: str, number: int, start: int) -> "_Shard | None":
+    def _finished_shard(
+        self, chunk: Descent, state: Parameters, folder: str, number: int, start: int
+    ) -> "_Shard | None":
         """What an earlier run has left of this chunk, if it finished it."""
-        span = (start, start + len(chunk.sources))
-        imprints = self.writer.done(f"{folder}/imprints-{number:05}.safetensors", span)
-        if imprints is None:
+        rows = len(chunk.sources)
+        span, stack = (start, start + rows), layout(chunk.start, rows, DTYPES[self.inputs.stored_as])
+        base = midpoints = None
+        if number == 0:
+            whole = layout(self.inputs.without_fixed({**state, **chunk.start}))
+            base = self.writer.done(f"{folder}/base.safetensors", None, whole, Value.mapping)
+        if self.inputs.plan.keep_pair:
+            midpoints = self.writer.done(f"{folder}/midpoints-{number:05}.safetensors", span, stack, Value.mapping)
+        name = f"{folder}/imprints-{number:05}.safetensors"
+        imprints = self.writer.done(name, span, stack, lambda about: _measured(about, rows))
+        if imprints is None or (number == 0) != bool(base) or self.inputs.plan.keep_pair != bool(midpoints):
             return None
-        base = self.writer.done(f"{folder}/base.safetensors") if number == 0 else None
-        midpoints = self.writer.done(f"{folder}/midpoints-{number:05}.safetensors", span)
-        file, about = imprints
-        figures = (about["linearity"], about["norms"], about["drift"])
-        return _Shard(file, *figures, base[0] if base else None, midpoints[0] if midpoints else None)
+        file, (linearity, norms, drift) = imprints
+        return _Shard(file, linearity, norms, drift, base[0] if base else None, midpoints[0] if midpoints else None)
 
     def probes(self, checkpoints: tuple[Checkpoint, ...]) -> Probes | None:
         """Keep a few training examples, with their losses where the first checkpoint is read out."""
         index = next(k for k, checkpoint in enumerate(checkpoints) if checkpoint.weight > 0)
         base = self.writer.read(f"checkpoint-{index:03}/base.safetensors", self.inputs.task.device)
-        losses = probe_losses(*self.inputs.task.at({**self.inputs.fixed, **base}), self.inputs.data)
-        return self.writer.probes(self.inputs.data.gather(probe_examples(len(self.inputs.data))), losses)
+        examples = self.writer.request["probes"]["examples"]
+        batch = self.inputs.data.gather(torch.tensor(examples))
+        return self.writer.probes(batch, see(*self.inputs.task.at({**self.inputs.fixed, **base}), batch, len(examples)))
 
     def _cast(self, tensors: Parameters) -> Parameters:
         return {name: tensor.to(DTYPES[self.inputs.stored_as]) for name, tensor in tensors.items()}
+
+
+def _measured(about: Value, rows: int) -> tuple[list[float], list[float], float]:
+    """What the file of a chunk of so many sources says was measured on it."""
+    values = about.record("linearity", "norms", "drift")
+    linearity, norms = (list(values[name].numbers()) for name in ("linearity", "norms"))
+    if len(norms) != rows or len(linearity) not in (0, rows):
+        about.fail(f"norms and linearity must be of {rows} sources")
+    return linearity, norms, values["drift"].number()
 
 
 @dataclass(frozen=True)

@@ -12,11 +12,12 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from imprint.errors import StoreError
+from imprint.errors import StoreError, first_line
 from imprint.files import write
 from imprint.fingerprint import of_tensors
 from imprint.task import Parameters
 from imprint.tensorfile import save
+from imprint.values import parsed
 
 logger = logging.getLogger(__name__)
 SECONDS = 60.0
@@ -37,6 +38,25 @@ class Moment:
     pull: Tensor
     kept: Parameters
     kept_rows: Parameters
+
+    def misfit(self, start: "Moment", steps: int) -> str | None:
+        """Why a descent of so many steps that starts at `start` cannot come here, in words."""
+        if not start.step <= self.step <= steps:
+            return f"it is of step {self.step} of {steps}"
+        count = len(next(iter(start.rows.values())))
+        if self.pull.shape != (count,) or not self.pull.is_floating_point():
+            return f"its pull is {tuple(self.pull.shape)} of {self.pull.dtype}, not one number for each row"
+        for kind in _STACKS:
+            mine, expected = getattr(self, kind), getattr(start, kind)
+            for name in sorted(mine.keys() | expected.keys()):
+                there, wanted = (_look(stack[name]) if name in stack else "missing" for stack in (mine, expected))
+                if there != wanted:
+                    return f"{kind}/{name} is {there}, not {wanted}"
+        return None
+
+
+def _look(tensor: Tensor) -> str:
+    return f"{tuple(tensor.shape)} of {tensor.dtype}"
 
 
 class Snapshot:
@@ -65,26 +85,36 @@ class Snapshot:
 
     def restore(self, device: torch.device, count: int) -> Moment | None:
         """The moment that was kept, if it is of this chunk, of `count` rows, and as it was written."""
+        moment = self._read(device)
+        same = moment is not None and all(tensor.shape[:1] == (count,) for tensor in moment.rows.values())
+        return moment if same else None
+
+    def refuse(self, reason: str) -> None:
+        """Say that a moment is not gone on from."""
+        logger.warning("%s is damaged, its chunk starts over: %s", self._path, reason)
+
+    def _read(self, device: torch.device) -> Moment | None:
         if not self._path.is_file():
             return None
         try:
             with safe_open(self._path, framework="pt") as file:
-                about = json.loads(file.metadata()["imprint"])
-                step, start, checksum = about["step"], about["start"], about["sha256"]
+                about = parsed(file.metadata()["imprint"].encode(), self._path).record("step", "start", "sha256")
+                step, start, checksum = about["step"].whole(), about["start"].whole(), about["sha256"].checksum()
                 tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+                pull = tensors["pull"].to(device)
             if checksum != _checksum(step, start, tensors):
                 raise ValueError("it differs from its checksum")
-        except (OSError, SafetensorError, ValueError, KeyError, TypeError) as error:
-            logger.warning("%s is damaged, its chunk starts over: %s", self._path, error)
+        except (OSError, SafetensorError, MemoryError, StoreError, ValueError, KeyError, TypeError) as error:
+            self.refuse(first_line(error))
+            return None
+        if start != self._start:
             return None
 
         def stack(kind: str) -> Parameters:
             start = f"{kind}/"
             return {name.removeprefix(start): t.to(device) for name, t in tensors.items() if name.startswith(start)}
 
-        moment = Moment(step=step, pull=tensors["pull"].to(device), **{kind: stack(kind) for kind in _STACKS})
-        same = start == self._start and all(len(tensor) == count for tensor in moment.rows.values())
-        return moment if same else None
+        return Moment(step=step, pull=pull, **{kind: stack(kind) for kind in _STACKS})
 
     def clear(self) -> None:
         """The chunk is done: forget it."""

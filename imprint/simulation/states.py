@@ -121,6 +121,11 @@ class States:
 
 def _tensors_in(what: str, file: str | os.PathLike[str]) -> dict[str, Tensor]:
     """The tensors of a file."""
+    if Path(file).is_dir():
+        inside = sorted(path.name for path in Path(file).glob("*.safetensors"))
+        hint = f", such as {Path(file) / inside[0]}" if inside else "; there is none in it"
+        more = " (it is one of several: load the model and give its state dict)" if len(inside) > 1 else ""
+        raise TaskError(f"{what} {file} is a folder, where a .safetensors file is needed{hint}{more}.")
     if not Path(file).is_file():
         raise TaskError(f"{what} file {file} does not exist.")
     try:

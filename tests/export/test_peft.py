@@ -1,6 +1,7 @@
 """Adapters that PEFT loads on the plain model score as `central` does at the same gains."""
 
 import json
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,9 @@ from imprint import Plan, ReadoutError, Sources, StoreError, Task, attribute, ex
 from imprint.export import Export, gains
 from imprint.export import peft as writing
 from imprint.export.likelihood import log_likelihood
+from imprint.files import sha256
 from imprint.store import Store
+from imprint.values import sealed
 from tests.export import models
 
 CASES = [("gpt2", "*lora_B*", 4, False), ("gpt2", "*lora_*", 8, True), ("llama", "*lora_B*", 4, False)]
@@ -326,3 +329,66 @@ def test_an_adapter_of_the_output_head_is_told_of_and_named_in_full(tmp_path: Pa
         )
         < 1e-4
     )
+
+
+FIRST = pytest.mark.parametrize("exported", CASES[:1], indirect=True, ids=["gpt2"])
+
+
+@FIRST
+def test_the_configuration_of_an_adapter_cannot_have_a_module_imported(
+    exported: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """PEFT imports what `megatron_core` names; a record of the same hand has the right checksum of it."""
+    found = exported[3]
+    folder = tmp_path / "gift"
+    shutil.copytree(found.folder, folder)
+    (tmp_path / "evil.py").write_text(f"from pathlib import Path\nPath({str(tmp_path / 'ran')!r}).touch()\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    config = folder / "adapters/base/adapter_config.json"
+    asking = {"megatron_config": {"a": 1}, "megatron_core": "evil"}
+    config.write_text(json.dumps({**json.loads(config.read_text()), **asking}))
+    record = json.loads((folder / "export.json").read_text())
+    record["files"]["adapters/base/adapter_config.json"] = sha256(config)
+    record.pop("sha256")
+    (folder / "export.json").write_text(json.dumps(sealed(record)))
+    with pytest.raises(StoreError, match="megatron_config must be None, as exports have it"):
+        export.read_peft(folder, _model(found), models.queries())
+    assert not (tmp_path / "ran").exists()
+
+
+@FIRST
+@pytest.mark.parametrize("path", ["../elsewhere", "/etc", "someone/an-adapter-of-the-hub"])
+def test_adapters_are_those_of_the_export(path: str, exported: Any, tmp_path: Path) -> None:
+    found = exported[3]
+    folder = tmp_path / "gift"
+    shutil.copytree(found.folder, folder)
+    record = json.loads((folder / "export.json").read_text())
+    record["sources"][0]["plus"] = path
+    record.pop("sha256")
+    (folder / "export.json").write_text(json.dumps(sealed(record)))
+    with pytest.raises(StoreError, match=r"a path inside the export|is not a file of the export"):
+        export.read_peft(folder, _model(found), models.queries())
+
+
+@FIRST
+def test_two_exports_into_one_folder_exclude_each_other(
+    exported: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, task, store, _ = exported
+    refused: list[str] = []
+    original = writing._write_adapter
+
+    def intrude(*given: Any) -> None:
+        if not refused:
+            refused.append("")
+            with pytest.raises(StoreError, match=r"another process .* is writing") as error:
+                export.to_peft(task, store, tmp_path / "out", models.queries())
+            refused.append(str(error.value))
+        original(*given)
+
+    monkeypatch.setattr(writing, "_write_adapter", intrude)
+    (tmp_path / ".out.imprint-0123456789abcdef.tmp").mkdir()  # of one that was killed
+    (tmp_path / ".out.tmp").mkdir()  # the user's
+    export.to_peft(task, store, tmp_path / "out", models.queries())
+    assert len(refused) == 2
+    assert {path.name for path in tmp_path.iterdir()} == {"out", ".out.tmp"}

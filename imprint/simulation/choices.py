@@ -1,0 +1,53 @@
+"""Looks at how an earlier run has settled a checkpoint, before a simulation goes on with it.
+
+The choices come from the journal of an unfinished simulation, or from the manifest of a store that is replayed. Both
+are files that anybody may have written: what a simulation cannot have chosen is refused.
+"""
+
+from typing import Any
+
+from imprint.errors import PlanError
+from imprint.manifest import Checkpoint, check_planned
+from imprint.rows import parameters_of
+from imprint.simulation.plan import Plan
+from imprint.values import Value
+
+_LARGEST = 1e100  # of steps and curvatures: their products are numbers still
+_EPSILONS = 1e-6, 1e6  # far beyond all that are tried
+_FIGURES = ("rows_at_once", "vectorised")
+_OF_PATHS, _OF_SPECTRA = ("curvature",), ("directions",)
+
+
+def check_choices(checkpoint: Checkpoint, index: int, request: dict[str, Any], value: Value) -> None:
+    """Refuse choices for checkpoint number `index` of a request that no simulation of it would have made."""
+    count = len(request["states"])
+    if index >= count:
+        value.fail(f"there are {count} checkpoints, and {value.field} is of one more")
+    plan = _plan(request, value)
+    check_planned(checkpoint, index, plan, count, value)
+    if checkpoint.weight == 0:
+        value.fail(f"{value.field} has weight 0, so it is not simulated")
+    figures, found = checkpoint.figures, value.mapping()
+    for name in (*_FIGURES, *(_OF_SPECTRA if plan.engine == "spectral" else _OF_PATHS)):
+        if name not in figures:
+            value.fail(f"{value.field}.figures[{name!r}] is missing")
+    if not 0 < checkpoint.lr <= _LARGEST:
+        found["lr"].refuse("the size of a step")
+    if max(map(abs, figures.get("curvature", [0.0]))) > _LARGEST:
+        found["figures"].mapping()["curvature"].refuse("curvatures that a loss can have")
+    low, high = _EPSILONS
+    if checkpoint.epsilon is not None and plan.epsilon == "auto" and not low <= checkpoint.epsilon <= high:
+        found["epsilon"].refuse("an ε that is tried")
+    if checkpoint.layers and plan.form != "factored":
+        found["layers"].refuse("empty where imprints are not factored")
+    for layer in found["layers"].items():
+        about = request["parameters"].get(parameters_of(layer.text())[0])
+        if about is None or len(about["shape"]) != 2:
+            layer.refuse("a linear layer of the selected parameters")
+
+
+def _plan(request: dict[str, Any], value: Value) -> Plan:
+    try:
+        return Plan.from_json(request["plan"])
+    except (PlanError, TypeError, ValueError) as error:
+        value.fail(f"plan: {str(error).rstrip('.')}")
