@@ -10,6 +10,7 @@ from torch import Tensor
 
 from imprint.attribution import Attribution, attribute
 from imprint.data import Data
+from imprint.evaluation.mislabels import example_losses
 from imprint.evaluation.removal import RemovalCheck
 from imprint.evaluation.training import measured, train_together
 from imprint.progress import Progress
@@ -22,7 +23,10 @@ _BASELINES = 4
 
 @dataclass(frozen=True)
 class Outcome:
-    """What the demo found: predictions, the truth beside them, and how long each part took in seconds."""
+    """What the demo found: predictions, the truth beside them, and how long each part took in seconds.
+
+    losses: the mean training loss of each contributor's examples under the attributed model.
+    """
 
     split: int
     setting: digits.Digits
@@ -30,6 +34,7 @@ class Outcome:
     attribution: Attribution
     check: RemovalCheck
     accuracy: float
+    losses: tuple[float, ...]
     seconds: dict[str, float] = field(default_factory=dict)
 
     @property
@@ -46,6 +51,11 @@ class Outcome:
     def most_harmful(self) -> int:
         """The contributor whose removal is predicted to lower the loss most."""
         return int(self.check.predicted.mean(0).argmin())
+
+    @property
+    def highest_loss(self) -> int:
+        """The contributor whom plain loss would suspect: the model fits its labels worst."""
+        return max(range(len(self.losses)), key=self.losses.__getitem__)
 
 
 def run(
@@ -78,7 +88,9 @@ def run(
         actual = _removed(setting, sources, data, split, retrainings, progress)
 
     check = RemovalCheck.of(attribution.removal_effect, actual)
-    return Outcome(split, setting, sources, attribution, check, accuracy, seconds)
+    losses = example_losses(task, setting.train)
+    each = tuple(float(losses[setting.owners == owner].mean()) for owner in range(len(sources)))
+    return Outcome(split, setting, sources, attribution, check, accuracy, each, seconds)
 
 
 def _removed(

@@ -8,6 +8,7 @@ import numpy as np
 from imprint.demo.experiment import Outcome
 from imprint.errors import MissingExtra
 from imprint.evaluation.statistics import Array
+from imprint.files import write
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -38,7 +39,7 @@ def draw(outcome: Outcome, folder: Path) -> dict[str, Path]:
         for name, function in (("scatter", scatter), ("ranking", ranking), ("queries", queries)):
             figure = function(outcome)
             files[name] = folder / f"{name}.png"
-            figure.savefig(files[name])
+            write(files[name], figure.savefig)
     return files
 
 

@@ -8,15 +8,17 @@ from pathlib import Path
 
 from imprint.demo.experiment import Outcome
 from imprint.demo.figures import draw
+from imprint.display import for_terminal
 from imprint.errors import MissingExtra
 from imprint.evaluation.removal import RemovalCheck
+from imprint.files import write as write_file
 
 
 @dataclass(frozen=True)
 class Row:
     """One contributor in the table, effects as changes of the mean loss if it were removed.
 
-    error: two standard errors over retrainings.
+    error: two standard errors over retrainings. loss: the mean training loss of its examples.
     """
 
     name: str
@@ -25,6 +27,7 @@ class Row:
     actual: float
     error: float
     mislabels: bool
+    loss: float
 
     @property
     def verdict(self) -> str:
@@ -38,7 +41,7 @@ def rows(outcome: Outcome) -> list[Row]:
     error = 2 * check.standard_error
     bad = outcome.setting.mislabeller
     table = [
-        Row(name, size, float(predicted[i]), float(actual[i]), float(error[i]), i == bad)
+        Row(name, size, float(predicted[i]), float(actual[i]), float(error[i]), i == bad, outcome.losses[i])
         for i, (name, size) in enumerate(zip(outcome.sources.names, outcome.sources.sizes, strict=True))
     ]
     return sorted(table, key=lambda row: -row.predicted)
@@ -65,6 +68,27 @@ def statistics(outcome: Outcome) -> list[tuple[str, str, str, str]]:
     ]
 
 
+def _shown(value: object) -> object:
+    """What a template puts on the page: numbers as they are, texts without characters that hide or turn others."""
+    return for_terminal(value) if isinstance(value, str) else value
+
+
+def suspicion(outcome: Outcome) -> str:
+    """Say whom Imprint and whom plain loss suspect of wrong labels, and who was right."""
+    names, bad = outcome.sources.names, outcome.setting.mislabeller
+    ours, plain = outcome.most_harmful, outcome.highest_loss
+    right = {
+        (True, True): "both are right, and plain loss needs no simulation",
+        (True, False): "Imprint is right",
+        (False, True): "plain loss is right",
+        (False, False): f"both are wrong: it is {names[bad]}",
+    }[ours == bad, plain == bad]
+    return (
+        f"Who mislabels? Imprint, by the predicted effect: {names[ours]}. Plain loss, by the mean training loss: "
+        f"{names[plain]}. Here {right}."
+    )
+
+
 def write(outcome: Outcome, folder: Path) -> Path:
     """Write report.html and its pictures; returns the page."""
     try:
@@ -73,21 +97,20 @@ def write(outcome: Outcome, folder: Path) -> Path:
         raise MissingExtra("the report", "report") from error
     folder.mkdir(parents=True, exist_ok=True)
     pictures = draw(outcome, folder)
-    environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined)
+    environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined, finalize=_shown)
     from imprint import __version__ as version
 
     template = environment.from_string(files("imprint.demo").joinpath("report.html.j2").read_text(encoding="utf-8"))
     page = folder / "report.html"
-    page.write_text(
-        template.render(
-            outcome=outcome,
-            rows=rows(outcome),
-            statistics=statistics(outcome),
-            culprit=outcome.sources.names[outcome.most_harmful],
-            made=f"{datetime.now(UTC):%Y-%m-%d}, imprint {version}",
-            found=outcome.most_harmful == outcome.setting.mislabeller,
-            pictures={name: base64.b64encode(file.read_bytes()).decode() for name, file in pictures.items()},
-        ),
-        encoding="utf-8",
+    text = template.render(
+        outcome=outcome,
+        rows=rows(outcome),
+        statistics=statistics(outcome),
+        suspicion=suspicion(outcome),
+        culprit=outcome.sources.names[outcome.most_harmful],
+        made=f"{datetime.now(UTC):%Y-%m-%d}, imprint {version}",
+        found=outcome.most_harmful == outcome.setting.mislabeller,
+        pictures={name: base64.b64encode(file.read_bytes()).decode() for name, file in pictures.items()},
     )
+    write_file(page, lambda path: path.write_text(text, encoding="utf-8"))
     return page

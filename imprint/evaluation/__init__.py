@@ -1,6 +1,7 @@
 """Checking attributions against what really happens."""
 
-from imprint.evaluation.metrics import Metric, evaluate, lds, loo, mislabel_auc, overlap, slope
+from imprint.evaluation.metrics import Metric, evaluate, lds, loo, overlap, slope
+from imprint.evaluation.mislabels import MislabelDetection, detection_auc, example_losses, mislabel_auc
 from imprint.evaluation.retraining import Together, Train, retrain
 from imprint.evaluation.subsets import Subsets
 from imprint.evaluation.training import Training
@@ -8,12 +9,15 @@ from imprint.evaluation.truth import Truth
 
 __all__ = [
     "Metric",
+    "MislabelDetection",
     "Subsets",
     "Together",
     "Train",
     "Training",
     "Truth",
+    "detection_auc",
     "evaluate",
+    "example_losses",
     "lds",
     "loo",
     "mislabel_auc",

@@ -28,8 +28,8 @@ from imprint.evaluation.statistics import Array, ceiling, ranks
 from imprint.evaluation.subsets import ORDER, Subsets, derived
 from imprint.evaluation.training import initialised, train_together
 from imprint.evaluation.truth import Truth
-from imprint.files import Lock, nearest_folder, write
-from imprint.fingerprint import of_batches, of_data, of_tensors
+from imprint.files import Lock, clear_leftovers, nearest_folder, write
+from imprint.fingerprint import compare_data, of_batches, of_data, of_tensors
 from imprint.memory import Peak
 from imprint.progress import Advance
 from imprint.simulation.plan import Plan
@@ -82,7 +82,7 @@ class Protocol:
             "path": self.path and self.path.to_json(),
             "training": asdict(train.training),
             "model": of_tensors(initialised(train.build, 0).state_dict()),
-            "data": of_data(data),
+            **{"n": len(data), "data": of_data(data)},
             "queries": of_batches(queries),
         }
 
@@ -117,17 +117,18 @@ class Bench:
         self.protocol, self.out, self._progress = protocol, Path(out), progress
         nearest_folder(out)  # refuses a file
         self.out.mkdir(parents=True, exist_ok=True)
-        about = json.dumps(protocol.to_json())
+        about = protocol.to_json()
         place = self.out / "bench.json"
-        if place.is_file() and place.read_text() != about:
+        if place.is_file() and not _same(place.read_text(), about):
             raise StoreError(f"{self.out} holds another benchmark: give a new folder.")
-        write(place, lambda path: path.write_text(about))
+        write(place, lambda path: path.write_text(json.dumps(about)))
 
     @contextmanager
     def alone(self) -> Iterator[None]:
         """No other process in the folder for a while."""
         lock = Lock(self.out)
         try:
+            clear_leftovers(self.out)
             yield
         finally:
             lock.release()
@@ -276,6 +277,20 @@ class Bench:
 def _height(values: Array) -> float:
     """By which settings are compared: the mean over queries, the lowest of all where it is undefined."""
     return float(np.nan_to_num(over_queries(values).value, nan=-np.inf))
+
+
+def _same(text: str, about: dict[str, Any]) -> bool:
+    """Whether a kept description is of the same benchmark; earlier versions hashed a sample of the data."""
+    try:
+        kept = json.loads(text)
+        data = compare_data(kept.pop("data"), about["data"], about["n"])
+    except (ValueError, KeyError, AttributeError):
+        return False
+    others = {name: value for name, value in json.loads(json.dumps(about)).items() if name in kept}
+    if data.same and kept == others:
+        data.warn()
+        return True
+    return False
 
 
 def _single(scores: Tensor) -> Tensor:

@@ -98,7 +98,10 @@ def brittleness(
     each = wrong[:, 1:].reshape(runs, 2, len(counts), len(result), len(result))
     flipped = each.diagonal(dim1=3, dim2=4).double().mean(0).numpy()  # (2, counts, queries)
     shares, at_random = (
-        tuple(averaged(f"flipped without {count}{how}", row) for count, row in zip(counts, rows, strict=True))
+        tuple(
+            averaged(f"flipped without {count}{how}", row, within=(0, 1))
+            for count, row in zip(counts, rows, strict=True)
+        )
         for rows, how in zip(flipped, ("", " at random"), strict=True)
     )
     return Brittleness(counts, shares, at_random, before)

@@ -2,6 +2,7 @@
 
 import os
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
@@ -9,6 +10,7 @@ from torch import Tensor
 
 from imprint.errors import MissingExtra
 from imprint.evaluation.statistics import Array, Estimate, mean_estimate
+from imprint.files import write
 
 
 @dataclass(frozen=True)
@@ -130,13 +132,13 @@ class Comparison:
                 axis.axvline(self.ceiling, color="#c8553d", linestyle="--", linewidth=1)
                 axis.annotate("ceiling", (self.ceiling, -0.4), color="#c8553d", ha="right", fontsize=8)
         figure.tight_layout()
-        figure.savefig(path, dpi=140)
+        write(Path(path), lambda beside: figure.savefig(beside, dpi=140))
         plt.close(figure)
 
 
 def over_queries(values: Array) -> Estimate:
     """The mean over runs and draws, (runs × draws, queries), with an interval over queries."""
-    return mean_estimate(_over_runs(values))
+    return mean_estimate(_over_runs(values), within=(-1, 1))
 
 
 def _over_runs(values: Array) -> Array:
@@ -158,4 +160,4 @@ def _plain(found: Estimate) -> dict[str, float | None]:
 def _shown(found: Estimate, digits: int) -> str:
     if np.isnan(found.value):
         return "undefined"
-    return f"{found.value:.{digits}f} [{found.low:.{digits}f}, {found.high:.{digits}f}]"
+    return found.shown(digits)

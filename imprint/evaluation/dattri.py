@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader
 from imprint.attribution import attribute
 from imprint.data import Data, shown_batch
 from imprint.errors import DataError, MissingExtra
-from imprint.fingerprint import of_data
+from imprint.fingerprint import DataPrint, of_data
 from imprint.readout import Kind
 from imprint.simulation.plan import Plan
 from imprint.simulation.run import simulate
@@ -54,7 +54,7 @@ class ImprintAttributor(BaseAttributor):  # type: ignore[misc]  # dattri has no 
         model = task.get_model().to(device)
         self._task = Task(model, loss=_each(task.original_loss_func), measure=_each(task.original_target_func))
         self._store: Store | None = None
-        self._cached = ""
+        self._cached: DataPrint = {}
 
     def cache(self, full_train_dataloader: DataLoader[Any]) -> None:
         """Simulate the imprints of all training examples of a loader."""
@@ -121,5 +121,5 @@ def _columns(loader: DataLoader[Any]) -> tuple[Tensor, ...]:
     return tuple(torch.cat(parts) for parts in zip(*batches, strict=True))
 
 
-def _fingerprint(columns: tuple[Tensor, ...]) -> str:
+def _fingerprint(columns: tuple[Tensor, ...]) -> DataPrint:
     return of_data(Data(columns, device=columns[0].device))

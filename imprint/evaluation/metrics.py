@@ -20,8 +20,6 @@ from imprint.evaluation.statistics import (
     ROUNDING,
     Array,
     Estimate,
-    area,
-    bootstrap,
     ceiling,
     constant,
     correlations,
@@ -30,9 +28,8 @@ from imprint.evaluation.statistics import (
 )
 from imprint.evaluation.subsets import Subsets
 from imprint.evaluation.truth import Truth
-from imprint.fingerprint import changed, of_sources
+from imprint.fingerprint import changed, compare_data, of_sources
 from imprint.sources import Sources
-from imprint.task import Better
 
 Parameters = dict[str, dict[str, Any]]
 """Shapes and dtypes by name."""
@@ -43,7 +40,7 @@ _NAN = float("nan")
 class Metric:
     """A figure of merit.
 
-    estimate: its value with a bootstrap 95% interval over queries.
+    estimate: its value with a 95% interval over queries that contains it, NaN where one query says nothing of others.
     per_query: its value for each query; NaN where it is undefined, because scores or truth are constant.
     undefined: how many queries that is; they are left out of the mean, and counted here.
     ceiling: about what a perfect predictor would reach against this truth, from the agreement of its runs; NaN with one
@@ -64,8 +61,7 @@ class Metric:
             return f"{self.name} undefined: scores or truth are constant{limits}"
         few = "query" if self.undefined == 1 else "queries"
         lacking = f", undefined for {self.undefined} {few}" if self.undefined else ""
-        low, high = self.estimate.low, self.estimate.high
-        return f"{self.name} {self.estimate.value:.3f} [{low:.3f}, {high:.3f}]{limits}{lacking}"
+        return f"{self.name} {self.estimate.shown(3)}{limits}{lacking}"
 
     def __repr__(self) -> str:
         return f"Metric({self})"
@@ -173,29 +169,6 @@ def _warn_shares(subsets: Subsets) -> None:
         )
 
 
-def mislabel_auc(self_influence: Tensor | Array, mislabelled: Tensor | Array, better: Better = "lower") -> Metric:
-    """How well self-influence finds wrong labels: the area under the ROC curve, interval over examples.
-
-    mislabelled: a boolean for each example. better: of the measurement: with a loss a wrong label lowers its own loss
-    most, with a margin ("higher") it raises its own margin most.
-    """
-    if better not in ("lower", "higher"):
-        raise DataError(f'better must be "lower" or "higher", as the measurement is; got {better!r}.')
-    influence, labels = torch.as_tensor(self_influence).detach().cpu(), torch.as_tensor(mislabelled).cpu()
-    if influence.dim() != 1 or labels.shape != influence.shape:
-        shapes = f"{tuple(influence.shape)} and {tuple(labels.shape)}"
-        raise DataError(f"expected one value and one label per example, got {shapes}.")
-    guilty, suspicion = labels.bool().numpy(), influence.double().numpy() * (1 if better == "higher" else -1)
-    if not np.isfinite(suspicion).all():
-        raise DataError("self-influence must be finite.")
-    if guilty.all() or not guilty.any():
-        raise DataError("the area under the curve needs some mislabelled examples and some that are not.")
-    if bool(constant(suspicion, _rounding(influence))):
-        return Metric("mislabel detection AUC", Estimate(_NAN, _NAN, _NAN), undefined=len(guilty))
-    estimate = bootstrap(len(guilty), lambda chosen: area(suspicion[chosen], guilty[chosen]))
-    return Metric("mislabel detection AUC", estimate)
-
-
 def overlap(first: Attribution, second: Attribution, k: int = 10) -> Metric:
     """The share of the k largest effects that two attributions have in common, per query.
 
@@ -215,8 +188,8 @@ def overlap(first: Attribution, second: Attribution, k: int = 10) -> Metric:
     shares = np.array([len({*a} & {*b}) / k for a, b in pairs])
     for each in (first, second):
         sizes = each.scores.detach().abs().double().cpu().numpy()
-        shares[constant(sizes, _rounding(each.scores))[:, 0]] = _NAN
-    return averaged(f"overlap of the first {k}", shares)
+        shares[constant(sizes, rounding(each.scores))[:, 0]] = _NAN
+    return averaged(f"overlap of the first {k}", shares, within=(0, 1))
 
 
 def _effects(truth: Truth) -> Tensor:
@@ -225,15 +198,21 @@ def _effects(truth: Truth) -> Tensor:
     return effects * (effects.amax(2, keepdim=True) - effects.amin(2, keepdim=True) > ROUNDING * largest)
 
 
-def _rounding(scores: Tensor) -> float:
+def rounding(scores: Tensor) -> float:
     """By how much, relative to the largest, scores that are meant to be equal may differ."""
     return max(ROUNDING, 4 * torch.finfo(scores.dtype).eps) if scores.is_floating_point() else ROUNDING
 
 
-def averaged(name: str, per_query: Array, limit: float = _NAN, single_run: float = _NAN) -> Metric:
-    """The mean of values per query, those that are NaN left out and counted."""
+def averaged(
+    name: str,
+    per_query: Array,
+    limit: float = _NAN,
+    single_run: float = _NAN,
+    within: tuple[float, float] = (-1, 1),
+) -> Metric:
+    """The mean of values per query, those that are NaN left out and counted; `within` is what a value can be."""
     undefined = int(np.isnan(per_query).sum())
-    return Metric(name, mean_estimate(per_query), per_query, undefined, limit, single_run)
+    return Metric(name, mean_estimate(per_query, within), per_query, undefined, limit, single_run)
 
 
 def _single_run(runs: Array, prepared: Callable[[Array], Array] = lambda array: array) -> float:
@@ -290,7 +269,7 @@ def usable_scores(given: Tensor, queries: int, sources: int) -> Tensor:
     scores = given.detach().double().cpu()
     if not bool(scores.isfinite().all()):
         raise DataError("scores must be finite.")
-    flat = torch.from_numpy(constant(scores.numpy(), _rounding(given)))
+    flat = torch.from_numpy(constant(scores.numpy(), rounding(given)))
     return torch.where(flat, scores[:, :1], scores)
 
 
@@ -307,11 +286,14 @@ def check_sources(labels: Labels, sources: Sources) -> None:
 def check_origin(labels: Labels, known: dict[str, Any]) -> None:
     """Refuse scores of other training data or of another model than the truth's, as far as both are known."""
     mine = labels.fingerprints
-    if mine.get("data") and known.get("data") and mine["data"] != known["data"]:
-        raise DataError(
-            "scores are of other training data than the truth, or of the same in another order: simulate on what was "
-            "retrained on."
-        )
+    if mine.get("data") and known.get("data"):
+        data = compare_data(mine["data"], known["data"], labels.n)
+        if not data.same:
+            raise DataError(
+                f"scores are of other training data than the truth{data.remark}, or of the same in another order: "
+                "simulate on what was retrained on."
+            )
+        data.warn("the training data of scores and ground truth")
     if difference := _models_differ(mine.get("parameters", {}), known.get("parameters", {})):
         raise DataError(f"scores are of another model than the truth: {difference}.")
 

@@ -1,9 +1,8 @@
 """Predicted removal effects against what retraining without each source really does.
 
-Correlations come with a bootstrap 95% interval over queries, and with the ceiling that the noise of retraining sets.
+Figures come with a 95% interval over queries, by the jackknife, and with the ceiling that the noise of retraining sets.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -15,10 +14,10 @@ from imprint.evaluation.statistics import (
     Array,
     Chosen,
     Estimate,
-    bootstrap,
     ceiling,
     centred,
     correlations,
+    jackknife,
     mean_estimate,
     pearson,
     ranks,
@@ -69,7 +68,11 @@ class RemovalCheck:
     @cached_property
     def correlation(self) -> Estimate:
         """Pearson, over sources, of predicted and actual mean effects."""
-        return self._over_queries(lambda chosen: pearson(self.predicted[chosen].mean(0), self.truth[chosen].mean(0)))
+        return jackknife(
+            len(self.predicted),
+            lambda chosen: pearson(self.predicted[chosen].mean(0), self.truth[chosen].mean(0)),
+            correlation=True,
+        )
 
     @cached_property
     def slope(self) -> Estimate:
@@ -80,12 +83,14 @@ class RemovalCheck:
         def pooled(chosen: Chosen) -> float:
             return float(rises[chosen].sum() / squares[chosen].sum()) if squares[chosen].any() else float("nan")
 
-        return self._over_queries(pooled)
+        return jackknife(len(self.predicted), pooled)
 
     @cached_property
     def mean_slope(self) -> Estimate:
         """The same of mean effects over queries."""
-        return self._over_queries(lambda chosen: slope(self.predicted[chosen].mean(0), self.truth[chosen].mean(0)))
+        return jackknife(
+            len(self.predicted), lambda chosen: slope(self.predicted[chosen].mean(0), self.truth[chosen].mean(0))
+        )
 
     @cached_property
     def ceiling(self) -> float:
@@ -100,12 +105,9 @@ class RemovalCheck:
     @cached_property
     def rank_correlation(self) -> Estimate:
         """The mean of `rank_correlations` over the queries where it is defined."""
-        return mean_estimate(self.rank_correlations)
+        return mean_estimate(self.rank_correlations, within=(-1, 1))
 
     @cached_property
     def rank_ceiling(self) -> float:
         """What a perfect prediction would reach per query, from the mean agreement of single runs."""
         return ceiling(ranks(self.actual))
-
-    def _over_queries(self, statistic: Callable[[Chosen], float]) -> Estimate:
-        return bootstrap(len(self.predicted), statistic)

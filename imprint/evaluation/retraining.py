@@ -27,16 +27,24 @@ from imprint.evaluation.trials import (
     distance,
     heard,
     misfit,
-    placeless,
     shapes,
     size,
     spread,
 )
 from imprint.evaluation.truth import SCHEMA, Folder, Truth, circumstances, of_subsets, together
-from imprint.fingerprint import of_batches, of_data, of_tensors, probe_losses, probe_measures
+from imprint.fingerprint import (
+    of_batches,
+    of_data,
+    of_tensors,
+    probe_measures,
+    recognise_data,
+    without_adapter,
+)
+from imprint.probing import class_examples, see_losses
 from imprint.progress import Advance, Progress
 from imprint.store import describe
-from imprint.task import Batch, Parameters, Task, require_task
+from imprint.task import Batch, Parameters, Task, own_containers, require_task
+from imprint.values import placeless
 
 logger = logging.getLogger(__name__)
 Train = Callable[[Tensor, int], nn.Module]
@@ -124,12 +132,13 @@ def retrain(
     """Train a model on every subset, `runs` times over, and measure F of the queries under each.
 
     train: a function of (subset, seed) that returns a trained model, or `Together`, which trains many at once.
-    task: measures F; its own model is not trained.
+    task: measures F; its own model is not trained. Of a task with "lora:R" the model without that adapter is meant.
     out: folder to keep the values in; a call that was killed goes on when it is made again, and more runs add to it.
         One model that is kept is trained again first, even if none is missing, to see that `train` is the same.
     data: what `train` is trained on, where you want the truth to know it: scores of other data are then refused.
     """
     runs = _checked(train, task, subsets, runs)
+    task = without_adapter(task)
     known = _known_data(train, task, data, batch_size, collate_fn)
     if known is not None and len(known) != subsets.n:
         raise DataError(f"the subsets are of {subsets.n} training examples, the data has {len(known)}.")
@@ -308,7 +317,7 @@ class _Work:
             raise DataError(f"train(subset, seed) returns another model than the task measures: {difference}.")
         trained.eval()
         with torch.no_grad():
-            values = [self.task.measure(trained, batch).double().cpu() for _, batch in self.batches]
+            values = [self.task.measure(trained, own_containers(batch)).double().cpu() for _, batch in self.batches]
         for (count, _), value in zip(self.batches, values, strict=True):
             if tuple(value.shape) != (count,):
                 raise TaskError(f"measure must return one value per query, shape ({count},); got {tuple(value.shape)}.")
@@ -381,9 +390,14 @@ def _known_data(
     given: Data | None = data
     if data is not None and not isinstance(data, Data):
         given = Data(data, device=task.device, batch_size=batch_size, collate_fn=collate_fn)
+    if given is not None and (example := given.changing_example()) is not None:
+        raise DataError(
+            f"training example {example} is another one each time it is read, as with random augmentation: give the "
+            "data without it, or leave data out."
+        )
     if not isinstance(train, Together):
         return given
-    if given is not None and of_data(given) != of_data(train.examples):
+    if given is not None and not recognise_data(of_data(train.examples), given).same:
         raise DataError("data is not what the Together trains on: leave it out, a Together has its own.")
     return train.examples
 
@@ -407,7 +421,8 @@ def _request(
             raise DataError("the task measures another model than those that are trained: give it one made by `build`.")
         functional, theta = initial.at(initial.state())
         with initial.evaluating():
-            losses = probe_losses(functional, theta, train.examples)
+            probes = class_examples(train.examples)
+            losses = see_losses(functional, theta, train.examples.gather(torch.tensor(probes)), len(probes))
         model = placeless(repr(initial.model)).splitlines()
         fingerprints |= {"initial model": of_tensors(initial.state())}
     request = {

@@ -167,5 +167,5 @@ def draw(points: list[Point], path: str | os.PathLike[str], title: str) -> None:
             axis.set_ylabel(kind.upper())
         row[0].legend(fontsize=8)
     figure.suptitle(title)
-    figure.savefig(Path(path), dpi=140)
+    write(Path(path), lambda beside: figure.savefig(beside, dpi=140))
     plt.close(figure)

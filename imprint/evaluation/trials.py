@@ -1,6 +1,5 @@
 """Whether a `train(subset, seed)` does what it is asked: judged by how far its models, and F under them, are apart."""
 
-import re
 from collections import defaultdict
 from collections.abc import Mapping
 from functools import partial
@@ -10,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from imprint.task import Parameters
-from imprint.values import clipped
+from imprint.values import clipped, placeless
 
 SAME = 1e-3  # of the length of the parameters, or of F: what counts as the same model
 SMALL = 0.1  # of the spread over subsets: a deviation that changes no truth
@@ -98,8 +97,3 @@ def called(train: object) -> str:
 
 def _shown(value: object) -> str:
     return clipped(placeless(repr(value)), 100)
-
-
-def placeless(text: str) -> str:
-    """A text without addresses in memory, which are others in every process."""
-    return re.sub(r" at 0x[0-9a-f]+", "", text)

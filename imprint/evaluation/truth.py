@@ -26,13 +26,14 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from imprint.display import for_terminal
 from imprint.errors import DataError, StoreError
 from imprint.evaluation.subsets import Kind, Subsets
-from imprint.files import LOCK, Lock, write
-from imprint.fingerprint import changed, of_sources
+from imprint.files import LOCK, Lock, clear_leftovers, is_leftover, refuse_unreadable, write
+from imprint.fingerprint import changed, compare_data, of_sources
 from imprint.manifest import versions
 from imprint.sources import Sources
-from imprint.values import read_json, sealed
+from imprint.values import Value, read_json, sealed
 
 if TYPE_CHECKING:
     from imprint.attribution import Attribution
@@ -73,7 +74,8 @@ class Truth:
     def __repr__(self) -> str:
         runs, subsets, queries = self.values.shape
         counts = f"{_counted(subsets, 'subset')} × {_counted(runs, 'run')}"
-        return f"Truth({self.subsets.kind}: {counts}, {self.measure} of {_counted(queries, 'query', 'queries')})"
+        measure = for_terminal(self.measure)
+        return f"Truth({self.subsets.kind}: {counts}, {measure} of {_counted(queries, 'query', 'queries')})"
 
     @cached_property
     def lacking(self) -> list[tuple[int, ...]]:
@@ -103,20 +105,25 @@ class Truth:
         folder = Folder(Path(path))
         request = folder.request()
         runs, subsets, count = (request[key] for key in ("runs", "subsets", "queries"))
-        values = torch.full((runs * subsets, count), float("nan"), dtype=torch.float64)
-        for model, value in folder.kept(request).items():
+        trained, kept = folder.subsets(request), folder.kept(request)
+        if len(trained) != subsets:
+            raise StoreError(f"{path} is damaged: it has {len(trained)} subsets, and its truth.json says {subsets}.")
+        there = min(runs, max(kept, default=0) // subsets + 1)  # runs of which a model is there
+        values = torch.full((there * subsets, count), float("nan"), dtype=torch.float64)
+        for model, value in kept.items():
             values[model] = value
+        begun, runs = runs, there
         values = values.reshape(runs, subsets, count)
         complete = ~values.isnan().flatten(1).any(1)
         if not bool(complete.any()):
             done = int((~values.isnan()).any(2).sum())
             raise StoreError(
-                f"{path} is unfinished: {done} of {runs * subsets} models are there and no run is "
+                f"{path} is unfinished: {done} of {begun * subsets} models are there and no run is "
                 "complete. Make the same call again to go on."
             )
-        if not bool(complete.all()):
-            logger.warning("%s: %d of %d runs are complete, the others left out", path, complete.sum(), len(values))
-        return cls(folder.subsets(request), values[complete], request["measure"], request)
+        if int(complete.sum()) < begun:
+            logger.warning("%s: %d of %d runs are complete, the others left out", path, complete.sum(), begun)
+        return cls(trained, values[complete], request["measure"], request)
 
 
 class Folder:
@@ -131,9 +138,15 @@ class Folder:
         file = self.path / "truth.json"
         if self.path.exists() and not file.is_file() and (not self.path.is_dir() or self._strange()):
             raise StoreError(f"{self.path} holds something else: give a new folder for the ground truth.")
-        self.path.mkdir(parents=True, exist_ok=True)
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise StoreError(
+                f"{self.path} cannot be made: {error.strerror or error}. Give a folder that you may write to."
+            ) from error
         lock = Lock(self.path)
         try:
+            clear_leftovers(self.path)
             kept = self.request() if file.is_file() else None
             if kept is not None:
                 self._compare(kept, request)
@@ -152,7 +165,7 @@ class Folder:
         for name, value in wanted.items():
             if name in ("schema", "runs"):
                 continue
-            if difference := _difference(name, kept.get(name), value):
+            if difference := _difference(name, kept.get(name), value, wanted["n"]):
                 raise StoreError(f"{self.path} holds another ground truth: {difference}.")
 
     def begin(self, about: dict[str, Any], subsets: Subsets) -> None:
@@ -169,7 +182,7 @@ class Folder:
 
     def _strange(self) -> bool:
         """Whether there is more than what a call leaves that is killed as it begins."""
-        return any(file.name not in (LOCK, ".truth.json.tmp") for file in self.path.iterdir())
+        return any(file.name != LOCK and not is_leftover(file) for file in self.path.iterdir())
 
     def request(self) -> dict[str, Any]:
         """What the folder is a truth of."""
@@ -181,13 +194,13 @@ class Folder:
         if schema is None or schema.whole() > SCHEMA:
             found = "none" if schema is None else schema.content
             raise StoreError(f"{file} has schema {found}, this version reads up to {SCHEMA}: upgrade imprint.")
-        values: dict[str, Any] = value.unsealed().content
-        return values
+        return _checked(value.unsealed())
 
     def subsets(self, request: dict[str, Any]) -> Subsets:
         """The subsets the models were trained on."""
         file = self.path / "subsets.safetensors"
         try:
+            refuse_unreadable(file)
             tensors = load_file(file)
             with safe_open(file, framework="pt") as opened:
                 table = json.loads(opened.metadata()["imprint"])
@@ -195,7 +208,7 @@ class Folder:
             sources = Sources(tuple(table["ids"]), tuple(table["names"]), members, request["n"])
             removed = tuple(tuple(part.tolist()) for part in _unpacked("removed", tensors))
             found = Subsets(request["kind"], request["n"], sources, removed)
-        except (OSError, SafetensorError, LookupError, TypeError, ValueError, RuntimeError) as error:
+        except (OSError, SafetensorError, MemoryError, LookupError, TypeError, ValueError, RuntimeError) as error:
             raise StoreError(f"{file} is damaged: {error}") from error
         if any(request["fingerprints"].get(part) != value for part, value in of_subsets(found).items()):
             raise StoreError(f"{file} is damaged: it differs from its fingerprint.")
@@ -220,11 +233,12 @@ class Folder:
     def _part(self, file: Path, start: int, about: dict[str, Any], seal: str) -> Tensor:
         """The values in a file, shape (models, queries), once it is known to be whole and of this truth."""
         try:
+            refuse_unreadable(file)
             with safe_open(file, framework="pt") as opened:
                 values: Tensor = opened.get_tensor("values")
                 told = opened.metadata()
             whole = _hash(values) == told["sha256"] and values.dim() == 2
-        except (OSError, SafetensorError, KeyError, TypeError) as error:
+        except (OSError, SafetensorError, MemoryError, KeyError, TypeError) as error:
             raise StoreError(f"{file} is damaged: {error}. Delete it to have it made again.") from error
         if not whole:
             raise StoreError(f"{file} is damaged: it differs from its checksum. Delete it to have it made again.")
@@ -237,6 +251,33 @@ class Folder:
                 "again."
             )
         return values
+
+
+def _checked(value: Value) -> dict[str, Any]:
+    """What a truth.json says, once every field that is counted on has its kind."""
+    found = value.mapping()
+
+    def field(name: str) -> Value:
+        return found[name] if name in found else value.fail(f"{name} is missing")
+
+    if field("kind").text() not in ("halves", "removal"):
+        field("kind").refuse('"halves" or "removal"')
+    for name in ("n", "runs", "subsets", "queries"):
+        field(name).whole(1)
+    if field("schema").whole() >= SEEDED:  # it may be continued
+        field("at_once").whole(1)
+        field("noise").at_least_zero()
+    if "model" in found and found["model"].content is not None:
+        found["model"].texts()
+    field("seed").whole()
+    field("measure").text()
+    probes = field("probes").mapping()
+    for name in PROBES:
+        probes[name].numbers() if name in probes else value.fail(f"probes.{name} is missing")
+    for each in field("fingerprints").mapping().get("parameters", Value({}, value.file)).mapping().values():
+        each.mapping()["shape"].wholes() if "shape" in each.mapping() else each.refuse("an object with a shape")
+    content: dict[str, Any] = value.content
+    return content
 
 
 def together(kind: Kind, missing: Iterable[int], subsets: int, at_once: int) -> list[range]:
@@ -273,11 +314,16 @@ def circumstances(at_once: int, device: torch.device) -> dict[str, Any]:
     return {"at_once": at_once, "device": str(device), "noise": 0.0, "versions": versions(), "created": now}
 
 
-def _difference(name: str, was: Any, value: Any) -> str | None:
+def _difference(name: str, was: Any, value: Any, n: int) -> str | None:
     """How one part of a request differs from what was kept, in words; None if it does not."""
     if name == "probes":
         return next(filter(None, (changed(words, was[part], value[part]) for part, words in PROBES.items())), None)
-    if name == "fingerprints" and not (was.get("data") and value.get("data")):  # told by one of the two at most
+    if name == "fingerprints":
+        data = compare_data(was.get("data"), value.get("data"), n)
+        if not data.same:
+            return f"the data changed{data.remark}"
+        if was.get("data") and value.get("data"):
+            data.warn()
         was, value = ({**each, "data": None} for each in (was, value))
     if was == value:
         return None

@@ -44,6 +44,14 @@ def test_the_report_holds_every_contributor_and_its_pictures(outcome: experiment
     assert not re.search(r"\bnan\b", re.sub(r"base64,[^\"]*", "", page))
 
 
+def test_plain_loss_is_shown_beside_the_prediction(outcome: experiment.Outcome) -> None:
+    text = report.suspicion(outcome)
+    assert f"Plain loss, by the mean training loss: {outcome.sources.names[outcome.highest_loss]}" in text
+    assert {row.name: row.loss for row in report.rows(outcome)} == dict(
+        zip(outcome.sources.names, outcome.losses, strict=True)
+    )
+
+
 def test_the_table_is_sorted_by_prediction_and_shows_the_truth(outcome: experiment.Outcome) -> None:
     table = report.rows(outcome)
     assert [row.predicted for row in table] == sorted((row.predicted for row in table), reverse=True)
@@ -60,6 +68,9 @@ def test_the_command_writes_its_report(
     assert result.exit_code == 0, result.output
     assert (tmp_path / "out" / "report.html").is_file()
     assert "mislabels" in result.output
+    for shown in (result.output, (tmp_path / "out" / "report.html").read_text(encoding="utf-8")):
+        assert report.suspicion(outcome) in " ".join(shown.split())
+        assert f"{max(outcome.losses):.3f}" in shown
 
 
 def test_the_version_is_printed() -> None:

@@ -272,9 +272,10 @@ def test_a_second_process_is_told_and_changes_nothing(tmp_path: Path) -> None:
 
 
 def test_a_call_killed_as_it_began_is_begun_anew(tmp_path: Path) -> None:
-    for name in (LOCK, ".truth.json.tmp"):
-        (tmp_path / name).write_text("{")
+    (tmp_path / LOCK).write_text("process 1")
+    (tmp_path / ".imprint-0123456789abcdef.tmp").mkdir()
     assert torch.equal(ask(tmp_path).values, ask().values)
+    assert not any(path.name.endswith(".tmp") for path in tmp_path.iterdir())
 
 
 def test_a_list_of_subsets_that_is_missing_is_written_again(tmp_path: Path) -> None:
@@ -662,7 +663,7 @@ def test_a_truth_knows_the_data_it_is_told_of(tmp_path: Path) -> None:
     store = simulate(own, points(N, 0), HALVES.sources, Plan(steps=2, lr=0.1), progress=False)
     result = attribute(own, store, points(QUERIES, 1), progress=False)
     same, other = (ask(how=train, task=own, data=points(N, seed)) for seed in (0, 2))
-    mine = {name: value for name, value in result.labels.fingerprints.items() if name != "measures"}
+    mine = {name: value for name, value in result.labels.fingerprints.items() if name not in ("measures", "store")}
     assert same.about["fingerprints"] == {**mine, **same.about["fingerprints"]}
     assert len(evaluate(result, same)) == len(evaluate(result, ask(how=train, task=own))) == 1
     for truth in (other, ask(how=together(data=points(N, 2)), task=own)):
