@@ -1,0 +1,23 @@
+"""The stores that attacks start from, made once for all of them."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from imprint import Attribution
+from tests.attacks.saved import make_saved
+from tests.attacks.stores import Bases, Server
+
+
+@pytest.fixture(scope="session")
+def bases(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bases]:
+    place = tmp_path_factory.mktemp("bases")
+    server = Server(place)
+    yield Bases(place, server)
+    server.stop()
+
+
+@pytest.fixture(scope="session")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Attribution, Path]:
+    return make_saved(tmp_path_factory.mktemp("saved"))
