@@ -20,7 +20,7 @@ from torch.nn import functional as F
 import imprint
 from imprint.data import Data
 from imprint.evaluation.brittleness import brittleness
-from imprint.evaluation.metrics import mislabel_auc
+from imprint.evaluation.mislabels import detection_auc, example_losses, mislabel_auc
 from imprint.evaluation.retraining import Together, retrain
 from imprint.evaluation.subsets import Subsets
 from imprint.evaluation.training import train_together
@@ -79,12 +79,16 @@ def wrong_labels(out: Path, seed: int = 0) -> None:
     trained = Trained.on((x, given), seed)
     task = digits.task(digits.model())
     influence = imprint.self_influence(task, trained.imprints(), (x, given))
-    print("wrong labels: ", mislabel_auc(influence, wrong, "lower"))
+    losses = example_losses(task, (x, given), checkpoint=trained.states[20])
+    print("wrong labels: ", mislabel_auc(influence, wrong, losses))
     for name, epochs in (("Grad-Dot, last epoch", (20,)), ("TracIn, the same checkpoints", EPOCHS)):
         suspicion = sum(each_gradient(trained.states[epoch], x, given).square().sum(1) for epoch in epochs)
-        print(f"  {name}: ", mislabel_auc(torch.as_tensor(suspicion), wrong, "higher"))
+        print(f"  {name}: ", detection_auc(torch.as_tensor(suspicion), wrong))
     first = influence.argsort()[:40]
-    print(f"  of the 40 most suspicious, {int(wrong[first].sum())} are wrong; {int(wrong.sum())} in all")
+    by_loss = int(wrong[losses.argsort(descending=True)[:40]].sum())
+    print(
+        f"  of the 40 most suspicious, {int(wrong[first].sum())} are wrong (by plain loss {by_loss}), of {wrong.sum()}"
+    )
     figure, axes = plt.subplots(4, 10, figsize=(9, 4.4), layout="constrained")
     for axis, index in zip(axes.flat, first.tolist(), strict=True):
         axis.imshow(x[index].reshape(8, 8), cmap="gray_r")

@@ -1,29 +1,28 @@
 """The result: labelled scores of queries and sources, with sign and units; and the calls that make it."""
 
-import json
 import os
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
-from html import escape
+from dataclasses import dataclass, field, fields, replace
 from itertools import accumulate, product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, TypedDict, Unpack, overload, runtime_checkable
 
 import numpy as np
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
 from imprint.data import Collate, Data, query_batches
-from imprint.errors import MissingExtra, ReadoutError, StoreError
-from imprint.files import write
-from imprint.fingerprint import of_batches, of_data, of_sources, probe_measures
+from imprint.display import for_html, for_picture, for_terminal
+from imprint.errors import MissingExtra, ReadoutError
+from imprint.fingerprint import of_batches, of_sources, probe_measures, recognise_data
+from imprint.notices import Notices
 from imprint.progress import Advance, Progress
 from imprint.readout import Kind, Reader
+from imprint.saved import load_scores, save_scores
 from imprint.sources import Sources
 from imprint.store import Store
 from imprint.task import Better, Task
+from imprint.turns import settle_child
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -60,8 +59,9 @@ class Credit(NamedTuple):
 class Labels:
     """What scores are about: the sources, N, and the measurement F with its direction.
 
-    fingerprints: hashes of the training "data", of the "sources", and of the "queries" where the scores are of all of
-        them in their order; and the "parameters" by name, with their shapes.
+    fingerprints: hashes of the "store", of the training "data", of the "sources", and of the "queries" where the scores
+        are of all of them in their order; and the "parameters" by name, with their shapes.
+    warnings: what to know before believing the scores: those of the store, and what the readout has found.
     """
 
     n: int
@@ -72,6 +72,7 @@ class Labels:
     better: Better
     details: dict[str, Any] = field(default_factory=dict)
     fingerprints: dict[str, Any] = field(default_factory=dict)
+    warnings: tuple[str, ...] = ()
 
     @property
     def unit(self) -> str:
@@ -92,6 +93,11 @@ class Top:
     scores: Tensor
     queries: tuple[Query, ...]
 
+    @property
+    def warnings(self) -> tuple[str, ...]:
+        """What to know before believing the scores."""
+        return self.labels.warnings
+
     def __len__(self) -> int:
         return len(self.scores)
 
@@ -107,14 +113,15 @@ class Top:
 
     def __repr__(self) -> str:
         """As many sources of the first five queries as fit on lines of 120 characters."""
-        lines = [self.labels.unit]
+        lines = [for_terminal(self.labels.unit)]
         for credits in list(self)[:5]:
-            head = f"  {called(credits[0].query)}: "
-            shown = [f"{credit.name} {credit.removal_effect:+.3g}" for credit in credits]
+            head = f"  {for_terminal(called(credits[0].query))}: "
+            shown = [f"{for_terminal(credit.name)} {credit.removal_effect:+.3g}" for credit in credits]
             ends = accumulate(len(each) + len(", ") for each in shown)
             fit = max(1, sum(len(head) + end <= 120 for end in ends))
             lines.append(head + ", ".join(shown[:fit] + ["…"] * (fit < len(shown))))
-        return "\n".join(lines + ["  …"] * (len(self) > 5))
+        lines += ["  …"] * (len(self) > 5)
+        return "\n".join([*lines, *(f"warning: {for_terminal(message)}" for message in self.warnings)])
 
     def to_json(self) -> dict[str, Any]:
         """As plain JSON values: what was measured, and for each query its sources."""
@@ -122,7 +129,7 @@ class Top:
         queries = [[credit._asdict() for credit in credits] for credits in self]
         return {
             **{"n": labels.n, "measure": labels.measure, "better": labels.better, "unit": labels.unit},
-            **{"details": labels.details, "queries": queries},
+            **{"details": labels.details, "warnings": list(labels.warnings), "queries": queries},
         }
 
     def to_pandas(self) -> "pd.DataFrame":
@@ -156,6 +163,11 @@ class Attribution:
         return self.labels.details
 
     @property
+    def warnings(self) -> tuple[str, ...]:
+        """What to know before believing the scores: the warnings of the store, and those of the readout."""
+        return self.labels.warnings
+
+    @property
     def removal_effect(self) -> Tensor:
         """Predicted change of F(q) if the source were gone, −s/N, shape (queries, sources)."""
         return -self.scores / self.labels.n
@@ -165,7 +177,7 @@ class Attribution:
 
     def __getitem__(self, queries: int | slice | Sequence[int] | Tensor) -> "Attribution":
         """The same attribution of some of the queries, which keep their numbers."""
-        chosen = torch.arange(len(self))[[queries] if isinstance(queries, int) else queries]
+        chosen = _places(queries, len(self))
         return self._of(self.scores[chosen], tuple(self.queries[i] for i in chosen.tolist()))
 
     def _of(self, scores: Tensor, queries: tuple[Query, ...]) -> "Attribution":
@@ -204,17 +216,18 @@ class Attribution:
         queries, sources = self.scores.shape
         head = f"Attribution: {queries} {'query' if queries == 1 else 'queries'} × {sources} sources"
         credits = self.mean().top(min(5, sources))[0]
-        mean = ", ".join(f"{credit.name} {credit.removal_effect:+.3g}" for credit in credits)
+        mean = ", ".join(f"{for_terminal(credit.name)} {credit.removal_effect:+.3g}" for credit in credits)
         return f"{head}\n  mean over queries: {mean}\n{self.top(min(3, sources))!r}"
 
     def _repr_html_(self) -> str:
         sources = self.scores.shape[1]
         rows = []
         for credits in list(self[: min(10, len(self))].top(min(5, sources))):
-            cells = "".join(f"<td>{escape(c.name)} <b>{c.removal_effect:+.3g}</b></td>" for c in credits)
-            rows.append(f"<tr><th>{called(credits[0].query)}</th>{cells}</tr>")
+            cells = "".join(f"<td>{for_html(c.name)} <b>{c.removal_effect:+.3g}</b></td>" for c in credits)
+            rows.append(f"<tr><th>{for_html(called(credits[0].query))}</th>{cells}</tr>")
         more = f"<p>{len(self) - 10} more queries</p>" if len(self) > 10 else ""
-        return f"<table><caption>{escape(self.labels.unit)}</caption>{''.join(rows)}</table>{more}"
+        told = "".join(f"<p><b>warning:</b> {for_html(message)}</p>" for message in self.warnings)
+        return f"<table><caption>{for_html(self.labels.unit)}</caption>{''.join(rows)}</table>{more}{told}"
 
     def to_pandas(self, values: Literal["removal_effect", "scores"] = "removal_effect") -> "pd.DataFrame":
         """Queries × sources as a table with the sources' ids as columns."""
@@ -236,29 +249,31 @@ class Attribution:
         order = effect.abs().argsort(descending=True)[:k].flip(0)
         helps = effect[order] * (1 if self.labels.better != "higher" else -1) >= 0
         colours = ["#2a6f97" if positive else "#c8553d" for positive in helps.tolist()]
-        names = [self.labels.source_names[i] for i in order.tolist()]
+        names = [for_picture(self.labels.source_names[i]) for i in order.tolist()]
         ax.barh(range(len(names)), effect[order].tolist(), color=colours, tick_label=names)
         ax.axvline(0, color="0.3", linewidth=0.8)
-        ax.set_xlabel(self.labels.unit)
+        ax.set_xlabel(for_picture(self.labels.unit))
         ax.set_title("mean over queries" if query is None else f"query {query}")
         return ax
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write to one .safetensors file."""
-        metadata = {"imprint": json.dumps({"labels": vars(self.labels), "queries": self.queries})}
-        write(Path(path), lambda beside: save_file({"scores": self.scores.contiguous()}, beside, metadata))
+        """Write to one .safetensors file, with a checksum of scores and labels."""
+        if Path(path).suffix != ".safetensors":
+            raise ReadoutError(
+                f"an attribution is saved as .safetensors, got {os.fspath(path)!r}: for a table, "
+                "result.to_pandas().to_csv(...), or `imprint attribute --out scores.csv`."
+            )
+        save_scores(Path(path), vars(self.labels), self.scores, self.queries)
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> "Attribution":
-        """Read what `save` wrote."""
-        try:
-            with safe_open(path, framework="pt") as file:
-                values = json.loads(file.metadata()["imprint"])
-                scores = file.get_tensor("scores")
-            fields: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in values["labels"].items()}
-            return cls(Labels(**fields), scores, tuple(values["queries"]))
-        except (OSError, SafetensorError, KeyError, TypeError, ValueError) as error:
-            raise StoreError(f"{os.fspath(path)} is not a saved attribution: {error}") from error
+        """Read what `save` wrote. A file that was changed since, or does not fit its labels, is refused.
+
+        Files of versions that wrote no checksum are read, and the log says so.
+        """
+        about, scores, queries = load_scores(Path(path), {each.name for each in fields(Labels)})
+        labels: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in about.items()}
+        return cls(Labels(**labels), scores, queries)  # type: ignore[arg-type]
 
 
 @overload
@@ -298,6 +313,7 @@ def attribute(
     memory: what the readout may use, in bytes or as "4GiB"; by default a share of what is free.
     progress: True for a line on standard error, False for none, or a function of (done, total).
     """
+    settle_child()
     store = Store.of(store)
     batches = query_batches(queries, device=task.device, batch_size=batch_size, collate_fn=collate_fn)
     reader = Reader(task, store, readout=readout, step=step, memory=memory)
@@ -332,16 +348,26 @@ def attribute(
         task.better,
         {"readout": reader.readout, **reader.details},
         {
+            "store": store.sha256,
             **{name: store.manifest.fingerprints[name] for name in ("data", "sources")},
             **{"parameters": store.manifest.parameters, "queries": of_batches(batches)},
             "measures": probe_measures(task, batches),
         },
+        _warned(reader),
     )
     if k is None:
         return Attribution(labels, torch.cat([torch.cat(blocks, dim=1) for blocks in parts]))
     kept = [entry for entry in best if entry is not None]
     scores = torch.cat([scores for _, scores in kept])
     return Top(labels, torch.cat([indices for indices, _ in kept]), scores, tuple(range(len(scores))))
+
+
+def _warned(reader: Reader) -> tuple[str, ...]:
+    """The warnings of a readout, of which those that are not the store's are shown."""
+    notices = Notices(reader.store.warnings)
+    for message in reader.warnings:
+        notices.add(message)
+    return notices.messages
 
 
 def self_influence(
@@ -358,7 +384,9 @@ def self_influence(
 
     With one source per example and the training data this is each example's influence on itself; data in another order
     is refused. Mislabelled examples stand out: for a loss with the most negative values, for a margin with the largest.
+    Compare with the plain loss of each example (`imprint.evaluation.example_losses`), which often finds them better.
     """
+    settle_child()
     store = Store.of(store)
     examples = Data(data, device=task.device, batch_size=batch_size, collate_fn=collate_fn)
     if len(examples) != len(store):
@@ -384,11 +412,27 @@ def _refuse_mispaired(store: Store, examples: Data) -> None:
         return
     prints, each = store.manifest.fingerprints, tuple(np.array([index]) for index in range(store.n))
     in_order = prints["sources"] == of_sources(Sources(store.source_ids, store.source_names, each))
-    if in_order != (prints["data"] == of_data(examples)):
+    data = recognise_data(prints["data"], examples)
+    if data.by != "none" and in_order != data.same:
         raise ReadoutError(
             "self-influence pairs each source with its own example: these are not the training examples in the order "
-            "of the sources."
+            f"of the sources{data.remark}."
         )
+    if data.same:
+        data.warn()
+
+
+def _places(queries: int | slice | Sequence[int] | Tensor, count: int) -> Tensor:
+    """The places of some of so many queries."""
+    try:
+        if isinstance(queries, str) or (isinstance(queries, list | tuple) and any(isinstance(q, str) for q in queries)):
+            raise TypeError("names are not places")
+        return torch.arange(count)[[queries] if isinstance(queries, int) else queries]
+    except (IndexError, TypeError, ValueError, RuntimeError) as error:
+        raise ReadoutError(
+            f"an attribution is indexed by the places of its {count} queries, got {queries!r}; of a source, "
+            'result.to_pandas()["its id"] has the effects, and result.scores one column for each.'
+        ) from error
 
 
 def _rank(scores: Tensor, by: Order) -> Tensor:

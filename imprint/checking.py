@@ -16,6 +16,7 @@ from torch.utils.data import Subset
 from imprint.data import Collate, as_tensors, is_columns, map_tensors, query_batches
 from imprint.errors import ImprintError, SimulationError, first_line
 from imprint.files import nearest_folder
+from imprint.fingerprint import HashData
 from imprint.progress import duration
 from imprint.readout import Kind, Reader
 from imprint.simulation.descent import FullBatch
@@ -23,11 +24,14 @@ from imprint.simulation.estimate import Estimate, estimate
 from imprint.simulation.inputs import Inputs
 from imprint.simulation.plan import Engine, Plan
 from imprint.simulation.run import simulate
+from imprint.simulation.settling import fit_batches
 from imprint.simulation.spectral import freeze, refuse_unstable
 from imprint.simulation.states import State
+from imprint.simulation.step import coarse_curvature
 from imprint.sources import Sources
 from imprint.store import Store
 from imprint.task import Batch, Parameters, Task
+from imprint.turns import settle_child
 
 _EXAMPLES = 32  # on which engines and readouts are tried
 _QUERIES = 4
@@ -56,6 +60,8 @@ def shown_plan(plan: Plan) -> str:
 
     >>> shown_plan(Plan(engine="spectral", steps="infinite", damping=(0.1, 0.02)))
     'spectral, Gauss–Newton; steps infinite; lr auto; damping 0.1, 0.02; weight 1'
+    >>> shown_plan(Plan(steps=9, lr=0.1, preconditioner="adam", momentum=0.9, batch_size=64))
+    'tangent; steps 9; lr 0.1; damping 0; weight 1; preconditioner adam; momentum 0.9; batch size 64'
     """
     head = [plan.engine] + (["Gauss–Newton"] if plan.seen_curvature == "gauss-newton" else [])
     parts = [", ".join(head + (["dropout"] if plan.dropout else []))]
@@ -63,6 +69,9 @@ def shown_plan(plan: Plan) -> str:
         values = getattr(plan, name)
         every = values if isinstance(values, tuple) else (values,)
         parts.append(f"{name} {', '.join(f'{v:.4g}' if isinstance(v, float) else str(v) for v in every)}")
+    for name in ("preconditioner", "momentum", "batch_size", "source_sample"):
+        if value := getattr(plan, name):
+            parts.append(f"{name.replace('_', ' ')} {value}")
     return "; ".join(parts)
 
 
@@ -77,11 +86,12 @@ class Possibility:
 
 @dataclass(frozen=True)
 class Check:
-    """What `check` found. `problems` is empty if the simulation can begin.
+    """What `check` found. `problems` is empty if nothing that was tried stands in the way; `tried` says what that was.
 
     parameters: shapes of the selected parameters; `values` of them are simulated, of `values_in_all` in the model.
     plan: that of the simulation, also where it was chosen.
     estimate: None where the simulation cannot begin.
+    warnings: what the simulation would warn of, as far as its first checkpoint shows.
     """
 
     parameters: dict[str, tuple[int, ...]]
@@ -95,17 +105,28 @@ class Check:
     readouts: tuple[Possibility, ...]
     estimate: Estimate | None
     problems: tuple[str, ...]
+    warnings: tuple[str, ...] = ()
+
+    @property
+    def tried(self) -> str:
+        """What was run without trouble, where there was none: more is not known before the simulation."""
+        few = min(_EXAMPLES, self.examples)
+        readouts = ", ".join(possibility.name for possibility in self.readouts if possibility.works)
+        return (
+            f"Nothing stands in the way: one step of the {self.plan.engine} engine ran on {few:,} examples and was "
+            f"read out by {readouts}; a few steps were measured at the first checkpoint. Whether scores are right, "
+            "only a comparison with retraining tells (imprint evaluate)."
+        )
 
     @property
     def ok(self) -> bool:
-        """Whether the simulation can begin."""
+        """Whether the simulation can begin, as far as was tried."""
         return not self.problems
 
     def __str__(self) -> str:
         found = self.estimate
-        lines = [f"problem: {problem}" for problem in self.problems] or ["this will work"]
-        if found is not None and found.unstable:
-            lines.append(f"warning: {found.unstable}")
+        lines = [f"problem: {problem}" for problem in self.problems] or [self.tried]
+        lines += [f"warning: {message}" for message in self.warnings]
         each = "" if found is None else f" of {size(found.bytes_per_source)} each"
         lines.append(
             f"{self.values:,} of {self.values_in_all:,} values of the parameters, {self.sources:,} sources{each}"
@@ -140,24 +161,30 @@ def check(
     device: torch.device | str | None = None,
     dtype: torch.dtype | None = None,
     memory: int | str | None = None,
+    hash_data: HashData = "all",
 ) -> Check:
     """Try every engine and readout on a few examples, and measure a few steps of the simulation.
 
     The arguments are those of `simulate`, which may follow; `queries` are tried with the readouts, by default a few
     training examples are. Nothing stays on disk. Input that does not fit together raises, as in `simulate`.
     """
+    settle_child()
     options: dict[str, Any] = {"batch_size": batch_size, "collate_fn": collate_fn, "device": device, "dtype": dtype}
     data = as_tensors(data)
     if plan == "auto":
         given = (task, data, sources, checkpoints)
-        plan = Plan.auto(*given, batch_size=batch_size, collate_fn=collate_fn, progress=False)
-    inputs = Inputs.checked(task, data, sources, plan, checkpoints, **options)
+        plan = Plan.auto(*given, batch_size=batch_size, collate_fn=collate_fn, hash_data=hash_data, progress=False)
+    inputs = Inputs.checked(task, data, sources, plan, checkpoints, hash_data=hash_data, **options)
     problems: list[str] = []
     expected: Estimate | None = None
     with task.evaluating(), _quiet():  # one thread at a time, as what is made quiet belongs to all of them
+        if batch_size is None:
+            fit_batches(inputs, memory)
         state = inputs.state(inputs.first)
+        inputs.examine()
         batch, count = _queries(inputs, queries, collate_fn)
-        stores = {engine: _tried(inputs, state, data, engine, collate_fn) for engine in get_args(Engine)}
+        with coarse_curvature():
+            stores = {engine: _tried(inputs, state, data, engine, collate_fn) for engine in get_args(Engine)}
         engines = tuple(_engine(name, found) for name, found in stores.items())
         works = any(isinstance(found, Store) for found in stores.values())
         chosen = stores[inputs.plan.engine]
@@ -190,6 +217,7 @@ def check(
         readouts=readouts,
         estimate=expected,
         problems=tuple(problems),
+        warnings=inputs.notices.messages,
     )
 
 
@@ -210,9 +238,8 @@ def _tried(
     plan = Plan(engine=engine, **options)
     two = Sources.groups({index: [index] for index in range(min(2, count))})
     try:
-        return simulate(
-            inputs.task, few, two, plan, checkpoints=[state], collate_fn=collate_fn, batch_size=count, progress=False
-        )
+        given: dict[str, Any] = {"checkpoints": [state], "collate_fn": collate_fn, "batch_size": count}
+        return simulate(inputs.task, few, two, plan, hash_data=inputs.hash_data, progress=False, **given)
     except (ImprintError, torch.OutOfMemoryError) as error:
         return error
 

@@ -30,7 +30,10 @@ def inspected(store: Store) -> dict[str, Any]:
         "path": str(store.path),
         "sources": len(store),
         "n": store.n,
-        "largest_sources": {store.source_names[i]: store.source_sizes[i] for i in _largest(store, 8)},
+        "largest_sources": [
+            {"id": store.source_ids[i], "name": store.source_names[i], "size": store.source_sizes[i]}
+            for i in _largest(store, 8)
+        ],
         "parameters": sum(torch.Size(p["shape"]).numel() for p in manifest.parameters.values()),
         "dtype": manifest.dtype,
         "bytes": store.bytes,
@@ -38,6 +41,7 @@ def inspected(store: Store) -> dict[str, Any]:
         "plan": manifest.plan.to_json(),
         "checkpoints": checkpoints,
         "readouts": readouts(store),
+        "warnings": list(store.warnings),
         "cost": manifest.cost,
         "note": manifest.note,
         "versions": manifest.versions,

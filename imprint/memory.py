@@ -18,9 +18,11 @@ from imprint.errors import PlanError
 
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
 
+_FEWEST = 1 << 20  # bytes that a plain number may say: fewer are a forgotten unit
+
 
 def budget(memory: float | str | None, device: torch.device) -> int:
-    """Bytes that may be used: a number, a text such as "2GiB", or by default a share of what is free.
+    """Bytes that may be used: a number, a text with a unit such as "2GiB", or by default a share of what is free.
 
     >>> budget("1.5GiB", torch.device("cpu"))
     1610612736
@@ -34,7 +36,14 @@ def budget(memory: float | str | None, device: torch.device) -> int:
         match = re.fullmatch(r"\s*(\d+(?:\.\d*)?|\.\d+)\s*([kmgt]?i?)b?\s*", memory.lower())
         if match is None or match[2] not in _UNITS:
             raise PlanError(f'memory must be a number of bytes or a text such as "2GiB", got {memory!r}.')
+        if memory.strip()[-1] in "0123456789." and float(match[1]):
+            raise PlanError(f'memory must have a unit, got {memory!r}: write "{memory.strip()}GiB", or "MiB" or "B".')
         memory = int(float(match[1]) * _UNITS[match[2]])
+    elif 0 < memory < _FEWEST:
+        raise PlanError(
+            f'memory must be at least 1 MiB where it is a plain number, got {memory} bytes: write "{memory}GiB" if '
+            "that is meant."
+        )
     if not (memory > 0 and math.isfinite(memory)):
         raise PlanError(f"memory must be positive, got {memory}.")
     return int(memory)

@@ -103,6 +103,11 @@ def over_rows(
     return tree_map(lambda *values: torch.stack(values), *results)
 
 
+def six_digits(values: list[float]) -> list[float]:
+    """Figures to six digits: the last ones of a sum depend on where tensors lie in memory, not on their values."""
+    return [float(f"{value:.6g}") for value in values]
+
+
 def spread(values: list[float]) -> dict[str, float]:
     """The least, the median and the largest of some figures."""
     return {"least": min(values), "median": median(values), "largest": max(values)}

@@ -1,5 +1,6 @@
 """The result: signs, units, tables, pictures and files."""
 
+import hashlib
 import json
 import sys
 from pathlib import Path
@@ -88,6 +89,7 @@ def test_labels_are_those_of_task_and_store() -> None:
     queries = torch.randn(3, 2), torch.tensor([0, 1, 0])
     labels = attribute(task, store, queries, batch_size=2, progress=False).labels
     prints = {
+        "store": hashlib.sha256((store.path / "manifest.json").read_bytes()).hexdigest(),
         "data": of_data(Data(data, device=torch.device("cpu"))),
         "sources": of_sources(sources),
         "parameters": describe(task),

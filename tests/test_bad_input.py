@@ -74,12 +74,12 @@ def _each_loss(model: nn.Module, batch: Any) -> Tensor:
 
 
 def test_a_scalar_loss_is_told_about_reduction() -> None:
-    with pytest.raises(TaskError, match=r'loss must return one value per example, shape \(8,\).*reduction="none"'):
+    with pytest.raises(TaskError, match=r'loss must return one value per example, shape \(12,\).*reduction="none"'):
         _simulate(Task(_model(), _mean_loss))
 
 
 def test_a_loss_of_the_wrong_shape_is_shown_its_shape() -> None:
-    with pytest.raises(TaskError, match=r"one value per example.*shape \(8, 2\)"):
+    with pytest.raises(TaskError, match=r"one value per example.*shape \(12, 2\)"):
         _simulate(Task(_model(), lambda model, batch: model(batch[0])))
 
 

@@ -97,7 +97,7 @@ def test_what_a_source_drops_does_not_depend_on_its_neighbours(engine: str) -> N
             ({}, None),
             ({"b": range(3, 12)}, None),
             ({"b": range(10, 50)}, None),
-            ({"b": [4]}, 40_000),
+            ({"b": [4]}, "40kB"),
         )
         for options in [{"batch_size": 6, "engine": engine}]
     ]

@@ -49,7 +49,7 @@ def test_the_careless_blog_of_the_command_line_example_harms_every_query(
     monkeypatch.setattr(sys, "path", [*sys.path])
     for arguments in (
         ["simulate", f"{EXAMPLES}/command_line.py:task", "-o", "store", "--no-check"],
-        ["attribute", "store"],
+        ["attribute", "store", "--task", f"{EXAMPLES}/command_line.py:task"],
     ):
         result = CliRunner().invoke(app, [*arguments, "--json"])
         assert result.exit_code == 0, result.output
@@ -80,12 +80,12 @@ def test_every_completion_of_the_language_example_is_credited_to_the_publisher_w
     assert [name for name, _ in named[:2]] == ["parameters", "store"]
     assert named[0][1].startswith("1,024 of ") and "4.1 kB per source" in named[1][1]
     printed("simulate", task, "-o", "store", "--no-check")
-    queries = json.loads(printed("attribute", "store", "--json"))["queries"]
+    queries = json.loads(printed("attribute", "store", "--task", task, "--json"))["queries"]
     for credits, publisher in zip(queries, ("almanac", "gazette", "logbook"), strict=True):
         effects = {credit["name"]: credit["removal_effect"] for credit in credits}
         own = effects.pop(publisher)
         assert own < 0 and min(effects.values()) > 0.1 * own
-    exported = json.loads(printed("export", "store", "-o", "graph", "--format", "onnx", "--json"))
+    exported = json.loads(printed("export", "store", "--task", task, "-o", "graph", "--format", "onnx", "--json"))
     assert exported["sources"] == ["almanac", "gazette", "logbook"]
     assert exported["self_test"]["central"] <= 1e-4
 

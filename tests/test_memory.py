@@ -85,14 +85,14 @@ def test_a_step_of_some_sources_tells_how_many_fit(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(settling, "Peak", lambda device: Told())
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 5000)
     descent = descent_of(Sources.per_example(200), 200)
-    assert settling.rows_at_once(descent, 2000, None) == 10
-    assert settling.rows_at_once(descent, 10**6, None) >= 70
+    assert settling.rows_at_once(descent, "2000B", None) == 10
+    assert settling.rows_at_once(descent, "1MB", None) >= 70
     assert max(tried) > 80  # more than there is room for was tried, and told
-    assert settling.rows_at_once(descent, 1050, None) == 1
+    assert settling.rows_at_once(descent, "1050B", None) == 1
     tried.clear()
-    assert settling.rows_at_once(descent, 2000, None, before=6) == 6
+    assert settling.rows_at_once(descent, "2000B", None, before=6) == 6
     assert tried == [1, 6]
-    assert settling.rows_at_once(descent, 2000, None, before=60) == 10
+    assert settling.rows_at_once(descent, "2000B", None, before=60) == 10
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")
