@@ -253,9 +253,8 @@ class Reader:
             for base in self._bases:
                 each.append(self._scores(base, start, stop, batch, count))
                 total += base.share * each[-1].T
-            if not bool(total.any()):
-                self._silent = True
             largest = float(total.abs().amax())  # not finite if one of them is not
+            self._silent |= largest == 0
             self.seen.add(largest, each)
         if not math.isfinite(largest):
             query, source = (~total.isfinite()).nonzero()[0].tolist()

@@ -312,7 +312,9 @@ class Task:
                 return
             if self._turn is not turn:  # a forked child may find the copy in the middle of a call
                 self._turn, self._replica = turn, Replica(self.model)
-            self._host = _Host(self._replica.current(self._prepared))
+            current = self._replica.current(self._prepared)
+            if self._host is None or self._host.model is not current:
+                self._host = _Host(current)
             fast_path = torch.backends.mha.get_fastpath_enabled()
             try:
                 self._evaluates = True
