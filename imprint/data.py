@@ -21,7 +21,7 @@ from torch.utils.data import (
 )
 
 from imprint.errors import DataError, ImprintError, ReliabilityWarning, first_line
-from imprint.task import Batch
+from imprint.task import Batch, own_containers
 from imprint.values import placeless
 
 Collate = Callable[[list[Any]], Batch]
@@ -52,20 +52,13 @@ def copied(batch: Batch) -> Batch:
 
     Whoever made it may fill the same memory again. Objects of other kinds stay as they are.
     """
-    if isinstance(batch, Tensor):
-        return batch.detach().clone()
-    if isinstance(batch, np.ndarray):
-        return batch.copy()
-    if isinstance(batch, tuple) and hasattr(batch, "_fields"):
-        return type(batch)(*map(copied, batch))
-    if type(batch) in (list, tuple):
-        return type(batch)(map(copied, batch))
-    if isinstance(batch, MutableMapping):
-        mapped = copy(batch)
-        for key, value in batch.items():
-            mapped[key] = copied(value)
-        return mapped
-    return batch
+    return own_containers(batch, _copied_leaf)
+
+
+def _copied_leaf(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return value.detach().clone()
+    return value.copy() if isinstance(value, np.ndarray) else value
 
 
 def leaves(batch: Batch) -> list[Any]:

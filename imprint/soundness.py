@@ -60,20 +60,21 @@ def refuse_shared_memory(task: Task) -> None:
     """Refuse a trainable parameter that shares memory with another tensor, as `a.data = b.data` makes it."""
     tensors = {**dict(task.model.named_parameters()), **dict(task.model.named_buffers())}
     spans = sorted((*_memory(tensor), name) for name, tensor in tensors.items() if tensor.numel() > 0)
-    furthest_end, one = 0, ""
+    reached, one = 0, ""  # how far memory is taken, and by which tensor
     for start, end, other in spans:
-        shares, both = start < furthest_end, (tensors.get(one), tensors[other])
-        if end > furthest_end:
-            furthest_end, one = end, other
-        first, second = both
-        if not shares or first is None or not (first.requires_grad or second.requires_grad):
-            continue
-        if first.data_ptr() == second.data_ptr() or (first.is_contiguous() and second.is_contiguous()):
-            one = next(name for name, tensor in tensors.items() if tensor is first)
+        if start < reached and _share(tensors[one], tensors[other]):
             raise TaskError(
                 f"{one!r} and {other!r} are two tensors in the same memory: training moves both at once, a simulation "
                 "would move each by itself. Tie parameters by making them one, such as decoder.weight = encoder.weight."
             )
+        if end > reached:
+            reached, one = end, other
+
+
+def _share(one: Tensor, other: Tensor) -> bool:
+    """Whether training moves two tensors at once whose spans of memory overlap; columns of one matrix interleave."""
+    same = one.data_ptr() == other.data_ptr() or (one.is_contiguous() and other.is_contiguous())
+    return same and (one.requires_grad or other.requires_grad)
 
 
 def _memory(tensor: Tensor) -> tuple[int, int]:

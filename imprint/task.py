@@ -78,20 +78,21 @@ def _targets(batch: Batch) -> Tensor:
     )
 
 
-def own_containers(batch: Batch) -> Batch:
-    """Return a batch in containers of its own around the same tensors: a user's function may take its own apart."""
-    if isinstance(batch, Tensor):
-        return batch
+def own_containers(batch: Batch, leaf: Callable[[Any], Any] = lambda value: value) -> Batch:
+    """Return a batch in containers of its own around `leaf` of what they hold, by default around the same tensors.
+
+    A user's function may take its own containers apart.
+    """
     if isinstance(batch, tuple) and hasattr(batch, "_fields"):
-        return type(batch)(*map(own_containers, batch))
+        return type(batch)(*(own_containers(value, leaf) for value in batch))
     if type(batch) in (list, tuple):
-        return type(batch)(map(own_containers, batch))
+        return type(batch)(own_containers(value, leaf) for value in batch)
     if isinstance(batch, MutableMapping):
         mapped = copy(batch)
         for key, value in batch.items():
-            mapped[key] = own_containers(value)
+            mapped[key] = own_containers(value, leaf)
         return mapped
-    return batch
+    return leaf(batch)
 
 
 class _Host(nn.Module):
