@@ -33,7 +33,7 @@ if find_spec("sybil"):  # the core's tests also run where there is only torch an
 
 collect_ignore = []
 if not find_spec("dattri"):
-    collect_ignore += ["imprint/evaluation/dattri.py", "imprint/evaluation/peers.py"]
+    collect_ignore += ["imprint/benchmarking/dattri.py", "imprint/benchmarking/peers.py"]
 if not (find_spec("transformers") and find_spec("peft")):
     collect_ignore += ["docs/export.md", "examples/language_model.py"]
 elif not (find_spec("onnxruntime") and find_spec("onnxscript")):

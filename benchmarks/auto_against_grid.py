@@ -16,12 +16,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from imprint.evaluation.bench import Bench
-from imprint.evaluation.methods import imprints
+from imprint.benchmarking.bench import Bench
+from imprint.benchmarking.methods import imprints
+from imprint.benchmarking.settings.catalogue import SETTINGS, protocol
+from imprint.benchmarking.sweep import Filterable
 from imprint.evaluation.metrics import lds
-from imprint.evaluation.sweep import Filterable
-from imprint.settings.catalogue import SETTINGS, protocol
-from imprint.simulation.plan import Settings
+from imprint.plan import Settings
 
 DRAW = 100  # and runs from this number on: the benchmark has draws 1 to 3 and runs below a hundred
 STEPS = 14

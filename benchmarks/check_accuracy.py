@@ -32,7 +32,7 @@ class Case:
 
 
 def perceptron() -> Case:
-    from imprint.settings import digits
+    from imprint.benchmarking.settings import digits
 
     setting = digits.load(0)
     return Case(digits.task(digits.model()), setting.train, setting.sources, digits.PLAN)

@@ -1,4 +1,4 @@
-"""Predicted against actual removal effects of contributors, over the five splits fixed in `imprint.settings.digits`.
+"""Predicted against actual removal effects of contributors, over the five splits of `settings.digits`.
 
     python benchmarks/digits_removal.py
 
@@ -8,9 +8,9 @@ size, checkpoints) were chosen on other splits, from 100 on.
 
 import argparse
 
-from imprint.demo.experiment import Outcome, run
+from imprint.benchmarking.demo.experiment import Outcome, run
+from imprint.benchmarking.settings import digits
 from imprint.evaluation.statistics import mean_estimate
-from imprint.settings import digits
 
 
 def figures(outcome: Outcome) -> dict[str, float]:

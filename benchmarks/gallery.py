@@ -18,13 +18,13 @@ from torch.func import functional_call, grad, vmap
 from torch.nn import functional as F
 
 import imprint
+from imprint.benchmarking.settings import digits
 from imprint.data import Data
 from imprint.evaluation.brittleness import brittleness
 from imprint.evaluation.mislabels import detection_auc, example_losses, mislabel_auc
 from imprint.evaluation.retraining import Together, retrain
 from imprint.evaluation.subsets import Subsets
 from imprint.evaluation.training import train_together
-from imprint.settings import digits
 from imprint.task import Parameters
 
 PLAN = imprint.Plan(steps=30)

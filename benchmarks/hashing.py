@@ -23,12 +23,12 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import imprint.simulation.inputs as inputs
-import imprint.simulation.run as run
+import imprint.simulation.runner as run
 from imprint import Plan, Sources, Task, simulate
+from imprint.benchmarking.settings import digits
 from imprint.data import Data
 from imprint.evaluation.training import train_together
-from imprint.fingerprint import of_data
-from imprint.settings import digits
+from imprint.store.fingerprint import of_data
 
 PARTS: dict[str, list[tuple[Any, str]]] = {
     "hash": [(inputs, "of_data")],

@@ -21,7 +21,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 import imprint
 from imprint import language
-from imprint.readout import along, dots, forward_only, query_gradients
+from imprint.readout.reader import along, dots, forward_only, query_gradients
 from imprint.task import Parameters
 
 SELECTIONS = {

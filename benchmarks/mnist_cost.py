@@ -17,10 +17,10 @@ from typing import Any
 import torch
 
 import imprint
-from imprint.evaluation.bench import Bench
-from imprint.evaluation.peers import peers
-from imprint.memory import Peak
-from imprint.settings.catalogue import protocol
+from imprint.benchmarking.bench import Bench
+from imprint.benchmarking.peers import peers
+from imprint.benchmarking.settings.catalogue import protocol
+from imprint.runtime.memory import Peak
 
 EPOCHS = (2, 3, 5, 8)
 PLANS: dict[str, tuple[imprint.Plan | None, torch.dtype | None]] = {

@@ -16,9 +16,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from imprint.readout import along, between, dots, forward_only, query_gradients
+from imprint.readout.reader import along, between, dots, forward_only, query_gradients
 from imprint.task import Parameters, Task
-from imprint.vectors import norm, row_norms
+from imprint.tensors.vectors import norm, row_norms
 
 WIDTH, LAYERS, CLASSES = 512, 9, 10
 

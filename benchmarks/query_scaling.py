@@ -22,8 +22,8 @@ from simulation_cost import slope
 from torch import Tensor, nn
 
 import imprint
-from imprint.readout import Kind, Reader
-from imprint.simulation.plan import Form
+from imprint.plan import Form
+from imprint.readout.reader import Kind, Reader
 
 EXAMPLES = (625, 1250, 2500, 5000)
 QUERIES = (1, 4, 16, 64, 256)
@@ -63,7 +63,7 @@ def median_ms(call: Callable[[], object], device: torch.device, repeats: int) ->
 def trak(task: imprint.Task, examples: int, device: torch.device) -> Callable[[tuple[Tensor, Tensor]], object] | None:
     """dattri's TRAK of one model, made ready for queries; None where dattri is not installed."""
     try:
-        from imprint.evaluation.peers import Setting, loader
+        from imprint.benchmarking.peers import Setting, loader
     except ImportError:
         return None
     attributor = Setting(task).trak([task.state()])

@@ -19,10 +19,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from imprint.benchmarking.settings import digits, mnist
 from imprint.data import Data
 from imprint.evaluation.subsets import Subsets
 from imprint.evaluation.training import Training, initialised, measured, models_at_once, train_together
-from imprint.settings import digits, mnist
 from imprint.task import Task
 
 Pairs = tuple[Tensor, Tensor]

@@ -28,16 +28,16 @@ from torch import Tensor
 from torch.func import grad, vmap
 
 from imprint import Plan, Task, attribute, language, simulate
+from imprint.benchmarking.lexical import bm25, characters, size_only, tf_idf
+from imprint.benchmarking.settings import shakespeare
+from imprint.benchmarking.settings.shakespeare import Shakespeare, Size
 from imprint.data import Data
 from imprint.evaluation import Metric, Subsets, Truth, lds, retrain
-from imprint.evaluation.lexical import bm25, characters, size_only, tf_idf
 from imprint.evaluation.metrics import removal
 from imprint.evaluation.statistics import Array, Estimate, ceiling, correlations, mean_estimate, ranks
 from imprint.evaluation.training import measured, record_together, train_together
-from imprint.files import write
-from imprint.progress import Progress
-from imprint.settings import shakespeare
-from imprint.settings.shakespeare import Shakespeare, Size
+from imprint.runtime.progress import Progress
+from imprint.store.files import write
 from imprint.task import Parameters
 
 PLAN = {

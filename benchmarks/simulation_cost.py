@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 import imprint
-from imprint.settings import digits
+from imprint.benchmarking.settings import digits
 
 SOURCES = (8, 16, 32, 64, 128)
 STEPS = (12, 25, 50, 100, 200)

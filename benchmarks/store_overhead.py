@@ -15,16 +15,16 @@ from statistics import median
 
 import torch
 
+from imprint.benchmarking.settings import digits
 from imprint.data import Data
 from imprint.evaluation.training import train_together
-from imprint.probing import Seen
-from imprint.settings import digits
 from imprint.simulation.engines import simulated
 from imprint.simulation.inputs import Inputs
-from imprint.simulation.run import simulate
+from imprint.simulation.runner import simulate
 from imprint.simulation.settling import settled
+from imprint.store.probing import Seen
+from imprint.store.writing import Writer
 from imprint.task import Parameters
-from imprint.writer import Writer
 
 
 def in_memory(inputs: Inputs) -> list[Parameters]:
@@ -96,7 +96,7 @@ def writing(megabytes: int, repetitions: int) -> tuple[float, float]:
                 file.flush()
                 os.fsync(file.fileno())
             plain.append(tensor.nbytes / (time.perf_counter() - begin))
-            writer = Writer(Path(folder) / "store", {}, _never)
+            writer = Writer(Path(folder) / "store", {}, _never, lambda *_: None)
             begin = time.perf_counter()
             writer.tensors("shard.safetensors", {"tensor": tensor})
             shard.append(tensor.nbytes / (time.perf_counter() - begin))

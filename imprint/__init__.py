@@ -1,6 +1,6 @@
 """Imprint: how much does each data source move this prediction? Answered with forward passes only."""
 
-from imprint.attribution import Attribution, Credit, Top, attribute, self_influence
+from imprint.attribution.result import Attribution, Credit, Top, attribute, self_influence
 from imprint.checking import Check, check
 from imprint.errors import (
     ConfigurationError,
@@ -14,12 +14,13 @@ from imprint.errors import (
     StoreError,
     TaskError,
 )
-from imprint.readout import Reader
-from imprint.recording import Recorder
-from imprint.simulation.plan import Plan
-from imprint.simulation.run import simulate
+from imprint.plan import Plan
+from imprint.readout.reader import Reader
+from imprint.recorder import Recorder
+from imprint.simulation import auto as _auto  # noqa: F401  (makes Plan.auto work)
+from imprint.simulation.runner import simulate
 from imprint.sources import Sources
-from imprint.store import Store
+from imprint.store.reading import Store
 from imprint.task import Task
 
 __version__ = "0.1.0"

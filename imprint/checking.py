@@ -13,25 +13,24 @@ from typing import Any, Literal, get_args
 import torch
 from torch.utils.data import Subset
 
-from imprint.data import Collate, as_tensors, is_columns, map_tensors, query_batches
+from imprint.batches import map_tensors
+from imprint.data import Collate, HashData, as_tensors, is_columns, query_batches
 from imprint.errors import ImprintError, SimulationError, first_line
-from imprint.files import nearest_folder
-from imprint.fingerprint import HashData
-from imprint.progress import duration
-from imprint.readout import Kind, Reader
+from imprint.plan import Engine, Plan, State
+from imprint.readout.reader import Kind, Reader
+from imprint.runtime.progress import duration
+from imprint.runtime.turns import settle_child
 from imprint.simulation.descent import FullBatch
 from imprint.simulation.estimate import Estimate, estimate
 from imprint.simulation.inputs import Inputs
-from imprint.simulation.plan import Engine, Plan
-from imprint.simulation.run import simulate
+from imprint.simulation.runner import simulate
 from imprint.simulation.settling import fit_batches
 from imprint.simulation.spectral import freeze, refuse_unstable
-from imprint.simulation.states import State
 from imprint.simulation.step import coarse_curvature
 from imprint.sources import Sources
-from imprint.store import Store
+from imprint.store.files import nearest_folder
+from imprint.store.reading import Store
 from imprint.task import Batch, Parameters, Task
-from imprint.turns import settle_child
 
 _EXAMPLES = 32  # on which engines and readouts are tried
 _QUERIES = 4

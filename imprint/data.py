@@ -1,11 +1,10 @@
 """Data as batches: any map-style dataset, columns of tensors, or an iterable of ready batches."""
 
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
-from copy import copy
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import zip_longest
 from operator import itemgetter
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -20,118 +19,16 @@ from torch.utils.data import (
     default_collate,
 )
 
+from imprint.batches import concatenate, copied, is_columnar, leaves, length, map_tensors, raw_bytes, shown_batch
+from imprint.display import placeless
 from imprint.errors import DataError, ImprintError, ReliabilityWarning, first_line
-from imprint.task import Batch, own_containers
-from imprint.values import placeless
+from imprint.task import Batch
 
+HashData = Literal["all", "sampled", "none"]
 Collate = Callable[[list[Any]], Batch]
 _KEPT_BYTES = 2 << 30  # collated data up to this size stays in memory, so that each step does not collate it again
 _READ_TWICE = 32  # examples that are read a second time, to see whether they change
 _SHUFFLERS = (RandomSampler, SubsetRandomSampler, WeightedRandomSampler)
-
-
-def map_tensors(function: Callable[[Tensor], Tensor], batch: Batch) -> Batch:
-    """`batch` with `function` applied to every tensor in it; other leaves stay as they are."""
-    if isinstance(batch, Tensor):
-        return function(batch)
-    if isinstance(batch, MutableMapping) and not isinstance(batch, dict):  # such as a tokenizer's result
-        mapped = copy(batch)
-        mapped.update({key: map_tensors(function, value) for key, value in batch.items()})
-        return mapped
-    if isinstance(batch, Mapping):
-        return {key: map_tensors(function, value) for key, value in batch.items()}
-    if isinstance(batch, tuple) and hasattr(batch, "_fields"):
-        return type(batch)(*(map_tensors(function, value) for value in batch))
-    if isinstance(batch, list | tuple):
-        return type(batch)(map_tensors(function, value) for value in batch)
-    return batch
-
-
-def copied(batch: Batch) -> Batch:
-    """Return a batch with tensors and arrays of its own, in containers of the same types.
-
-    Whoever made it may fill the same memory again. Objects of other kinds stay as they are.
-    """
-    return own_containers(batch, _copied_leaf)
-
-
-def _copied_leaf(value: Any) -> Any:
-    if isinstance(value, Tensor):
-        return value.detach().clone()
-    return value.copy() if isinstance(value, np.ndarray) else value
-
-
-def leaves(batch: Batch) -> list[Any]:
-    """The tensors and other values in a batch, in order."""
-    if isinstance(batch, Mapping):
-        return [leaf for value in batch.values() for leaf in leaves(value)]
-    if isinstance(batch, list | tuple):
-        return [leaf for value in batch for leaf in leaves(value)]
-    return [batch]
-
-
-def flattened(batch: Batch) -> tuple[Any, dict[str, Tensor]]:
-    """A batch as a structure of plain JSON, and its tensors by the names that stand in it.
-
-    >>> flattened((torch.zeros(2), {"y": torch.ones(2)}))[0]
-    {'tuple': [{'tensor': '0'}, {'dict': {'y': {'tensor': '1'}}}]}
-    """
-    tensors: dict[str, Tensor] = {}
-
-    def visit(value: Batch) -> Any:
-        if isinstance(value, Tensor):
-            tensors[str(len(tensors))] = value
-            return {"tensor": str(len(tensors) - 1)}
-        if isinstance(value, Mapping) and all(isinstance(key, str) for key in value):
-            return {"dict": {key: visit(item) for key, item in value.items()}}
-        if type(value) in (list, tuple):
-            return {type(value).__name__: [visit(item) for item in value]}
-        if value is None or isinstance(value, str | int | float | bool):
-            return {"value": value}
-        raise DataError(f"a batch with a {type(value).__name__} in it cannot be written as JSON and tensors.")
-
-    return visit(batch), tensors
-
-
-def rebuilt(structure: Any, tensor: Callable[[str], Tensor]) -> Batch:
-    """The batch that `flattened` took apart."""
-    ((kind, content),) = structure.items()
-    if kind == "tensor":
-        return tensor(content)
-    if kind == "dict":
-        return {key: rebuilt(item, tensor) for key, item in content.items()}
-    if kind == "value":
-        return content
-    items = (rebuilt(item, tensor) for item in content)
-    return list(items) if kind == "list" else tuple(items)
-
-
-def length(batch: Batch) -> int:
-    """How many samples a collated batch has: the first dimension of its first tensor."""
-    for leaf in leaves(batch):
-        if isinstance(leaf, Tensor) and leaf.dim() > 0:
-            return leaf.shape[0]
-    raise DataError(f"a batch must hold at least one tensor with a first dimension; got {type(batch).__name__}.")
-
-
-def shown_batch(batch: Batch) -> str:
-    """What a batch is made of, for messages.
-
-    >>> shown_batch({"ids": torch.zeros(2, 3), "names": ["a", "b"]})
-    "{'ids': float32 (2, 3), 'names': list}"
-    """
-    if isinstance(batch, Tensor):
-        return f"{str(batch.dtype).removeprefix('torch.')} {tuple(batch.shape)}"
-    if isinstance(batch, Mapping):
-        return "{" + ", ".join(f"{key!r}: {shown_batch(value)}" for key, value in batch.items()) + "}"
-    if isinstance(batch, list | tuple) and any(isinstance(value, Tensor) for value in batch):
-        return f"({', '.join(map(shown_batch, batch))})"
-    return type(batch).__name__
-
-
-def is_columnar(batch: Batch, count: int) -> bool:
-    """Whether every leaf is a tensor whose first dimension runs over the `count` samples."""
-    return all(isinstance(leaf, Tensor) and leaf.dim() > 0 and leaf.shape[0] == count for leaf in leaves(batch))
 
 
 _SPARSE = (torch.sparse_coo, torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc)
@@ -314,7 +211,7 @@ class Data:
         if not is_columnar(first, min(len(self), 64)) or _size(first) / 64 * len(self) > _KEPT_BYTES:
             return None
         parts = [self._read(list(range(i, min(i + 4096, len(self))))) for i in range(0, len(self), 4096)]
-        return _concatenate(parts)
+        return concatenate(parts)
 
 
 def _is_plain(dataset: Any) -> bool:
@@ -389,16 +286,6 @@ def is_columns(dataset: Any) -> bool:
     if not isinstance(dataset, tuple | Mapping) or not dataset:
         return False
     return all(isinstance(leaf, Tensor) and leaf.dim() > 0 for leaf in leaves(dataset))
-
-
-def raw_bytes(tensor: Tensor) -> np.ndarray[Any, np.dtype[np.uint8]]:
-    """Return the values of a tensor as bytes."""
-    return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
-
-
-def _concatenate(parts: list[Batch]) -> Batch:
-    columns = [iter(leaves(part)) for part in parts]
-    return map_tensors(lambda _: torch.cat([next(column) for column in columns]), parts[0])
 
 
 def query_batches(

@@ -60,3 +60,8 @@ def for_picture(value: Any) -> str:
 def _visible(character: str) -> str:
     hidden = unicodedata.category(character) in ("Cc", "Cf", "Cs", "Zl", "Zp") and character not in _JOINERS
     return character.encode("unicode_escape").decode() if hidden else character
+
+
+def placeless(text: str) -> str:
+    """A text without addresses in memory, which are others in every process."""
+    return re.sub(r" at 0x[0-9a-f]+", "", text)

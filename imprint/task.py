@@ -18,11 +18,11 @@ from torch.func import functional_call
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from imprint.dropout import dropping
 from imprint.errors import TaskError
-from imprint.replica import Replica
-from imprint.supported import refuse_unsupported
-from imprint.turns import one_at_a_time
+from imprint.model.dropout import dropping
+from imprint.model.replica import Replica
+from imprint.model.supported import refuse_unsupported
+from imprint.runtime.turns import one_at_a_time
 
 Parameters = dict[str, Tensor]
 """Tensors by the name they have in the model."""

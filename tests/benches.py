@@ -6,13 +6,13 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from imprint.data import map_tensors
-from imprint.evaluation.bench import Bench, Protocol
+from imprint.batches import map_tensors
+from imprint.benchmarking.bench import Bench, Protocol
+from imprint.benchmarking.settings import digits
 from imprint.evaluation.retraining import Together
 from imprint.evaluation.subsets import Subsets
 from imprint.evaluation.training import Training
 from imprint.evaluation.truth import Truth
-from imprint.settings import digits
 from imprint.task import Task
 
 

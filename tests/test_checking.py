@@ -31,13 +31,13 @@ from imprint import (
     Task,
     attribute,
     check,
-    memory,
     simulate,
 )
 from imprint.errors import TaskError
-from imprint.readout import Kind
+from imprint.plan import Engine
+from imprint.readout.reader import Kind
+from imprint.runtime import memory
 from imprint.simulation import estimate
-from imprint.simulation.plan import Engine
 from tests.zoo import ZOO, Member
 
 

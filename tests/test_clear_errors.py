@@ -31,11 +31,11 @@ from imprint import (
     simulate,
 )
 from imprint.checking import shown_plan
-from imprint.cli import app
+from imprint.cli.app import app
+from imprint.cli.inspection import inspected
 from imprint.evaluation import Subsets, Truth, retrain
-from imprint.inspection import inspected
-from imprint.memory import budget
-from imprint.values import sealed
+from imprint.runtime.memory import budget
+from imprint.store.values import sealed
 
 CPU = torch.device("cpu")
 N = 12

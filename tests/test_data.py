@@ -14,7 +14,8 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, Subset, TensorDataset
 
 from imprint import DataError, Plan, Sources, Store, Task, attribute, simulate
-from imprint.data import Data, copied, is_columnar, leaves, length, map_tensors, query_batches
+from imprint.batches import copied, is_columnar, leaves, length, map_tensors
+from imprint.data import Data, query_batches
 from imprint.errors import ReliabilityWarning
 
 CPU = torch.device("cpu")

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from imprint.cli import app
+from imprint.cli.app import app
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 

@@ -31,8 +31,9 @@ from imprint import (
     self_influence,
     simulate,
 )
-from imprint.attribution import Labels
-from imprint.cli import app, main
+from imprint.attribution.result import Labels
+from imprint.cli.app import app, main
+from imprint.readout import reader
 
 SOURCES = Sources.by_label([i % 4 for i in range(16)])
 
@@ -121,13 +122,13 @@ def test_half_precision_is_warned_of() -> None:
 def test_gradient_needs_one_backward_per_query_whatever_the_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     task, store = made()
     differentiated: list[int] = []
-    original = imprint.readout.query_gradients
+    original = reader.query_gradients
 
     def counted(functional: Any, theta: Any, batch: Any, count: int, **options: Any) -> Any:
         differentiated.append(count)
         return original(functional, theta, batch, count, **options)
 
-    monkeypatch.setattr(imprint.readout, "query_gradients", counted)
+    monkeypatch.setattr(reader, "query_gradients", counted)
     attribute(task, store, columns(8), readout="gradient", batch_size=2, memory="1kB", progress=False)
     assert sum(differentiated) <= 8 + 2  # two more to see that it works
 
@@ -166,7 +167,7 @@ def test_errors_on_the_command_line_are_one_line_with_all_their_words(
     def fail() -> None:
         raise imprint.MissingExtra("this", "report")
 
-    monkeypatch.setattr("imprint.cli.app", fail)
+    monkeypatch.setattr("imprint.cli.app.app", fail)
     with pytest.raises(SystemExit) as stopped:
         main()
     assert stopped.value.code == 1

@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint as recomputed
 
 from imprint import Plan, PlanError, ReadoutError, Sources, Store, Task, TaskError, attribute, self_influence, simulate
 from imprint.data import Data
-from imprint.readout import Kind
+from imprint.readout.reader import Kind
 from tests.zoo import EXAMPLES, QUERIES, ZOO, Member
 
 STEPS, LR = 4, 0.1

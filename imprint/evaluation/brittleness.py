@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from imprint.attribution import Attribution
+from imprint.attribution.result import Attribution
 from imprint.data import query_batches
 from imprint.errors import DataError
 from imprint.evaluation.metrics import (
@@ -24,10 +24,10 @@ from imprint.evaluation.metrics import (
 from imprint.evaluation.retraining import Together, Train, retrain
 from imprint.evaluation.statistics import constant
 from imprint.evaluation.subsets import CHANCE, Subsets, derived, whole
-from imprint.fingerprint import of_batches, of_data, probe_measures
-from imprint.progress import Advance
+from imprint.runtime.progress import Advance
 from imprint.sources import Sources
-from imprint.store import describe
+from imprint.store.fingerprint import of_batches, of_data, probe_measures
+from imprint.store.reading import describe
 from imprint.task import Task, require_task
 
 _FEW = 0.1  # of the queries may be wrong from the start without a warning

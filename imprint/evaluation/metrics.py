@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from imprint.attribution import Attribution, Labels, called
+from imprint.attribution.result import Attribution, Labels, called
 from imprint.errors import DataError
 from imprint.evaluation.removal import RemovalCheck
 from imprint.evaluation.statistics import (
@@ -28,8 +28,8 @@ from imprint.evaluation.statistics import (
 )
 from imprint.evaluation.subsets import Subsets
 from imprint.evaluation.truth import Truth
-from imprint.fingerprint import changed, compare_data, of_sources
 from imprint.sources import Sources
+from imprint.store.fingerprint import changed, compare_data, of_sources
 
 Parameters = dict[str, dict[str, Any]]
 """Shapes and dtypes by name."""

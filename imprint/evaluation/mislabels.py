@@ -11,7 +11,8 @@ from imprint.data import Collate, Data
 from imprint.errors import DataError
 from imprint.evaluation.metrics import Metric, rounding
 from imprint.evaluation.statistics import Array, Estimate, Guilty, area_difference, area_estimate, constant
-from imprint.simulation.states import State, States
+from imprint.plan import State
+from imprint.simulation.states import States
 from imprint.task import Better, Task
 
 _NAN = float("nan")

@@ -14,7 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from imprint.data import Collate, Data, as_tensors, is_columns, leaves, query_batches
+from imprint.batches import leaves
+from imprint.data import Collate, Data, as_tensors, is_columns, query_batches
+from imprint.display import placeless
 from imprint.errors import DataError, ImprintError, StoreError, TaskError, first_line
 from imprint.evaluation.subsets import ORDER, Subsets, derived, whole
 from imprint.evaluation.training import Training, initialised, measured, models_at_once, train_together
@@ -32,7 +34,8 @@ from imprint.evaluation.trials import (
     spread,
 )
 from imprint.evaluation.truth import SCHEMA, Folder, Truth, circumstances, of_subsets, together
-from imprint.fingerprint import (
+from imprint.runtime.progress import Advance, Progress
+from imprint.store.fingerprint import (
     of_batches,
     of_data,
     of_tensors,
@@ -40,11 +43,9 @@ from imprint.fingerprint import (
     recognise_data,
     without_adapter,
 )
-from imprint.probing import class_examples, see_losses
-from imprint.progress import Advance, Progress
-from imprint.store import describe
+from imprint.store.probing import class_examples, see_losses
+from imprint.store.reading import describe
 from imprint.task import Batch, Parameters, Task, own_containers, require_task
-from imprint.values import placeless
 
 logger = logging.getLogger(__name__)
 Train = Callable[[Tensor, int], nn.Module]

@@ -16,10 +16,11 @@ from torch import Tensor, nn
 from torch.func import grad, vmap
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from imprint.data import Data, leaves, map_tensors
+from imprint.batches import leaves, map_tensors
+from imprint.data import Data
 from imprint.errors import DataError, PlanError, TaskError
 from imprint.evaluation.subsets import DROPOUT, derived
-from imprint.memory import activation_bytes, budget
+from imprint.runtime.memory import activation_bytes, budget
 from imprint.task import Batch, Functional, Parameters, Task
 
 Optimiser = Literal["sgd", "adam", "adamw"]

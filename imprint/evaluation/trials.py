@@ -8,8 +8,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from imprint.display import placeless
+from imprint.store.values import clipped
 from imprint.task import Parameters
-from imprint.values import clipped, placeless
 
 SAME = 1e-3  # of the length of the parameters, or of F: what counts as the same model
 SMALL = 0.1  # of the spread over subsets: a deviation that changes no truth

@@ -29,14 +29,14 @@ from torch import Tensor
 from imprint.display import for_terminal
 from imprint.errors import DataError, StoreError
 from imprint.evaluation.subsets import Kind, Subsets
-from imprint.files import LOCK, Lock, clear_leftovers, is_leftover, refuse_unreadable, write
-from imprint.fingerprint import changed, compare_data, of_sources
-from imprint.manifest import versions
 from imprint.sources import Sources
-from imprint.values import Value, read_json, sealed
+from imprint.store.files import LOCK, Lock, clear_leftovers, is_leftover, refuse_unreadable, write
+from imprint.store.fingerprint import changed, compare_data, of_sources
+from imprint.store.manifest import versions
+from imprint.store.values import Value, read_json, sealed
 
 if TYPE_CHECKING:
-    from imprint.attribution import Attribution
+    from imprint.attribution.result import Attribution
 
 logger = logging.getLogger(__name__)
 SCHEMA = 3  # the first had other seeds; files of values of the second do not say what they belong to

@@ -25,10 +25,10 @@ from imprint.export.lora import plain_model
 from imprint.export.point import Point
 from imprint.export.reading import Scores, scores
 from imprint.export.record import Export, begun, written
-from imprint.files import write
-from imprint.store import Store
+from imprint.store.files import write
+from imprint.store.reading import Store
+from imprint.store.tensorfile import save
 from imprint.task import Parameters, Task
-from imprint.tensorfile import save
 
 GRAPH, DISPLACEMENTS = "scores.onnx", "displacements.safetensors"
 _ONE_FILE = 1 << 30  # an ONNX file ends at 2 GiB; above this the weights are beside it

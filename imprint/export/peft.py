@@ -26,11 +26,11 @@ from imprint.export.lora import Adapted, adapter_tensors, peft_package, plain_mo
 from imprint.export.point import Counted
 from imprint.export.reading import Scores, read
 from imprint.export.record import MODEL, Export, begun, written
-from imprint.files import write
-from imprint.store import Store
+from imprint.store.files import write
+from imprint.store.reading import Store
+from imprint.store.tensorfile import save
+from imprint.store.values import read_json
 from imprint.task import Batch, Task
-from imprint.tensorfile import save
-from imprint.values import read_json
 
 logger = logging.getLogger(__name__)
 

@@ -14,8 +14,8 @@ from torch import Tensor
 from imprint.errors import ImprintError, ReadoutError, SourcesError, TaskError
 from imprint.export.likelihood import is_log_likelihood, log_likelihood, widened
 from imprint.export.lora import Adapted, adapted_layers, weight_moves
-from imprint.readout import Measure, along, between, dots, forward_only, query_gradients
-from imprint.store import Store
+from imprint.readout.reader import Measure, along, between, dots, forward_only, query_gradients
+from imprint.store.reading import Store
 from imprint.task import Batch, Functional, Parameters, Task, require_task
 
 Counted = tuple[int, Batch]

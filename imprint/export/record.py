@@ -17,19 +17,19 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from imprint.data import map_tensors
+from imprint.batches import map_tensors
 from imprint.display import for_terminal
 from imprint.errors import ReadoutError, StoreError
 from imprint.export.gains import DTYPES, Gains
 from imprint.export.likelihood import COLUMNS, as_batches, log_likelihood, refuse_tokens
 from imprint.export.point import Counted, Point
-from imprint.files import LOCK, Lock, clear_leftovers, sha256, temporary_folder, write
-from imprint.manifest import INSIDE
-from imprint.readout import forward_only
-from imprint.store import Store
+from imprint.readout.reader import forward_only
+from imprint.store.files import LOCK, Lock, clear_leftovers, sha256, temporary_folder, write
+from imprint.store.manifest import INSIDE
+from imprint.store.reading import Store
+from imprint.store.tensorfile import save
+from imprint.store.values import Value, read_json, sealed
 from imprint.task import Batch, Task
-from imprint.tensorfile import save
-from imprint.values import Value, read_json, sealed
 
 logger = logging.getLogger(__name__)
 

@@ -18,8 +18,9 @@ from imprint.errors import TaskError
 from imprint.language.causal import LanguageTask
 from imprint.language.head import in_full_precision
 from imprint.language.presets import ADAPTER
-from imprint.progress import Advance, Progress
-from imprint.simulation.states import State, States
+from imprint.plan import State
+from imprint.runtime.progress import Advance, Progress
+from imprint.simulation.states import States
 from imprint.sources import Members, Sources, require_sources
 from imprint.task import Parameters
 

@@ -13,8 +13,8 @@ from torch import nn
 from torch.func import functional_call
 from torch.utils.checkpoint import checkpoint
 
-from imprint.dropout import draws
 from imprint.errors import TaskError
+from imprint.model.dropout import draws
 
 
 @contextmanager

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from imprint.errors import DataError
-from imprint.notices import Notices
+from imprint.runtime.notices import Notices
 from imprint.sources import Sources
 
 Tokens = list[int]

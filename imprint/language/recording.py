@@ -10,7 +10,7 @@ from torch import nn
 
 from imprint.errors import MissingExtra, PlanError
 from imprint.language.presets import adapter_names
-from imprint.recording import Recorder
+from imprint.recorder import Recorder
 
 try:
     from transformers import TrainerCallback

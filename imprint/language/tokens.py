@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
-from imprint.attribution import Labels
+from imprint.attribution.result import Labels
 from imprint.errors import ReadoutError
 from imprint.language.causal import LanguageTask
 from imprint.language.data import Completions, Tokenizer
-from imprint.readout import Reader
-from imprint.store import Store
+from imprint.readout.reader import Reader
+from imprint.store.reading import Store
 from imprint.task import Batch
 
 if TYPE_CHECKING:

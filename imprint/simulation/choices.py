@@ -7,10 +7,10 @@ are files that anybody may have written: what a simulation cannot have chosen is
 from typing import Any
 
 from imprint.errors import PlanError
-from imprint.manifest import Checkpoint, check_planned
-from imprint.rows import parameters_of
-from imprint.simulation.plan import Plan
-from imprint.values import Value
+from imprint.plan import Plan
+from imprint.store.manifest import Checkpoint, check_planned
+from imprint.store.values import Value
+from imprint.tensors.rows import parameters_of
 
 _LARGEST = 1e100  # of steps and curvatures: their products are numbers still
 _EPSILONS = 1e-6, 1e6  # far beyond all that are tried

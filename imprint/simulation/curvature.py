@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from imprint.errors import SimulationError, first_line
-from imprint.memory import activation_bytes, budget
+from imprint.plan import Curvature
+from imprint.runtime.memory import activation_bytes, budget
 from imprint.simulation.derivatives import (
     Product,
     Weighted,
@@ -26,9 +27,8 @@ from imprint.simulation.derivatives import (
     hessian_product,
     regulariser_gradient,
 )
-from imprint.simulation.plan import Curvature
 from imprint.task import Functional, Parameters
-from imprint.vectors import Flat, norm, scale
+from imprint.tensors.vectors import Flat, norm, scale
 
 logger = logging.getLogger(__name__)
 ENDED = 100  # times rounding: what remains below it is noise, and the Krylov space is complete

@@ -3,14 +3,14 @@
 import torch
 from torch import Tensor
 
-from imprint.agreement import NOTICED, gap, widened
+from imprint.checks.agreement import NOTICED, gap, widened
+from imprint.checks.soundness import moved_from
 from imprint.data import Data
-from imprint.notices import Notices
+from imprint.plan import Curvature
+from imprint.runtime.notices import Notices
+from imprint.runtime.turns import jvp
 from imprint.simulation.derivatives import gradient, gradient_along
-from imprint.simulation.plan import Curvature
-from imprint.soundness import moved_from
 from imprint.task import Functional, Parameters
-from imprint.turns import jvp
 
 _EXAMPLES = 2
 

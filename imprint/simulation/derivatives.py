@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 from torch.func import grad, vjp
 
+from imprint.runtime.turns import jvp
 from imprint.task import Batch, Functional, Parameters
-from imprint.turns import jvp
-from imprint.vectors import add_scaled_
+from imprint.tensors.vectors import add_scaled_
 
 
 @dataclass(frozen=True)

@@ -11,14 +11,15 @@ import torch
 from torch import Tensor
 from torch.func import vmap
 
-from imprint.data import Data, is_columnar, map_tensors
+from imprint.batches import is_columnar, map_tensors
+from imprint.data import Data
 from imprint.errors import SimulationError
+from imprint.plan import Plan
 from imprint.simulation.derivatives import Weighted, gradient, regulariser_gradient
-from imprint.simulation.plan import Plan
 from imprint.simulation.snapshot import Moment, Snapshot
 from imprint.sources import Sources
 from imprint.task import Batch, Functional, Parameters
-from imprint.vectors import add_scaled_, row, row_norms, scale
+from imprint.tensors.vectors import add_scaled_, row, row_norms, scale
 
 if TYPE_CHECKING:
     from imprint.simulation.preconditioner import Preconditioner

@@ -1,7 +1,7 @@
 """The engines by name, and how many trajectories each source has in them."""
 
+from imprint.plan import Plan
 from imprint.simulation.descent import Descent, Simulated
-from imprint.simulation.plan import Plan
 from imprint.simulation.tangent import tangent
 from imprint.simulation.trajectories import trajectories
 

@@ -12,11 +12,10 @@ from typing import TypeVar
 
 import torch
 
-from imprint.data import leaves
+from imprint.batches import leaves
 from imprint.errors import StoreError
-from imprint.files import nearest_folder, write
-from imprint.memory import Peak, tensor_bytes
-from imprint.rows import Rows, along
+from imprint.plan import Settings
+from imprint.runtime.memory import Peak, tensor_bytes
 from imprint.simulation.descent import Descent, FullBatch
 from imprint.simulation.engines import sides, simulated, trial_epsilon
 from imprint.simulation.frozen import COPIES, layers_of, rows_in_memory, source_gradients, values_of_a_row
@@ -24,15 +23,16 @@ from imprint.simulation.frozen import rows_at_once as rows_at_once_frozen
 from imprint.simulation.frozen import together_or_alone as together_or_alone_frozen
 from imprint.simulation.guards import too_long
 from imprint.simulation.inputs import Inputs
-from imprint.simulation.plan import Settings
 from imprint.simulation.settling import advised, rows_at_once, together_or_alone
 from imprint.simulation.spectral import Frozen, freeze, imprints, refuse_unstable
 from imprint.simulation.step import LOOK_ITERATIONS, LOOKS, curvature_at, starting_curvature
 from imprint.simulation.trajectories import choose_epsilon
 from imprint.sources import Sources
-from imprint.store import DTYPES, coefficients_dtype
-from imprint.tensorfile import save
-from imprint.vectors import Flat
+from imprint.store.files import nearest_folder, write
+from imprint.store.reading import DTYPES, coefficients_dtype
+from imprint.store.tensorfile import save
+from imprint.tensors.rows import Rows, along
+from imprint.tensors.vectors import Flat
 
 Result = TypeVar("Result")
 _STEPS = 4  # measured, of which the first, which warms up, does not count

@@ -10,21 +10,21 @@ from typing import Any
 import torch
 
 from imprint.errors import ImprintError, SimulationError, TaskError, first_line
-from imprint.memory import budget, tensor_bytes
-from imprint.rows import MULTIPLIED, Rows, along, factorable, gradients, orthonormal, parameters_of
+from imprint.plan import Settings
+from imprint.runtime.memory import budget, tensor_bytes
 from imprint.simulation.curvature import Spectrum, curvature_product
 from imprint.simulation.descent import Descent, FullBatch
 from imprint.simulation.inputs import Inputs
-from imprint.simulation.plan import Settings
 from imprint.simulation.preflight import refuse_loss, why_not_together
 from imprint.simulation.settling import refitted
 from imprint.simulation.spectral import Frozen, freeze, imprints, projected, refuse_unstable
-from imprint.store import DTYPES, Checkpoint, File, coefficients_dtype
+from imprint.store.reading import DTYPES, Checkpoint, File, coefficients_dtype
+from imprint.store.tensorfile import layout
+from imprint.store.values import Value
+from imprint.store.writing import Writer
 from imprint.task import Parameters
-from imprint.tensorfile import layout
-from imprint.values import Value
-from imprint.vectors import Flat, six_digits, spread
-from imprint.writer import Writer
+from imprint.tensors.rows import MULTIPLIED, Rows, along, factorable, gradients, orthonormal, parameters_of
+from imprint.tensors.vectors import Flat, six_digits, spread
 
 logger = logging.getLogger(__name__)
 PASSES = 3  # over the data, in units of a gradient of every example, that a product with the curvature takes

@@ -10,28 +10,23 @@ from typing import Any, get_args
 
 import torch
 
-from imprint.data import Collate, Data, shown_batch
-from imprint.dropout import dropouts
+from imprint.batches import shown_batch
+from imprint.checks.soundness import examine
+from imprint.data import Collate, Data, HashData
 from imprint.errors import DataError, PlanError, ReliabilityWarning, SimulationError
-from imprint.fingerprint import (
-    HashData,
-    of_data,
-    of_sources,
-    of_tensors,
-    partly_hashed,
-)
-from imprint.notices import Notices
-from imprint.probing import Seen, choose_probes, module_settings, regulariser_values, see, spread_examples
+from imprint.model.dropout import dropouts
+from imprint.plan import Plan, Settings, State
+from imprint.runtime.notices import Notices
 from imprint.simulation.curvature_check import report_curvature
 from imprint.simulation.descent import Descent
 from imprint.simulation.guards import has_batch_norm, moments_scale, unfelt_moments
-from imprint.simulation.plan import Plan, Settings
 from imprint.simulation.preconditioner import BATCHES, COMPARED, Preconditioner, compare, estimated_moments
 from imprint.simulation.preflight import Result, check_device, own, refuse_nonfinite, warn_half_precision
-from imprint.simulation.states import State, States
-from imprint.soundness import examine
+from imprint.simulation.states import States
 from imprint.sources import Sources, require_sources
-from imprint.store import DTYPES, describe
+from imprint.store.fingerprint import of_data, of_sources, of_tensors, partly_hashed
+from imprint.store.probing import Seen, choose_probes, module_settings, regulariser_values, see, spread_examples
+from imprint.store.reading import DTYPES, describe
 from imprint.task import Functional, Parameters, Task, require_task
 
 logger = logging.getLogger(__name__)

@@ -10,17 +10,17 @@ from typing import Any
 
 import torch
 
-from imprint.memory import Peak, activation_bytes, budget, most_that_fit, tensor_bytes
+from imprint.plan import Settings
+from imprint.runtime.memory import Peak, activation_bytes, budget, most_that_fit, tensor_bytes
 from imprint.simulation.curvature import Spectrum, longer
 from imprint.simulation.derivatives import Weighted
 from imprint.simulation.descent import Descent
 from imprint.simulation.engines import sides, simulated, trial_epsilon
 from imprint.simulation.inputs import Inputs
-from imprint.simulation.plan import Settings
 from imprint.simulation.preflight import first_step, own, refuse_loss, why_not_together
 from imprint.simulation.step import settle, starting_curvature
 from imprint.simulation.trajectories import choose_epsilon
-from imprint.store import Checkpoint
+from imprint.store.reading import Checkpoint
 
 logger = logging.getLogger(__name__)
 

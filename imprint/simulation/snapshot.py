@@ -13,11 +13,11 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from imprint.errors import StoreError, first_line
-from imprint.files import write
-from imprint.fingerprint import of_tensors
+from imprint.store.files import write
+from imprint.store.fingerprint import of_tensors
+from imprint.store.tensorfile import save
+from imprint.store.values import parsed
 from imprint.task import Parameters
-from imprint.tensorfile import save
-from imprint.values import parsed
 
 logger = logging.getLogger(__name__)
 SECONDS = 60.0

@@ -13,12 +13,12 @@ import torch
 from torch import Tensor
 
 from imprint.errors import SimulationError
-from imprint.rows import Rows
+from imprint.plan import Curvature, Settings
 from imprint.simulation.curvature import ENDED, Basis, curvature_product, lanczos_basis
 from imprint.simulation.derivatives import Weighted, gradient
-from imprint.simulation.plan import Curvature, Settings
 from imprint.task import Functional, Parameters
-from imprint.vectors import Flat
+from imprint.tensors.rows import Rows
+from imprint.tensors.vectors import Flat
 
 _PROBES = 8  # random sums of all examples' gradients, on which the curvature outside the basis is measured
 _NOTHING = 1e-10  # share of the gradients below which nothing is outside the basis

@@ -11,13 +11,11 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from imprint.errors import PlanError, TaskError
-from imprint.recording import MOMENTS, moments_beside
+from imprint.plan import State
+from imprint.recorder import MOMENTS, moments_beside
 from imprint.task import Parameters, Task
 
 logger = logging.getLogger(__name__)
-Tensors = Mapping[str, Tensor] | str | os.PathLike[str]
-State = Tensors | tuple[Tensors, Tensors]
-"""A checkpoint: a state dict or a .safetensors file; or a pair of one and of Adam's second moments, given likewise."""
 
 
 class States:

@@ -17,7 +17,7 @@ from imprint.simulation.curvature import Spectrum, curvature_product, lanczos, s
 from imprint.simulation.derivatives import Weighted
 from imprint.simulation.descent import Descent
 from imprint.task import Parameters
-from imprint.vectors import Flat
+from imprint.tensors.vectors import Flat
 
 Look = Callable[[Descent, Parameters, Iterable[Weighted], int], Spectrum]
 LOOKS = (1 / 16, 1 / 8, 1 / 4, 1 / 2, 1.0)  # shares of the path at which curvature is measured

@@ -17,7 +17,7 @@ from imprint.simulation.derivatives import (
 )
 from imprint.simulation.descent import Descent, Simulated, follow
 from imprint.task import Parameters
-from imprint.vectors import add_scaled_, over_rows, zeros_like
+from imprint.tensors.vectors import add_scaled_, over_rows, zeros_like
 
 
 def tangent(descent: Descent) -> Simulated:

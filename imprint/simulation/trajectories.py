@@ -16,7 +16,7 @@ from imprint.errors import SimulationError
 from imprint.simulation.derivatives import Weighted, gradient, regulariser_gradient
 from imprint.simulation.descent import Descent, Simulated, follow
 from imprint.task import Functional, Parameters
-from imprint.vectors import add_scaled_, minus, norm, over_rows, repeated, row_norms, scaled
+from imprint.tensors.vectors import add_scaled_, minus, norm, over_rows, repeated, row_norms, scaled
 
 logger = logging.getLogger(__name__)
 

@@ -44,7 +44,7 @@ def _warm_up() -> None:
     import torch
     from torch.func import functional_call, grad, jvp, vmap
 
-    import imprint.cli  # noqa: F401
+    import imprint.cli.app  # noqa: F401
 
     torch.set_num_threads(1)
     model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Tanh())
@@ -168,7 +168,7 @@ def _kinds(error: BaseException) -> list[str]:
 
 
 def _command(arguments: list[str]) -> dict[str, Any]:
-    from imprint.cli import main
+    from imprint.cli.app import main
 
     for name in [name for name in sys.modules if name.startswith("imprint_experiment_")]:
         del sys.modules[name]
@@ -190,7 +190,7 @@ def _verify(folder: str) -> dict[str, Any]:
 
 def _inspect(folder: str) -> dict[str, Any]:
     from imprint import Store
-    from imprint.inspection import inspected
+    from imprint.cli.inspection import inspected
 
     store = Store(folder)
     json.dumps(inspected(store))

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
-from imprint.values import sealed
+from imprint.store.values import sealed
 from tests.attacks.stores import Scene
 
 

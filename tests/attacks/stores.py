@@ -21,7 +21,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 import imprint
-from imprint.values import sealed
+from imprint.store.values import sealed
 
 MODEL = """
 import torch

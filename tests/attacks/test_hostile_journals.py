@@ -17,7 +17,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from imprint.fingerprint import of_tensors
+from imprint.store.fingerprint import of_tensors
 from tests.attacks.journals import finished, journal
 from tests.attacks.judging import attacked
 from tests.attacks.stores import WRITE, Attack, Bases, Scene

@@ -14,7 +14,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from imprint.values import sealed
+from imprint.store.values import sealed
 from tests.attacks.judging import attacked
 from tests.attacks.stores import Attack, Bases, Scene, command
 from tests.attacks.test_hostile_folders import THINGS, Make

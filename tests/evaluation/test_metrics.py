@@ -12,14 +12,14 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from imprint import Attribution, DataError, ReadoutError, Sources, Task
-from imprint.attribution import Labels
+from imprint.attribution.result import Labels
 from imprint.evaluation.metrics import Metric, evaluate, lds, loo, overlap, removal
 from imprint.evaluation.metrics import slope as slope_of
 from imprint.evaluation.mislabels import detection_auc, example_losses, mislabel_auc
 from imprint.evaluation.statistics import Estimate, correlations, ranks
 from imprint.evaluation.subsets import Subsets
 from imprint.evaluation.truth import Truth
-from imprint.fingerprint import of_sources
+from imprint.store.fingerprint import of_sources
 from imprint.task import Better
 
 N, QUERIES = 20, 8

@@ -29,10 +29,10 @@ from imprint.evaluation.subsets import ORDER, Subsets, derived
 from imprint.evaluation.training import Training
 from imprint.evaluation.trials import called, spread
 from imprint.evaluation.truth import Truth
-from imprint.files import LOCK
-from imprint.progress import Advance
-from imprint.values import sealed
-from tests.test_recording import Tied
+from imprint.runtime.progress import Advance
+from imprint.store.files import LOCK
+from imprint.store.values import sealed
+from tests.test_recorder import Tied
 
 N, QUERIES, RUNS = 24, 5, 2
 TRIALS, EXTRA = 4, 2  # of halves: how many trainings see whether subset and seed are heard, and how many only that

@@ -17,9 +17,9 @@ from imprint import Plan, ReadoutError, Sources, StoreError, Task, attribute, ex
 from imprint.export import Export, gains
 from imprint.export import peft as writing
 from imprint.export.likelihood import log_likelihood
-from imprint.files import sha256
-from imprint.store import Store
-from imprint.values import sealed
+from imprint.store.files import sha256
+from imprint.store.reading import Store
+from imprint.store.values import sealed
 from tests.export import models
 
 CASES = [("gpt2", "*lora_B*", 4, False), ("gpt2", "*lora_*", 8, True), ("llama", "*lora_B*", 4, False)]

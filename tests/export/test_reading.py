@@ -25,14 +25,14 @@ from imprint import (
     language,
     simulate,
 )
-from imprint.commands.export import export as command
+from imprint.cli.commands.export import export as command
 from imprint.errors import ConfigurationError
 from imprint.export import Export
 from imprint.export.likelihood import log_likelihood
 from imprint.export.lora import plain_model
 from imprint.export.point import Point
 from imprint.export.reading import scores
-from imprint.values import sealed
+from imprint.store.values import sealed
 from tests.export import models
 
 

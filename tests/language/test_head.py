@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import imprint
 from imprint import language
 from imprint.language.head import log_likelihoods, token_log_probs
-from imprint.readout import along, forward_only
+from imprint.readout.reader import along, forward_only
 from tests.language.models import MODELS, TEXTS, documents, tokenizer
 
 N, LENGTH, WIDTH, VOCABULARY = 2, 3, 4, 7

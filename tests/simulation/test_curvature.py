@@ -15,11 +15,11 @@ from torch.func import hessian
 
 from imprint import Plan, SimulationError, Sources, Task, simulate
 from imprint.data import Data
+from imprint.plan import Engine
 from imprint.simulation import curvature
 from imprint.simulation.curvature import Spectrum, lanczos, spectrum
 from imprint.simulation.derivatives import Weighted
 from imprint.simulation.descent import Descent, minibatches
-from imprint.simulation.plan import Engine
 from tests.problems import (
     CONVERGED,
     Problem,

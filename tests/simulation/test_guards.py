@@ -10,11 +10,11 @@ from torch.nn import functional as F
 
 from imprint import Plan, Sources, Task, attribute, check, simulate
 from imprint.errors import ReliabilityWarning
-from imprint.recording import second_moments
+from imprint.recorder import second_moments
 from imprint.simulation.curvature import Spectrum
 from imprint.simulation.guards import moments_scale, outweighing, too_long, unfelt_moments
 from imprint.simulation.preconditioner import compare
-from imprint.store import Store
+from imprint.store.reading import Store
 
 Columns = tuple[Tensor, Tensor]
 SOURCES = Sources.by_label([index % 4 for index in range(90)])

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from imprint import Plan, Reader, Sources, Store, Task, attribute, simulate
 from imprint.data import Data
-from imprint.readout import Kind
+from imprint.readout.reader import Kind
 from imprint.simulation.descent import Descent
 from imprint.simulation.tangent import tangent
 from imprint.simulation.trajectories import trajectories

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 from imprint import Plan, SimulationError, Sources, Task, attribute, simulate
 from imprint.data import Data
+from imprint.plan import Engine, Variant
 from imprint.simulation.descent import Descent
-from imprint.simulation.plan import Engine, Variant
 from imprint.simulation.trajectories import EPSILONS
 from tests.problems import (
     CONVERGED,

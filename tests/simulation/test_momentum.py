@@ -30,7 +30,7 @@ from tests.problems import (
     unconverged_mlp,
 )
 from tests.simulation.test_preconditioner import an_m, badly_scaled, check_trajectories, run, two_checkpoints
-from tests.test_resume import Killed, contents, dies_after
+from tests.simulation.test_resume import Killed, contents, dies_after
 
 EXACT = 1e-10
 PLANS = {

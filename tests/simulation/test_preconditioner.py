@@ -14,11 +14,11 @@ from torch import Tensor, nn
 from torch.func import grad, jacrev
 
 from imprint import Plan, PlanError, SimulationError, Sources, Store, StoreError, Task, TaskError, check, simulate
-from imprint.inspection import inspected
+from imprint.cli.inspection import inspected
+from imprint.plan import State
 from imprint.simulation import snapshot
 from imprint.simulation.descent import minibatches
 from imprint.simulation.preconditioner import BATCHES
-from imprint.simulation.states import State
 from tests.problems import (
     Problem,
     base,
@@ -31,7 +31,7 @@ from tests.problems import (
     tanh_mlp,
     unconverged_mlp,
 )
-from tests.test_resume import Killed, contents, dies_after
+from tests.simulation.test_resume import Killed, contents, dies_after
 
 EXACT = 1e-10
 PLANS = {

@@ -12,10 +12,10 @@ from torch.func import jacrev
 
 from imprint import Plan, PlanError, SimulationError, Sources, Store, Task, simulate
 from imprint.data import Data
+from imprint.plan import Curvature, Settings, Steps
 from imprint.simulation import spectral
 from imprint.simulation.curvature import curvature_product, lanczos_basis
 from imprint.simulation.descent import FullBatch
-from imprint.simulation.plan import Curvature, Settings, Steps
 from imprint.simulation.spectral import Frozen, freeze, response
 from tests.problems import (
     Problem,

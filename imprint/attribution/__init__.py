@@ -1,0 +1,1 @@
+"""Labelled scores: how they are computed, shown, combined and kept in a file."""

@@ -1,0 +1,140 @@
+"""The file of an attribution: scores and what they are about, with a checksum of both.
+
+A file of tensors with a header of JSON. Whatever a file holds, reading it ends in scores that fit their labels, as they
+were saved, or in a `StoreError` of one line. `Attribution.save` and `Attribution.load` are the callers.
+"""
+
+import json
+import logging
+import stat
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from imprint.errors import StoreError, first_line
+from imprint.store.files import write
+from imprint.store.fingerprint import of_tensors
+from imprint.store.values import Value, parsed, sealed
+
+logger = logging.getLogger(__name__)
+SCHEMA = 2  # the first had no checksum
+_ABOUT, _SCORES = "imprint", "scores"
+
+
+def save_scores(path: Path, labels: dict[str, Any], scores: Tensor, queries: Sequence[int | str]) -> None:
+    """Write scores of shape (queries, sources) and their labels to a file."""
+    kept = scores.detach().cpu().contiguous()
+    values = {"schema": SCHEMA, "labels": labels, "queries": list(queries), _SCORES: of_tensors({_SCORES: kept})}
+    try:
+        text = json.dumps(sealed(values))
+    except (TypeError, ValueError) as error:
+        raise StoreError(f"could not write {path}: its labels are no JSON values ({first_line(error)}).") from error
+    _check_whole(*_about(parsed(text.encode(), path), set(labels)), kept)  # what could not be read is not written
+    write(path, lambda beside: save_file({_SCORES: kept}, beside, {_ABOUT: text}))
+
+
+def load_scores(path: Path, names: set[str]) -> tuple[dict[str, Any], Tensor, tuple[int | str, ...]]:
+    """Read the labels, with these names or some of them, the scores and the queries that `save_scores` wrote."""
+    try:
+        if not stat.S_ISREG(path.stat().st_mode):  # a pipe would be waited for
+            raise StoreError(f"{path} is not a saved attribution: it is no regular file.")
+        with safe_open(path, framework="pt") as file:
+            text = (file.metadata() or {}).get(_ABOUT)
+            if text is None or list(file.keys()) != [_SCORES]:
+                raise StoreError(f"{path} is not a saved attribution: it holds other tensors.")
+            scores = file.get_tensor(_SCORES).clone()  # tensors are mapped from their file, and may change with it
+    except (OSError, SafetensorError, MemoryError, ValueError) as error:  # ValueError: a path that no file can have
+        raise StoreError(f"{path} is not a saved attribution: {first_line(error)}.") from error
+    value = parsed(text.encode(), path)
+    if "labels" not in value.mapping():
+        raise StoreError(f"{path} is not a saved attribution: it has no labels.")
+    if value.mapping().keys() == {"labels", "queries"}:
+        logger.warning("%s was saved without a checksum, so damage would not be seen: save it again", path)
+    else:
+        value = value.unsealed()
+        if value.content.get(_SCORES) != of_tensors({_SCORES: scores}):
+            raise StoreError(f"{path} was changed after it was written: its scores have another checksum.")
+        value = Value({**value.content, "sha256": None}, path)
+    labels, queries = _about(value, names)
+    _check_whole(labels, queries, scores)
+    return {name: item.content for name, item in labels.items()}, scores, tuple(item.content for item in queries)
+
+
+def _about(value: Value, names: set[str]) -> tuple[dict[str, Value], list[Value]]:
+    """The labels and the queries of a file, each looked at."""
+    newer = () if value.mapping().keys() == {"labels", "queries"} else ("schema", _SCORES, "sha256")
+    values = value.record("labels", "queries", *newer)
+    if newer and values["schema"].whole() != SCHEMA:
+        value.fail(f"its schema is {values['schema'].content}, this version reads up to {SCHEMA}: upgrade imprint")
+    known = {name: read for name, read in _LABELS.items() if name in names}
+    given = values["labels"].mapping()
+    lacking = [name for name in _REQUIRED if name not in given]
+    labels = values["labels"].record(*(given if not lacking and given.keys() <= known.keys() else known))
+    for name, item in labels.items():
+        known[name](item)
+    for query in (queries := values["queries"].items()):
+        if query.content != "mean":
+            query.whole()
+    return labels, queries
+
+
+def _check_whole(labels: dict[str, Value], queries: list[Value], scores: Tensor) -> None:
+    """Refuse labels that do not fit each other, or scores that do not fit them."""
+    about = {name: value.content for name, value in labels.items()}
+    ids, sizes = labels["source_ids"], about["source_sizes"]
+    if not 0 < len(ids.content) == len(about["source_names"]) == len(sizes):
+        ids.fail("labels.source_ids, source_names and source_sizes are not equally many, and at least one")
+    if len(set(ids.content)) < len(ids.content):
+        ids.fail("two sources have the same id")
+    if max(sizes) > about["n"]:
+        ids.fail(f"a source has {max(sizes)} examples, more than the training data ({about['n']})")
+    expected = (len(queries), len(ids.content))
+    if tuple(scores.shape) != expected:
+        ids.fail(f"its scores have shape {tuple(scores.shape)}, and its labels are of {expected}")
+    if scores.dtype not in (torch.float64, torch.float32, torch.float16, torch.bfloat16):
+        ids.fail(f"its scores are of {scores.dtype}, which is no kind of score")
+    if not bool(scores.isfinite().all()):
+        query, source = (~scores.isfinite()).nonzero()[0].tolist()
+        ids.fail(f"the score in row {query}, column {source} is {float(scores[query, source])}")
+
+
+def _check_better(value: Value) -> None:
+    if value.content not in ("lower", "higher", None):
+        value.refuse("lower, higher or null")
+
+
+def _check_details(value: Value) -> None:
+    for name, item in value.mapping().items():
+        if name in ("calibration", "central_step"):
+            item.positive()
+
+
+def _check_fingerprints(value: Value) -> None:
+    found = value.mapping()
+    for name in found.keys() & {"sources", "queries", "store"}:
+        found[name].text()
+    if "measures" in found:
+        found["measures"].numbers()
+    for parameter in found["parameters"].mapping().values() if "parameters" in found else ():
+        about = parameter.record("shape", "dtype")
+        about["shape"].wholes()
+        about["dtype"].text()
+
+
+_LABELS: dict[str, Callable[[Value], Any]] = {
+    "n": lambda value: value.whole(1),
+    "source_ids": Value.texts,
+    "source_names": Value.texts,
+    "source_sizes": lambda value: value.wholes(1),
+    "measure": Value.text,
+    "better": _check_better,
+    "details": _check_details,
+    "fingerprints": _check_fingerprints,
+    "warnings": Value.texts,
+}
+_REQUIRED = ("n", "source_ids", "source_names", "source_sizes", "measure", "better")

@@ -1,0 +1,1 @@
+"""Judging methods: ready-made settings, peers, sweeps, comparisons and the demo."""

@@ -1,0 +1,102 @@
+"""Compares derivatives with differences of values, in float64, where only a wrong derivative can tell them apart.
+
+A custom autograd function with a wrong rule, or a value that was detached on its way, gives derivatives that are not
+those of the function. Simulations of curvature and readouts by derivatives would then be wrong without a sign of it.
+"""
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from imprint.batches import map_tensors
+from imprint.runtime.memory import tensor_bytes
+from imprint.runtime.turns import jvp
+from imprint.task import Batch, Functional, Parameters
+
+NOTICED = 0.01  # relative gap from which derivatives are reported
+_STEPS = (1e-6, 1e-4, 1e-2)  # relative to the parameters: the shortest crosses no kink and is far above rounding
+_SURE = 10  # times what the differences of two steps differ by
+_LARGEST = 1 << 30  # bytes of parameters in float64 up to which they are compared
+
+
+def widened(functional: Functional, theta: Parameters, batch: Batch) -> tuple[Functional, Parameters, Batch] | None:
+    """A task, its parameters and a batch in float64; None where that is too large, or the task computes in another."""
+    everything: Mapping[str, Tensor] = {**functional.fixed, **theta}
+    if getattr(functional.task, "compute", None) or 2 * tensor_bytes(everything) > _LARGEST:
+        return None
+    fixed = {name: _double(tensor) for name, tensor in functional.fixed.items()}
+    return (
+        replace(functional, fixed=fixed),
+        {name: _double(tensor) for name, tensor in theta.items()},
+        map_tensors(_double, batch),
+    )
+
+
+def _double(tensor: Tensor) -> Tensor:
+    return tensor.detach().double() if tensor.is_floating_point() else tensor
+
+
+def gap(values: Callable[[Parameters], Tensor], slope: Tensor, theta: Parameters, direction: Parameters) -> float:
+    """How far a derivative along a direction is from differences of values there, relative to the larger of both.
+
+    0 where the differences do not tell: a model may round to float32 inside, or curve within the shortest step.
+    """
+    length = _norm(direction)
+    if length == 0:
+        return 0.0
+    found = []
+    for relative in _STEPS:
+        step = relative * max(_norm(theta), 1e-3) / length
+        near = _central(values, theta, direction, step)
+        apart, size = float((slope.double() - near).norm()), max(float(slope.norm()), float(near.norm()))
+        if apart <= NOTICED * size:
+            return 0.0
+        unsure = float((near - _central(values, theta, direction, 2 * step)).norm())
+        found.append((unsure, apart, size))
+    unsure, apart, size = min(found)
+    return apart / size if apart > _SURE * unsure else 0.0
+
+
+def _central(values: Callable[[Parameters], Tensor], theta: Parameters, direction: Parameters, step: float) -> Tensor:
+    with torch.no_grad():
+        ahead, behind = (
+            values({name: p + sign * step * direction[name] for name, p in theta.items()}).double()
+            for sign in (1.0, -1.0)
+        )
+    return (ahead - behind) / (2 * step)
+
+
+def measure_gap(
+    functional: Functional, theta: Parameters, batch: Batch, count: int, direction: Parameters, *, backward: bool
+) -> float:
+    """The gap of a measurement's derivative along a direction, taken by forward mode or from gradients."""
+    wide = widened(functional, theta, batch)
+    if wide is None:
+        return 0.0
+    functional, theta, batch = wide
+    direction = {name: _double(tensor) for name, tensor in direction.items()}
+
+    def values(at: Parameters) -> Tensor:
+        return functional.measures(at, batch, count)
+
+    if not backward:
+        return gap(values, jvp(values, (theta,), (direction,))[1], theta, direction)
+    with torch.enable_grad():
+        leaves = {name: p.requires_grad_() for name, p in theta.items()}
+        each = values(leaves)
+        rows = [
+            torch.autograd.grad(value, list(leaves.values()), retain_graph=True, materialize_grads=True)
+            if value.requires_grad
+            else [torch.zeros_like(p) for p in leaves.values()]
+            for value in each
+        ]
+    slopes = [sum((g * direction[name]).sum() for name, g in zip(leaves, row, strict=True)) for row in rows]
+    theta = {name: p.detach() for name, p in leaves.items()}
+    return gap(values, torch.stack([torch.as_tensor(slope) for slope in slopes]), theta, direction)
+
+
+def _norm(vector: Parameters) -> float:
+    return math.sqrt(sum(float(torch.linalg.vector_norm(t, dtype=torch.float64)) ** 2 for t in vector.values()))

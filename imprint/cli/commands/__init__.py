@@ -1,0 +1,1 @@
+"""The commands of `imprint.cli.app`, by subject."""

@@ -1,0 +1,251 @@
+"""The settings of a simulation: validated when made, and written into the store they produce."""
+
+import dataclasses
+import math
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal, get_args
+
+from torch import Tensor
+
+from imprint.errors import PlanError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from imprint.data import Collate, HashData
+    from imprint.runtime.progress import Advance
+    from imprint.sources import Sources
+    from imprint.task import Task
+
+Engine = Literal["tangent", "trajectories", "spectral"]
+Curvature = Literal["hessian", "gauss-newton"]
+Form = Literal["factored", "dense", "projected"]
+Steps = int | Literal["infinite"]
+Variant = Literal["two_sided", "mirrored", "one_sided"]
+Tensors = Mapping[str, Tensor] | str | os.PathLike[str]
+State = Tensors | tuple[Tensors, Tensors]
+"""A checkpoint: a state dict or a .safetensors file; or a pair of one and of Adam's second moments, given likewise."""
+_choosers: list[Callable[..., "Plan"]] = []
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What a plan says about one checkpoint."""
+
+    steps: Steps
+    lr: float | Literal["auto"]
+    damping: float
+    weight: float
+
+    @property
+    def path(self) -> int:
+        """How many steps a path has."""
+        assert self.steps != "infinite"
+        return self.steps
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """How imprints are simulated.
+
+    `steps`, `lr`, `damping` and `weight` are one value for all checkpoints, or a tuple with one for each.
+
+    engine: "tangent", the exact response along the path (forward-over-reverse); "trajectories", the perturbed
+        descents themselves, which need first derivatives only and so run on any model; or "spectral", the response in
+        closed form on the curvature at the checkpoint, for sources in the thousands.
+    steps, lr: T and η of the simulated gradient descent; "auto" takes 1/|μ| of the sharpest
+        curvature met along the path. Of "spectral", steps may be "infinite".
+    damping: λ, on the response only; the path itself stays that of plain training.
+    weight: of a checkpoint in the mean over checkpoints; 0 skips it.
+    curvature: that responses see: the "hessian", or the "gauss-newton" matrix, which leaves out how the model itself
+        curves and so has no negative directions; "auto" is the Hessian along paths, and Gauss–Newton for "spectral".
+    preconditioner: of the path engines: "adam" divides every step, of the path and of responses, by √v̂ + 1e-8 with
+        Adam's second moments v̂ at the checkpoint, as they were recorded with it or else estimated from gradients there.
+    momentum: of the path engines: the share β of the last step's direction that a step keeps, as Adam's first moment
+        does: d ← βd + (1 − β)∇, θ ← θ − ηM⁻¹d. Steps may be (1 + β)/(1 − β) times as long, 19 times with 0.9, so that a
+        path of as many steps reaches further. `torch.optim.SGD` with that momentum has lr = (1 − β)η.
+    dropout: of the path engines: draw the model's dropout anew in every step, as training does; the same for all
+        sources.
+    directions: of "spectral": how many directions of the curvature are told apart.
+    form: of "spectral": "factored" keeps what the gradients of single examples are made of (groups are kept in full),
+        "dense" every value, "projected" only what lies on the `directions`: as many numbers for each source, whatever
+        the model's size, and queries that cost the same for any number of sources. What it loses is noted.
+    batch_size: None for the full batch, else mini-batches drawn with `seed` and shared by all sources.
+    source_sample: with mini-batches, how many of a source's members stand for it in each step (None: all).
+    variant: of "trajectories": "two_sided", "one_sided", or the paper's "mirrored", which holds at an optimum only
+        and refuses elsewhere unless `accept_drift`.
+    epsilon: of "trajectories": by how much a source is up- and down-weighted; "auto" chooses by self-agreement.
+    keep_pair: of "trajectories": keep both perturbed end points, for the `literal` readout.
+
+    >>> Plan(steps=(100, 200), lr=0.1).at(1, 2)
+    Settings(steps=200, lr=0.1, damping=0.0, weight=1.0)
+    """
+
+    engine: Engine = "tangent"
+    steps: Steps | tuple[Steps, ...] = 200
+    lr: float | Literal["auto"] | tuple[float | Literal["auto"], ...] = "auto"
+    damping: float | tuple[float, ...] = 0.0
+    weight: float | tuple[float, ...] = 1.0
+    curvature: Curvature | Literal["auto"] = "auto"
+    preconditioner: Literal["adam"] | None = None
+    momentum: float = 0.0
+    dropout: bool = False
+    directions: int = 300
+    form: Form = "factored"
+    batch_size: int | None = None
+    source_sample: int | None = None
+    seed: int = 0
+    variant: Variant = "two_sided"
+    epsilon: float | Literal["auto"] = 1.0
+    accept_drift: bool = False
+    keep_pair: bool = False
+
+    def __post_init__(self) -> None:
+        for name, value in vars(self).copy().items():
+            object.__setattr__(self, name, _plain(value))
+        _one_of("engine", self.engine, get_args(Engine))
+        _one_of("variant", self.variant, get_args(Variant))
+        for steps in _each(self.steps):
+            endless = steps == "infinite" and self.engine == "spectral"
+            _require(endless or (_whole(steps) and steps >= 1), "steps", steps, "a whole number of at least 1")
+        for lr in _each(self.lr):
+            _require(lr == "auto" or _number(lr, above=0), "lr", lr, 'a positive number or "auto"')
+        for damping in _each(self.damping):
+            _require(_number(damping), "damping", damping, "a number of at least 0")
+        for weight in _each(self.weight):
+            _require(_number(weight), "weight", weight, "a number of at least 0")
+        _require(any(_each(self.weight)), "weight", self.weight, "positive for at least one checkpoint")
+        for field in ("batch_size", "source_sample"):
+            size = getattr(self, field)
+            _require(size is None or (_whole(size) and size >= 1), field, size, "None or at least 1")
+        _require(_whole(self.seed) and 0 <= self.seed < 2**63, "seed", self.seed, "a whole number from 0 to 2⁶³ − 1")
+        _require(
+            self.epsilon == "auto" or _number(self.epsilon, above=0),
+            "epsilon",
+            self.epsilon,
+            'a positive number or "auto"',
+        )
+        if self.source_sample is not None and self.batch_size is None:
+            raise PlanError("source_sample belongs to mini-batches: give batch_size too, or leave it out.")
+        for field, engines in _BELONGS.items():
+            if self.engine not in engines and getattr(self, field) != getattr(type(self), field):
+                raise PlanError(f"{field} belongs to {_quoted(engines)}; the {self.engine} engine has no such thing.")
+        _one_of("curvature", self.curvature, ("auto", *get_args(Curvature)))
+        _require(self.preconditioner in (None, "adam"), "preconditioner", self.preconditioner, 'None or "adam"')
+        _require(_number(self.momentum) and self.momentum < 1, "momentum", self.momentum, "at least 0 and below 1")
+        _one_of("form", self.form, get_args(Form))
+        _require(_whole(self.directions) and self.directions >= 1, "directions", self.directions, "at least 1")
+        if self.keep_pair and self.variant != "two_sided":
+            raise PlanError(
+                f'keep_pair belongs to variant="two_sided": a {self.variant} imprint holds its pair already.'
+            )
+        if self.accept_drift and self.variant != "mirrored":
+            raise PlanError('accept_drift belongs to variant="mirrored": the others are right with drift.')
+        lengths = {name: len(value) for name, value in vars(self).items() if isinstance(value, tuple)}
+        if len(set(lengths.values())) > 1:
+            raise PlanError(f"settings per checkpoint must be equally many, got {lengths}.")
+
+    @property
+    def seen_curvature(self) -> Curvature:
+        """The curvature that responses see."""
+        if self.curvature != "auto":
+            return self.curvature
+        return "gauss-newton" if self.engine == "spectral" else "hessian"
+
+    def at(self, checkpoint: int, checkpoints: int) -> Settings:
+        """The settings for checkpoint number `checkpoint` of `checkpoints`."""
+
+        def pick(name: str) -> Any:
+            value = getattr(self, name)
+            if not isinstance(value, tuple):
+                return value
+            if len(value) != checkpoints:
+                raise PlanError(f"{name} has {len(value)} values, but there are {checkpoints} checkpoints.")
+            return value[checkpoint]
+
+        return Settings(pick("steps"), pick("lr"), float(pick("damping")), float(pick("weight")))
+
+    @classmethod
+    def auto(
+        cls,
+        task: "Task",
+        data: Any,
+        sources: "Sources",
+        checkpoints: "Sequence[State] | None" = None,
+        *,
+        batch_size: int | None = None,
+        collate_fn: "Collate | None" = None,
+        hash_data: "HashData" = "all",
+        progress: "bool | Advance" = True,
+    ) -> "Plan":
+        """A plan with settings for each checkpoint, from curvature and gradients there; see `simulation.auto`.
+
+        The arguments are those of `simulate`. Sources of one example each get the spectral engine, groups the path
+        of the tangent engine, with dropout if the model has some.
+        """
+        return _choosers[-1](task, data, sources, checkpoints, batch_size, collate_fn, hash_data, progress)
+
+    def to_json(self) -> dict[str, Any]:
+        """As plain JSON values."""
+        return {name: list(v) if isinstance(v, tuple) else v for name, v in vars(self).items()}
+
+    @classmethod
+    def from_json(cls, values: Mapping[str, Any]) -> "Plan":
+        """The plan a manifest describes; unknown fields are errors."""
+        known = {field.name for field in dataclasses.fields(cls)}
+        for name in values:
+            if name not in known:
+                raise PlanError(f"a plan has no field {name!r}; it has {', '.join(sorted(known))}.")
+        fields: dict[str, Any] = {name: tuple(v) if isinstance(v, list) else v for name, v in values.items()}
+        return cls(**fields)
+
+
+def register_chooser(choose: Callable[..., Plan]) -> None:
+    """Make `Plan.auto` ask this function; `simulation.auto` registers its own, and lies above this module."""
+    _choosers.append(choose)
+
+
+_BELONGS: dict[str, tuple[Engine, ...]] = {
+    **dict.fromkeys(("variant", "epsilon", "accept_drift", "keep_pair"), ("trajectories",)),
+    **dict.fromkeys(("batch_size", "source_sample", "dropout"), ("tangent", "trajectories")),
+    **dict.fromkeys(("preconditioner", "momentum"), ("tangent", "trajectories")),
+    **dict.fromkeys(("directions", "form"), ("spectral",)),
+    "curvature": ("tangent", "spectral"),
+}
+
+
+def _quoted(engines: tuple[str, ...]) -> str:
+    return " or ".join(f'engine="{engine}"' for engine in engines)
+
+
+def _plain(value: Any) -> Any:
+    """Lists as tuples, and numbers of numpy or torch as Python's."""
+    if hasattr(value, "tolist"):
+        value = value.tolist()
+    return tuple(_plain(item) for item in value) if isinstance(value, list | tuple) else value
+
+
+def _each(value: Any) -> tuple[Any, ...]:
+    return value if isinstance(value, tuple) else (value,)
+
+
+def _whole(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _number(value: Any, above: float | None = None) -> bool:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        return False
+    return value >= 0 if above is None else value > above
+
+
+def _require(holds: bool, name: str, value: Any, expected: str) -> None:
+    if not holds:
+        raise PlanError(f"{name} must be {expected}, got {value!r}.")
+
+
+def _one_of(name: str, value: Any, known: tuple[str, ...]) -> None:
+    if value not in known:
+        raise PlanError(f"{name} {value!r} is unknown: use one of {', '.join(known)}.")

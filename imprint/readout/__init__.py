@@ -1,0 +1,1 @@
+"""Forward-only scores of queries from a store."""

@@ -1,0 +1,1 @@
+"""Stores on disk: reading, writing, fingerprints, and the files below them."""

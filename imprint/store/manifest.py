@@ -1,0 +1,515 @@
+"""The manifest: everything about a store but its tensors, and how it is read without being believed.
+
+A manifest is written once, with a checksum of its own, by `writing`, and read by `reading`. Manifests of all earlier
+schemas are read too: each is brought to the next one by a function in `_UPGRADES`.
+"""
+
+import contextlib
+import math
+import platform
+import re
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, field, fields
+from datetime import UTC, datetime
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from imprint.errors import PlanError, StoreError
+from imprint.plan import Plan, Steps
+from imprint.store.fingerprint import partly_hashed
+from imprint.store.probing import ELSEWHERE, GROUPS, PROBES, SINGLE, Seen, Values
+from imprint.store.values import Value, clipped, read_json, sealed, shown
+
+SCHEMA = 6
+MANIFEST = "manifest.json"
+SOURCES = "sources.json"
+FINGERPRINTS = ("states", "moments", "sources", "data", "losses", "probes", "modules", "regulariser")
+_ASKED = ("n", "dtype", "plan", "parameters", "fixed")
+LONGEST = 64 << 20  # bytes: it has hundreds of thousands of shards then
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
+_PARAMETER_DTYPES = {str(dtype) for dtype in (*DTYPES.values(), torch.float16)}
+INSIDE = re.compile(r"(?!\.)[\w.-]+(/(?!\.)[\w.-]+)*", re.ASCII)  # relative, and of parts that do not begin with a dot
+
+
+@dataclass(frozen=True)
+class File:
+    """A file of the store, relative to its folder; `rows` are the sources it holds, where it holds some."""
+
+    path: str
+    sha256: str
+    bytes: int
+    rows: tuple[int, int] | None = None
+
+    @classmethod
+    def from_json(cls, value: Value) -> "File":
+        values = value.record("path", "sha256", "bytes", "rows")
+        path, rows = values["path"].text(), None
+        if not INSIDE.fullmatch(path):
+            values["path"].refuse("a path inside the store, of letters, digits, '_', '-', '.' and '/'")
+        if values["rows"].content is not None:
+            rows = values["rows"].wholes()
+            if len(rows) != 2 or rows[0] >= rows[1]:
+                values["rows"].refuse("the first row and the one after the last")
+        return cls(path, values["sha256"].checksum(), values["bytes"].whole(), (rows[0], rows[1]) if rows else None)
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """One checkpoint: how it was simulated, the figures measured on the way, and its files.
+
+    basis: directions that imprints are combinations of, where they are kept factored or projected; `layers` are the
+        linear layers whose parts are kept as products, of factored ones. See `imprint.tensors.rows`.
+    """
+
+    weight: float
+    steps: Steps
+    lr: float
+    damping: float
+    epsilon: float | None
+    figures: dict[str, Any]
+    base: File | None = None
+    imprints: tuple[File, ...] = ()
+    midpoints: tuple[File, ...] = ()
+    basis: File | None = None
+    layers: tuple[str, ...] = ()
+
+    @classmethod
+    def from_json(cls, value: Value) -> "Checkpoint":
+        values = value.record(*_names(cls))
+        _check_figures(values["figures"])
+        steps = values["steps"]
+        return cls(
+            weight=values["weight"].at_least_zero(),
+            steps="infinite" if steps.content == "infinite" else steps.whole(1),
+            lr=values["lr"].at_least_zero(),
+            damping=values["damping"].at_least_zero(),
+            epsilon=None if values["epsilon"].content is None else values["epsilon"].positive(),
+            figures=values["figures"].content,
+            base=None if values["base"].content is None else File.from_json(values["base"]),
+            imprints=tuple(File.from_json(item) for item in values["imprints"].items()),
+            midpoints=tuple(File.from_json(item) for item in values["midpoints"].items()),
+            basis=None if values["basis"].content is None else File.from_json(values["basis"]),
+            layers=values["layers"].texts(),
+        )
+
+
+@dataclass(frozen=True)
+class Probes:
+    """A few training examples, as a batch, and their losses at the first checkpoint's read-out point.
+
+    moved: losses at places around it, and `precision` the coarsest rounding on the way; see `imprint.store.probing`.
+    """
+
+    file: File
+    structure: Any
+    losses: list[float]
+    moved: list[Values] = field(default_factory=list)
+    precision: float = SINGLE
+
+    @property
+    def seen(self) -> Seen:
+        """What the task of the store computed on them."""
+        return Seen(self.losses, self.moved, None, self.precision)
+
+    @classmethod
+    def from_json(cls, value: Value) -> "Probes":
+        values = value.record(*_names(cls))
+        _check_structure(values["structure"])
+        losses = list(values["losses"].numbers())
+        _check_moved(values["moved"], len(losses))
+        precision = values["precision"].positive()
+        return cls(
+            File.from_json(values["file"]), values["structure"].content, losses, values["moved"].content, precision
+        )
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """Everything about a store but its tensors.
+
+    fixed: hashes of the parameters that are not kept, since training leaves them alone: they are the model's own.
+    fingerprints: what could be known of the inputs, under the names in `FINGERPRINTS`.
+    execution: where and how the simulation ran, and `cost` what it took.
+    note: whatever the caller wanted to keep, as JSON.
+    warnings: what a reader must know before believing the imprints; repeated with every result.
+    """
+
+    n: int
+    dtype: str
+    plan: Plan
+    parameters: dict[str, dict[str, Any]]
+    fixed: dict[str, str]
+    fingerprints: dict[str, Any]
+    sources: File
+    probes: Probes | None
+    checkpoints: tuple[Checkpoint, ...]
+    execution: dict[str, Any]
+    cost: dict[str, Any] = field(default_factory=dict)
+    note: Any = None
+    warnings: tuple[str, ...] = ()
+    versions: dict[str, str] = field(default_factory=lambda: versions())
+    created: str = field(default_factory=lambda: datetime.now(UTC).isoformat(timespec="seconds"))
+
+    @property
+    def request(self) -> dict[str, Any]:
+        """Everything the imprints depend on, as far as it could be known."""
+        asked = {name: getattr(self, name) for name in _ASKED}
+        return {**asked, "plan": self.plan.to_json(), **self.fingerprints}
+
+    def files(self) -> Iterator[File]:
+        """All files of the store but the manifest."""
+        yield self.sources
+        if self.probes is not None:
+            yield self.probes.file
+        for checkpoint in self.checkpoints:
+            yield from (file for file in (checkpoint.base, checkpoint.basis) if file is not None)
+            yield from checkpoint.imprints
+            yield from checkpoint.midpoints
+
+    def to_json(self) -> dict[str, Any]:
+        return sealed({"schema": SCHEMA, **asdict(self), "plan": self.plan.to_json()})
+
+    @classmethod
+    def read(cls, path: Path) -> "Manifest":
+        """The manifest in a file, of this or an earlier schema."""
+        return cls.from_json(read_json(path, LONGEST))
+
+    @classmethod
+    def from_json(cls, value: Value) -> "Manifest":
+        values = _upgraded(value).record("schema", *_names(cls))
+        _check_asked(values)
+        _check_fingerprints(values["fingerprints"].record(*FINGERPRINTS), values["n"].content)
+        _check_execution(values["execution"].mapping())
+        _check_cost(values["cost"])
+        versions = {name: item.text() for name, item in values["versions"].mapping().items()}
+        if "torch" not in versions:
+            values["versions"].fail("versions.torch is missing")
+        manifest = cls(
+            n=values["n"].content,
+            dtype=values["dtype"].content,
+            plan=_plan(values["plan"]),
+            parameters=values["parameters"].content,
+            fixed=values["fixed"].content,
+            fingerprints=values["fingerprints"].content,
+            sources=File.from_json(values["sources"]),
+            probes=None if values["probes"].content is None else Probes.from_json(values["probes"]),
+            checkpoints=tuple(Checkpoint.from_json(item) for item in values["checkpoints"].items()),
+            execution=values["execution"].content,
+            cost=values["cost"].content,
+            note=values["note"].content,
+            warnings=values["warnings"].texts(),
+            versions=versions,
+            created=values["created"].text(),
+        )
+        _check_whole(manifest, values)
+        return manifest
+
+
+def _names(kind: type) -> tuple[str, ...]:
+    return tuple(item.name for item in fields(kind))
+
+
+# --- earlier schemas
+
+
+def _upgraded(value: Value) -> Value:
+    """The values as the current schema has them."""
+    schema = value.mapping().get("schema")
+    if schema is None:
+        value.fail("it has no schema version, so it is no manifest of a store")
+    if schema.whole(1) > SCHEMA:
+        raise StoreError(
+            f"{value.file} has schema {schema.content}, this version reads up to {SCHEMA}: upgrade imprint."
+        )
+    if schema.content > 1:  # the first had no checksum
+        value = value.unsealed()
+    for older in range(schema.content, SCHEMA):
+        value = Value(_UPGRADES[older](value), value.file)
+    return value
+
+
+def _from_1(value: Value) -> dict[str, Any]:
+    """Schema 2 says each thing once, and keeps the regulariser's value, what the simulation took, and a note."""
+    prints = value.mapping().get("fingerprints", Value(None, value.file, "fingerprints"))
+    asked = ("n", "dtype", "plan", "parameters")
+    prints.record(*asked, "states", "sources", "data", "losses")
+    for name in asked:
+        if prints.content[name] != value.content.get(name):
+            value.fail(f"{name} and fingerprints.{name} differ")
+    kept = {name: prints.content.get(name) for name in ("states", "sources", "data", "losses", "regulariser")}
+    return {**value.content, "schema": 2, "fingerprints": kept, "cost": {}, "note": None}
+
+
+def _from_2(value: Value) -> dict[str, Any]:
+    """Schema 3 knows imprints in factored form, with a basis."""
+    checkpoints = value.mapping().get("checkpoints", Value(None, value.file, "checkpoints")).items()
+    grown = []
+    for checkpoint in checkpoints:
+        checkpoint.mapping()
+        grown.append({**checkpoint.content, "basis": None, "layers": []})
+    return {**value.content, "schema": 3, "checkpoints": grown}
+
+
+def _from_3(value: Value) -> dict[str, Any]:
+    """Schema 4 knows preconditioned paths, and the second moments that came with checkpoints."""
+    prints = value.mapping().get("fingerprints", Value(None, value.file, "fingerprints"))
+    states = prints.mapping().get("states", Value(None, value.file, "fingerprints.states")).items()
+    return {**value.content, "schema": 4, "fingerprints": {**prints.content, "moments": [None] * len(states)}}
+
+
+def _from_4(value: Value) -> dict[str, Any]:
+    """Schema 5 leaves out what training leaves alone."""
+    value.mapping()
+    return {**value.content, "schema": 5, "fixed": {}}
+
+
+def _from_5(value: Value) -> dict[str, Any]:
+    """Schema 6 keeps warnings, hashes all data, and knows a loss at more examples and more parameter values."""
+    values, told = value.mapping(), []
+    prints = values.get("fingerprints", Value(None, value.file, "fingerprints"))
+    prints.mapping()
+    n = values["n"].content if "n" in values else None
+    if isinstance(n, int) and (partly := partly_hashed("sampled", n)):
+        told.append(partly)
+    known = {**prints.content, "probes": None, "modules": None}
+    if "data" in prints.content:
+        known["data"] = {"all": None, "sampled": prints.content["data"]}
+    probes = value.content.get("probes")
+    if isinstance(probes, dict):
+        probes = {**probes, "moved": [], "precision": SINGLE}
+    return {**value.content, "schema": 6, "fingerprints": known, "probes": probes, "warnings": told}
+
+
+_UPGRADES: dict[int, Callable[[Value], dict[str, Any]]] = {1: _from_1, 2: _from_2, 3: _from_3, 4: _from_4, 5: _from_5}
+
+
+# --- each field for itself
+
+
+def check_request(value: Value) -> None:
+    """Look at everything that imprints depend on, as a journal has it."""
+    values = value.record(*_ASKED, *FINGERPRINTS)
+    _check_asked(values)
+    _check_fingerprints(values, values["n"].content)
+
+
+def _check_asked(values: dict[str, Value]) -> None:
+    values["n"].whole(1)
+    if values["dtype"].text() not in DTYPES:
+        values["dtype"].refuse(f"one of {', '.join(DTYPES)}")
+    _plan(values["plan"])
+    parameters = values["parameters"].mapping()
+    if not parameters:
+        values["parameters"].refuse("at least one parameter")
+    for parameter in parameters.values():
+        about = parameter.record("shape", "dtype")
+        if math.prod(about["shape"].wholes()) > 2**62:
+            about["shape"].refuse("the shape of a tensor")
+        if about["dtype"].text() not in _PARAMETER_DTYPES:
+            about["dtype"].refuse(f"one of {', '.join(sorted(_PARAMETER_DTYPES))}")
+    for known in values["fixed"].mapping().values():
+        known.checksum()
+
+
+def _check_execution(execution: dict[str, Value]) -> None:
+    for name in execution.keys() & {"threads", "batch_size"}:
+        execution[name].whole(1)
+
+
+def _check_cost(value: Value) -> None:
+    if not value.mapping():  # stores of the first schema do not tell
+        return
+    cost = value.record("seconds", "peak_bytes", "resumed")
+    cost["seconds"].at_least_zero()
+    cost["resumed"].flag()
+    if cost["peak_bytes"].content is not None:
+        cost["peak_bytes"].whole()
+
+
+def _check_fingerprints(values: dict[str, Value], n: int) -> None:
+    for state in values["states"].items():
+        state.checksum()
+    for moments in values["moments"].items():
+        if moments.content is not None:
+            moments.checksum()
+    if len(values["moments"].content) != len(values["states"].content):
+        values["moments"].refuse("one for each checkpoint")
+    values["sources"].checksum()
+    for known in values["data"].record("all", "sampled").values():
+        if known.content is not None:
+            known.checksum()
+    _check_probes(values["probes"], len(values["losses"].numbers()), n)
+    if values["modules"].content is not None:
+        for module in values["modules"].mapping().values():
+            module.mapping().get("kind", Value(None, module.file, f"{module.field}.kind")).text()
+    if values["regulariser"].content is not None:
+        values["regulariser"].numbers()
+
+
+def _check_probes(value: Value, count: int, n: int) -> None:
+    """Look at which examples are probes, and what was seen of them beside their losses."""
+    if value.content is None:  # stores up to schema 5 do not tell
+        return
+    known = value.record("examples", "moved", "outputs", "precision", "gradients")
+    examples = known["examples"].wholes()
+    if len(examples) != count or count > PROBES or max(examples, default=0) >= n:
+        known["examples"].refuse(f"as many of the {n} examples as there are losses, and at most {PROBES}")
+    _check_moved(known["moved"], count)
+    if known["outputs"].content is not None:
+        for values in known["outputs"].items():
+            _check_values(values, None)
+        if len(known["outputs"].content) > len(ELSEWHERE):
+            known["outputs"].refuse(f"values at {len(ELSEWHERE)} places at most")
+    known["precision"].positive()
+    if len(known["gradients"].numbers()) > 2 * GROUPS:
+        known["gradients"].refuse(f"{2 * GROUPS} numbers at most")
+
+
+def _check_moved(value: Value, count: int) -> None:
+    if len(places := value.items()) > len(ELSEWHERE):
+        value.refuse(f"values at {len(ELSEWHERE)} places at most")
+    for values in places:
+        _check_values(values, count)
+
+
+def _check_values(value: Value, count: int | None) -> None:
+    """Look at numbers that may be missing, one for each probe."""
+    items = value.items()
+    if count is not None and len(items) != count:
+        value.refuse(f"{count} values, one for each probe")
+    for item in items:
+        if item.content is not None:
+            item.number()
+
+
+def _plan(value: Value) -> Plan:
+    value.mapping()
+    try:
+        return Plan.from_json(value.content)
+    except (PlanError, TypeError, ValueError) as error:
+        value.fail(clipped(f"plan: {str(error).rstrip('.')}", 200))
+
+
+def _check_figures(value: Value) -> None:
+    """Look at the figures that others count on; what else is there stays as it is."""
+    figures = value.mapping()
+    for name in figures.keys() & {"stability", "drift", "rest", "share", "lost", "unmoved"}:
+        figures[name].number()
+    if "directions" in figures:
+        figures["directions"].whole(1)
+    if "curvature" in figures and len(figures["curvature"].numbers()) != 2:
+        figures["curvature"].refuse("the smallest and the largest")
+    if "moments" in figures and figures["moments"].text() not in ("recorded", "estimated"):
+        figures["moments"].refuse("recorded or estimated")
+    if "vectorised" in figures:
+        figures["vectorised"].flag()
+    for name in figures.keys() & {"rows_at_once", "rows_in_memory"}:
+        figures[name].whole(1)
+    for name in figures.keys() & {"linearity", "epsilon_disagreement", "norms"}:
+        for item in figures[name].mapping().values():
+            item.number()
+
+
+def _check_structure(value: Value) -> None:
+    """Look at the structure of a batch, as `imprint.store.structure.flattened` makes it."""
+    parts = value.mapping()
+    if len(parts) != 1 or (kind := next(iter(parts))) not in ("tensor", "value", "dict", "list", "tuple"):
+        value.refuse("one tensor, value, dict, list or tuple")
+    content = parts[kind]
+    if kind == "tensor":
+        content.text()
+    elif kind == "value" and isinstance(content.content, dict | list):
+        content.refuse("a plain value")
+    elif kind != "value":
+        for item in content.mapping().values() if kind == "dict" else content.items():
+            _check_structure(item)
+
+
+# --- whether the fields fit each other
+
+
+def _check_whole(manifest: Manifest, values: dict[str, Value]) -> None:
+    checkpoints = values["checkpoints"]
+    if len(manifest.fingerprints["states"]) != len(manifest.checkpoints):
+        checkpoints.fail("checkpoints and fingerprints.states are not equally many")
+    if not 0 < sum(checkpoint.weight for checkpoint in manifest.checkpoints) < math.inf:
+        checkpoints.fail("the weights of the checkpoints have no positive and finite sum")
+    if manifest.probes is not None and len(manifest.probes.losses) != len(manifest.fingerprints["losses"]):
+        values["probes"].fail("probes.losses and fingerprints.losses are not equally many")
+    for index, (checkpoint, value) in enumerate(zip(manifest.checkpoints, checkpoints.items(), strict=True)):
+        check_planned(checkpoint, index, manifest.plan, len(manifest.checkpoints), value)
+        _check_files(checkpoint, manifest.plan, value)
+    for file in (manifest.sources, *([manifest.probes.file] if manifest.probes else [])):
+        if file.rows is not None:
+            checkpoints.fail(f"{file.path} holds no imprints and cannot have rows")
+    if both := manifest.fixed.keys() & manifest.parameters.keys():
+        values["fixed"].fail(f"fixed has {min(both)!r}, which has imprints")
+    path, entries = Counter(file.path for file in manifest.files()).most_common(1)[0]
+    if entries > 1:
+        checkpoints.fail(f"{entries} entries stand for the same file {path}")
+
+
+def check_planned(checkpoint: Checkpoint, index: int, plan: Plan, count: int, value: Value) -> None:
+    """Refuse a checkpoint, of so many, that was simulated otherwise than the plan says."""
+    try:
+        settings = plan.at(index, count)
+    except PlanError as error:
+        value.fail(f"plan: {str(error).rstrip('.')}")
+    planned: dict[str, float | str | None] = {
+        "steps": settings.steps,
+        "damping": settings.damping,
+        "weight": settings.weight,
+    }
+    if settings.lr != "auto":
+        planned["lr"] = settings.lr
+    if plan.engine != "trajectories" or settings.weight == 0:
+        planned["epsilon"] = None
+    elif plan.epsilon != "auto":
+        planned["epsilon"] = plan.epsilon
+    elif checkpoint.epsilon is None:
+        value.fail(f"{value.field}.epsilon is missing")
+    for name, expected in planned.items():
+        if (found := getattr(checkpoint, name)) != expected:
+            value.fail(f"{value.field}.{name} is {shown(found)}, by the plan it is {shown(expected)}")
+
+
+def _check_files(checkpoint: Checkpoint, plan: Plan, value: Value) -> None:
+    """A checkpoint that counts has its files, with all rows from 0 on; one that does not has none."""
+    wanted = {
+        "base": checkpoint.weight > 0,
+        "imprints": checkpoint.weight > 0,
+        "midpoints": checkpoint.weight > 0 and plan.keep_pair,
+    }
+    for name, want in wanted.items():
+        if bool(getattr(checkpoint, name)) != want:
+            value.fail(f"{value.field}.{name} {'is missing' if want else 'has no place in this plan'}")
+    for name in ("base", "basis"):
+        if (file := getattr(checkpoint, name)) is not None and file.rows is not None:
+            value.fail(f"{value.field}.{name}.rows must be null: a {name} holds no sources")
+    if plan.form == "projected" and (bool(checkpoint.basis) != (checkpoint.weight > 0) or checkpoint.layers):
+        value.fail(f"{value.field} has a basis and no layers where imprints are projected")
+    if plan.form != "projected" and bool(checkpoint.basis) != bool(checkpoint.layers):
+        value.fail(f"{value.field}.basis and {value.field}.layers belong together")
+    if checkpoint.basis is not None and (checkpoint.weight == 0 or plan.engine != "spectral"):
+        value.fail(f"{value.field}.basis has no place in this plan")
+    if checkpoint.basis is not None and "directions" not in checkpoint.figures:
+        value.fail(f"{value.field}.figures['directions'] is missing")
+    for name in ("imprints", "midpoints"):
+        stop = 0
+        for index, file in enumerate(getattr(checkpoint, name)):
+            if file.rows is None or file.rows[0] != stop:
+                value.fail(f"{value.field}.{name}[{index}].rows must begin at {stop}, got {file.rows}")
+            stop = file.rows[1]
+
+
+def versions() -> dict[str, str]:
+    """Of everything a result may depend on."""
+    found = {"python": platform.python_version(), "torch": torch.__version__}
+    for name in ("imprint-attribution", "numpy", "safetensors"):
+        with contextlib.suppress(PackageNotFoundError):
+            found[name] = version(name)
+    return found

@@ -1,0 +1,1 @@
+"""Stacks of parameters with a row for each source, dense or factored."""
