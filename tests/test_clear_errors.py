@@ -86,12 +86,12 @@ def scripted() -> Any:
 
 
 MODELS: dict[str, tuple[Callable[[], Any], str]] = {
-    "scripted": (scripted, "give the nn.Module it was made from"),
+    "scripted": (scripted, "give the nn.Module it was scripted from"),
     "lazy": (lambda: nn.Sequential(nn.LazyLinear(3)), "'0.weight' is lazy .* run the model once"),
-    "float8": (in_float8, r"'0.weight' is held in float8_e4m3fn.* model.float\(\)"),
+    "float8": (in_float8, r"'0.weight' has dtype float8_e4m3fn.* model.float\(\)"),
     "complex128": (lambda: classifier().to(torch.complex128), "'0.weight' is complex128.* use complex64"),
-    "sparse": (Embedded, "module 'words' .* sparse gradients.* set its `sparse` to False"),
-    "no module": (lambda: F.relu, "a task is made of a torch.nn.Module"),
+    "sparse": (Embedded, "module 'words' .* sparse gradients.* set sparse=False"),
+    "no module": (lambda: F.relu, "model of a task must be a torch.nn.Module"),
 }
 
 

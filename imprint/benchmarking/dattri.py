@@ -15,7 +15,7 @@ from torch.func import vmap
 from torch.utils.data import DataLoader
 
 from imprint.attribution.result import attribute
-from imprint.batches import shown_batch
+from imprint.batches import describe_batch
 from imprint.data import Data
 from imprint.errors import DataError, MissingExtra
 from imprint.plan import Plan
@@ -117,7 +117,7 @@ def _columns(loader: DataLoader[Any]) -> tuple[Tensor, ...]:
         if not (isinstance(batch, list | tuple) and batch and all(isinstance(part, Tensor) for part in batch)):
             raise DataError(
                 f"a loader must give lists or tuples of tensors, such as [x, y], as dattri's own do; got "
-                f"{shown_batch(batch)}. Give it a collate_fn that makes these."
+                f"{describe_batch(batch)}. Give it a collate_fn that makes these."
             )
     return tuple(torch.cat(parts) for parts in zip(*batches, strict=True))
 

@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from imprint.batches import leaves
+from imprint.batches import leaves, own_containers
 from imprint.data import Collate, Data, as_tensors, is_columns, query_batches
-from imprint.display import placeless
+from imprint.display import strip_addresses
 from imprint.errors import DataError, ImprintError, StoreError, TaskError, first_line
 from imprint.evaluation.subsets import ORDER, Subsets, derived, whole
 from imprint.evaluation.training import Training, initialised, measured, models_at_once, train_together
@@ -45,7 +45,7 @@ from imprint.store.fingerprint import (
 )
 from imprint.store.probing import class_examples, see_losses
 from imprint.store.reading import describe
-from imprint.task import Batch, Parameters, Task, own_containers, require_task
+from imprint.task import Batch, Parameters, Task, require_task
 
 logger = logging.getLogger(__name__)
 Train = Callable[[Tensor, int], nn.Module]
@@ -424,7 +424,7 @@ def _request(
         with initial.evaluating():
             probes = class_examples(train.examples)
             losses = see_losses(functional, theta, train.examples.gather(torch.tensor(probes)), len(probes))
-        model = placeless(repr(initial.model)).splitlines()
+        model = strip_addresses(repr(initial.model)).splitlines()
         fingerprints |= {"initial model": of_tensors(initial.state())}
     request = {
         "schema": SCHEMA,

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from imprint.display import placeless
+from imprint.display import strip_addresses
 from imprint.store.values import clipped
 from imprint.task import Parameters
 
@@ -97,4 +97,4 @@ def called(train: object) -> str:
 
 
 def _shown(value: object) -> str:
-    return clipped(placeless(repr(value)), 100)
+    return clipped(strip_addresses(repr(value)), 100)

@@ -136,7 +136,7 @@ class LanguageTask(Task):
         return state
 
     @contextmanager
-    def _prepared(self, model: nn.Module) -> Iterator[None]:
+    def _prepare(self, model: nn.Module) -> Iterator[None]:
         """Compute attention in the open, and recompute blocks if the model says so.
 
         Fused attention has no forward mode, and torch's own fallback takes no autocast under `vmap`.

@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.func import grad, vjp, vmap
 
 from imprint.batches import is_columnar, length, map_tensors
-from imprint.checks.measuring import SILENT, check_derivative, measured, unit_of
+from imprint.checks.measuring import SILENT, check_derivative, measure_first_queries, natural_scale
 from imprint.errors import ImprintError, ReadoutError, first_line
 from imprint.readout.factored import FactoredReadout
 from imprint.readout.guards import Seen
@@ -399,8 +399,8 @@ class Reader:
         if self._ready:
             return
         base = self._bases[0]
-        self.seen.values += measured(base.functional, base.theta, batch, count)
-        self.seen.unit = unit_of(self.task, batch)
+        self.seen.values += measure_first_queries(base.functional, base.theta, batch, count)
+        self.seen.unit = natural_scale(self.task, batch)
         if self.task.measure is self.task.loss and self.store.manifest.probes is not None:
             self.seen.values += self.store.manifest.probes.losses
         self._try_factors(base, batch, count)

@@ -33,6 +33,7 @@ from torch.func import grad, vjp
 from imprint.data import Collate, HashData
 from imprint.errors import SimulationError
 from imprint.model.dropout import dropouts
+from imprint.model.measures import find_targets, margin
 from imprint.plan import Plan, State, register_chooser
 from imprint.runtime.progress import Advance, Progress
 from imprint.runtime.turns import jvp
@@ -44,7 +45,7 @@ from imprint.simulation.inputs import Inputs
 from imprint.simulation.spectral import Frozen, freeze, signed_sum
 from imprint.simulation.step import TRIES, gauss_newton_at, walk
 from imprint.sources import Sources
-from imprint.task import Batch, Functional, Parameters, Task, margin, targets
+from imprint.task import Batch, Functional, Parameters, Task
 from imprint.tensors.vectors import Flat, over_rows
 
 logger = logging.getLogger(__name__)
@@ -187,7 +188,7 @@ def _outputs(
     """
     with torch.no_grad():
         z = task.outputs(theta, batch)
-    wanted = targets(batch)
+    wanted = find_targets(batch)
     if z.dim() == 2 and z.shape[1] > 1 and wanted is not None and not wanted.is_floating_point() and wanted.dim() == 1:
         unit, classes = 1.0, wanted
     else:

@@ -231,7 +231,7 @@ class Descent:
         together = [index for index, size in enumerate(sizes) if size <= _STACKED_MEMBERS]
         choices = [self.sources.largest(count)]
         if not self.is_full_batch and 0 < len(together) < len(sizes):
-            choices.append(self.sources.chosen(together).largest(count))
+            choices.append(self.sources.select(together).largest(count))
         return choices
 
     def _members(self, index: int, step: int) -> tuple[Tensor, float]:
