@@ -271,7 +271,7 @@ FACTORED = Plan(engine="spectral", steps=2, lr=0.1, directions=3, weight=(1.0, 0
 def factored(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A store with imprints in factored form; not to be changed."""
     store = make(tmp_path_factory.mktemp("factored") / "store", FACTORED, Sources.per_example(N).rows(0, 3))
-    assert store.checkpoints[0].layers == ("0",)
+    assert store.checkpoints[0].choices.layers == ("0",)
     return store.path
 
 
