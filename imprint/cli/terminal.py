@@ -72,10 +72,11 @@ def render_store(values: dict[str, Any]) -> RenderableType:
         ),
     )
     table = Table("checkpoint", *(str(index) for index in range(len(values["checkpoints"]))))
-    seen = Plan.from_json(values["plan"]).seen_curvature
+    basis = any((checkpoint["decided"] or {}).get("directions") for checkpoint in values["checkpoints"])
+    curvature = Plan.from_json(values["plan"]).seen_curvature if basis else "hessian"  # a path's step is chosen by it
     for name, *cells in zip(_FIGURES, *(_figures(checkpoint) for checkpoint in values["checkpoints"]), strict=True):
         if name not in _SOMETIMES or set(cells) != {"–"}:
-            label = _CURVATURES[seen] if name == "curvature" else name
+            label = _CURVATURES[curvature] if name == "curvature" else name
             table.add_row(label, *map(cell, cells))
     return Group(head, table, *_render_warnings(values["warnings"]))
 
@@ -90,7 +91,8 @@ _CURVATURES = {"hessian": "curvature (Hessian)", "gauss-newton": "curvature (Gau
 
 def _describe_imprints(values: dict[str, Any]) -> str:
     """Describe what a store keeps of each source."""
-    layers: list[str] = next((c["layers"] for c in values["checkpoints"] if c.get("layers")), [])
+    decided = [checkpoint["decided"] or {} for checkpoint in values["checkpoints"]]
+    layers: tuple[str, ...] = next((each["layers"] for each in decided if each.get("layers")), ())
     form = f", factored ({', '.join(layers)})" if layers else ""
     if values["plan"]["form"] == "projected":
         form = f", projected to {values['plan']['directions']} directions"
@@ -126,20 +128,19 @@ _FIGURES = (
 
 def _figures(checkpoint: dict[str, Any]) -> list[str]:
     """Return one checkpoint's column of figures, with a dash for what it lacks."""
-    figures = checkpoint["figures"]
-    low, high = figures.get("curvature", (None, None))
-    values = [checkpoint[name] for name in ("weight", "steps", "lr", "damping", "epsilon")]
+    decided, measured = checkpoint["decided"] or {}, checkpoint["measured"]
+    low, high = measured["curvature"] or (None, None)
+    values = [{**checkpoint, **decided}.get(name) for name in ("weight", "steps", "lr", "damping", "epsilon")]
     cells = [_format_figure(value, 4) for value in values]
     cells.append("–" if low is None else f"{low:.3g} … {high:.3g}")
     more = (
-        figures.get("stability"),
-        figures.get("drift"),
-        figures.get("linearity", {}).get("median"),
-        checkpoint.get("imprint_norms", {}).get("median"),
-        *(figures.get(name) for name in ("directions", "rest", "share", "lost")),
+        *(measured[name] for name in ("stability", "drift")),
+        *((measured[name] or {}).get("median") for name in ("linearity", "norms")),
+        decided.get("directions"),
+        *(measured[name] for name in ("rest", "share", "lost")),
     )
     cells += [_format_figure(value, 3) for value in more]
-    return [*cells, figures.get("moments", "–"), _format_figure(figures.get("unmoved"), 3)]
+    return [*cells, measured["moments"] or "–", _format_figure(measured["unmoved"], 3)]
 
 
 def _format_figure(value: Any, digits: int) -> str:

@@ -30,7 +30,7 @@ from imprint import Attribution, Plan, Store, attribute, simulate
 from imprint.benchmarking.settings import digits
 from imprint.benchmarking.sweep import GRID
 from imprint.cli.app import app, main
-from imprint.cli.terminal import progress
+from imprint.cli.terminal import show_progress
 from tests.benches import little_digits
 
 ROOT = Path(__file__).parents[2]
@@ -509,7 +509,7 @@ def test_a_replay_takes_the_steps_and_the_chunks_that_were_settled(
     again = ("simulate", "model.py:task", "--from", tmp_path / "first", "-o", tmp_path / "again", "--no-check")
     assert command(*again).code == 0
     assert imprints(tmp_path / "again") == imprints(tmp_path / "first")
-    assert Store(tmp_path / "again").checkpoints[0].lr == Store(tmp_path / "first").checkpoints[0].lr
+    assert Store(tmp_path / "again").checkpoints[0].choices.lr == Store(tmp_path / "first").checkpoints[0].choices.lr
 
 
 @pytest.mark.parametrize(
@@ -658,7 +658,7 @@ def test_an_error_that_is_not_the_users_hides_nothing(
     command: Command, here: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("imprint.cli.commands.stores.inspected", lambda store: dict[str, int]()["missing"])
-    monkeypatch.setattr("imprint.cli.app.own_frames", lambda error: [])  # the line above is in a test, no user's file
+    monkeypatch.setattr("imprint.cli.app.user_frames", lambda error: [])  # the line above is in a test, no user's file
     monkeypatch.setattr(sys, "argv", ["imprint", "inspect", "runs/news"])
     with pytest.raises(KeyError):
         main()
@@ -702,11 +702,11 @@ def test_a_wrong_command_line_leaves_with_2(line: str, command: Command, here: P
 
 def test_a_terminal_is_shown_a_bar_and_a_log_gets_lines() -> None:
     shown = StringIO()
-    with progress(Console(file=shown, force_terminal=True, width=100), "simulating") as advance:
+    with show_progress(Console(file=shown, force_terminal=True, width=100), "simulating") as advance:
         assert callable(advance)
         advance(3, 12)
     assert "simulating" in shown.getvalue() and "3/12" in shown.getvalue()
-    with progress(Console(file=StringIO()), "simulating") as advance:
+    with show_progress(Console(file=StringIO()), "simulating") as advance:
         assert advance is True
 
 

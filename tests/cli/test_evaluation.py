@@ -17,7 +17,7 @@ from imprint import Attribution, ImprintError, Store, attribute
 from imprint.cli.app import app
 from imprint.cli.experiment import Experiment
 from imprint.cli.loading import Objects
-from imprint.cli.terminal import shown_metrics
+from imprint.cli.terminal import render_metrics
 from imprint.evaluation.metrics import evaluate
 from imprint.evaluation.truth import Truth
 
@@ -115,7 +115,7 @@ def test_metrics_fit_into_80_columns_whatever_their_signs() -> None:
     limits = {"undefined": 0, "ceiling": 0.5, "single_run": -0.5}
     metrics: Any = [SimpleNamespace(name=name, estimate=backwards(-0.75, -0.25), **limits) for name in names]
     shown = StringIO()
-    Console(file=shown, width=80).print(shown_metrics(metrics, Truth.load("removal")))
+    Console(file=shown, width=80).print(render_metrics(metrics, Truth.load("removal")))
     for label in ("correlation, mean over queries", "rank correlation, per query", "slope of actual on predicted"):
         row = next(line for line in shown.getvalue().splitlines() if line.startswith(f" {label} "))
         assert "-0.500" in row and "[-0.750, -0.250]" in row and "0.500" in row

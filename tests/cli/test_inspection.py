@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 
 from imprint import Plan, Sources, Store, StoreError, Task, simulate
 from imprint.cli.app import app
-from imprint.cli.inspection import inspected
+from imprint.cli.inspection import inspect_store
 from imprint.plan import Engine
 from imprint.tensors.vectors import row_norms
 
@@ -46,7 +46,7 @@ def test_counts_are_whole_numbers_and_the_curvature_is_named(tmp_path: Path) -> 
         shown = CliRunner().invoke(app, ["inspect", str(tmp_path / name)], env={"COLUMNS": "200"}).output
         assert f"curvature ({label})" in shown
         assert not re.search(r"(steps|directions) +│ [\d.]+e", shown)
-    count = inspected(Store(tmp_path / "spectral"))["checkpoints"][0]["figures"]["directions"]
+    count = inspect_store(Store(tmp_path / "spectral"))["checkpoints"][0]["figures"]["directions"]
     shown = CliRunner().invoke(app, ["inspect", str(tmp_path / "spectral")], env={"COLUMNS": "200"}).output
     assert count > 999
     assert re.search(rf"directions +│ {count} ", shown) and re.search(r"steps +│ 12345 ", shown)
@@ -71,7 +71,7 @@ def test_programs_get_the_same_as_json(tmp_path: Path) -> None:
     store = make(tmp_path / "store", "trajectories")
     result = CliRunner().invoke(app, ["inspect", str(tmp_path / "store"), "--json"])
     values = json.loads(result.output)
-    assert values == inspected(store)
+    assert values == inspect_store(store)
     assert values["checkpoints"][0]["figures"]["linearity"]["median"] >= 0
     assert values["checkpoints"][0]["imprint_norms"]["least"] > 0
     assert "imprint_norms" not in values["checkpoints"][1]  # skipped by its weight
@@ -79,7 +79,7 @@ def test_programs_get_the_same_as_json(tmp_path: Path) -> None:
 
 
 def test_the_largest_sources_come_first(tmp_path: Path) -> None:
-    largest = inspected(make(tmp_path / "store"))["largest_sources"]
+    largest = inspect_store(make(tmp_path / "store"))["largest_sources"]
     assert [(source["name"], source["size"]) for source in largest] == [("many", 6), ("some", 4), ("few", 2)]
     result = CliRunner().invoke(app, ["inspect", str(tmp_path / "store")], env={"COLUMNS": "200"})
     assert "many (6), some (4), few (2)" in result.output
@@ -91,7 +91,7 @@ def test_norms_are_those_of_the_imprints_and_need_no_reading_of_them(engine: Eng
     norms = row_norms(store.imprints(0, 0, 3, torch.device("cpu"))).tolist()
     for shard in store.path.rglob("imprints-*.safetensors"):
         shard.unlink()
-    found = inspected(Store(store.path))["checkpoints"][0]["imprint_norms"]
+    found = inspect_store(Store(store.path))["checkpoints"][0]["imprint_norms"]
     expected = {"least": min(norms), "median": sorted(norms)[1], "largest": max(norms)}
     assert found == pytest.approx(expected, rel=1e-5)
 
@@ -100,7 +100,7 @@ def test_a_store_that_did_not_note_its_norms_has_them_read(tmp_path: Path) -> No
     folder = Path(shutil.copytree(Path(__file__).parents[1] / "store" / "stores" / "schema-1", tmp_path / "store"))
     store = Store(folder)
     rows = store.imprints(0, 0, len(store), torch.device("cpu"))
-    found = inspected(store)["checkpoints"][0]["imprint_norms"]
+    found = inspect_store(store)["checkpoints"][0]["imprint_norms"]
     assert found["largest"] == pytest.approx(max(row_norms(rows).tolist()), rel=1e-6)
 
 

@@ -20,8 +20,8 @@ import imprint
 from imprint import Attribution, Plan, Sources, Store, StoreError, Task, attribute, simulate
 from imprint.attribution.result import Labels
 from imprint.cli.app import app
-from imprint.cli.inspection import inspected
-from imprint.cli.terminal import console, shown_store, shown_top
+from imprint.cli.inspection import inspect_store
+from imprint.cli.terminal import console, render_store, render_top
 from imprint.display import for_csv, for_html, for_picture, for_terminal
 from imprint.readout.reader import Reader
 from imprint.store.files import sha256
@@ -178,7 +178,7 @@ def test_whatever_a_result_prints_is_clean() -> None:
     for shown in (result, result.top(2), store, Attribution(labels, result.scores), result.top(2).labels):
         assert harmless(repr(shown)), repr(shown)
     with console.capture() as captured:
-        console.print(shown_top(result.top(3)))
+        console.print(render_top(result.top(3)))
     assert harmless(captured.get()) and "\\x1b]0;owned\\x07" in captured.get()
 
 
@@ -213,7 +213,7 @@ def test_everything_of_a_forged_manifest_is_shown_clean(tmp_path: Path) -> None:
     assert harmless(result.stdout) and result.stdout.count("owned") >= 2
     assert harmless(json.dumps(CliRunner().invoke(app, ["inspect", str(store.path), "--json"]).stdout))
     with console.capture() as captured:
-        console.print(shown_store(inspected(Store(store.path))))
+        console.print(render_store(inspect_store(Store(store.path))))
     assert harmless(captured.get())
 
 

@@ -24,7 +24,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from imprint import Plan, Sources, Store, StoreError, Task, attribute, simulate
-from imprint.cli.inspection import inspected
+from imprint.cli.inspection import inspect_store
 from imprint.simulation import snapshot
 from imprint.store.manifest import SCHEMA
 from imprint.store.values import sealed
@@ -206,7 +206,7 @@ def outcome(folder: Path) -> Tensor | None:
     try:
         store = Store(folder)
         store.verify()
-        json.dumps(inspected(store))
+        json.dumps(inspect_store(store))
         return both(store)
     except StoreError as error:
         message = str(error)
@@ -271,7 +271,7 @@ FACTORED = Plan(engine="spectral", steps=2, lr=0.1, directions=3, weight=(1.0, 0
 def factored(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A store with imprints in factored form; not to be changed."""
     store = make(tmp_path_factory.mktemp("factored") / "store", FACTORED, Sources.per_example(N).rows(0, 3))
-    assert store.checkpoints[0].layers == ("0",)
+    assert store.checkpoints[0].choices.layers == ("0",)
     return store.path
 
 
@@ -286,7 +286,7 @@ def test_a_changed_manifest_of_a_factored_store_is_refused_or_gives_finite_score
         try:
             store = Store(folder)
             store.verify()
-            json.dumps(inspected(store))
+            json.dumps(inspect_store(store))
             seen = torch.stack([scores(store), scores(store, readout="gradient")])
         except StoreError as error:
             message = str(error)
@@ -662,7 +662,7 @@ def test_a_path_that_no_store_can_have_is_refused(name: str, tmp_path: Path) -> 
 
 def run_apart(call: str, *arguments: object, mounts: bool = False) -> str:
     """Call a function of this file in a process of its own, on request one that may mount file systems."""
-    code = f"import sys; from tests import test_faults; test_faults.{call}(*sys.argv[1:])"
+    code = f"import sys; from tests.store import test_faults; test_faults.{call}(*sys.argv[1:])"
     command = [*(["unshare", "--map-root-user", "--mount"] if mounts else []), sys.executable, "-c", code]
     result = subprocess.run(
         [*command, *map(str, arguments)], capture_output=True, text=True, cwd=Path(__file__).parents[2], check=False
@@ -817,7 +817,7 @@ def test_a_hundred_thousand_sources_are_a_matter_of_seconds(tmp_path: Path) -> N
     store = Store(tmp_path / "store")
     store.verify()
     top = attribute(model, store, (x[:3], y[:3]), top=5, progress=False)
-    values = inspected(store)
+    values = inspect_store(store)
     read = time.perf_counter()
     assert len(store) == values["sources"] == many
     assert top.scores.shape == (3, 5)
