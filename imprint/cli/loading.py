@@ -17,7 +17,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from imprint.benchmarking.settings.catalogue import SETTINGS, Ready, ready
+from imprint.benchmarking.settings.catalogue import SETTINGS, BuiltIn, load_setting
 from imprint.cli.experiment import PER_EXAMPLE, Experiment, suggest_names
 from imprint.data import Data, as_tensors, is_columns, length_of
 from imprint.errors import ConfigurationError, ImprintError, PlanError, first_line
@@ -42,12 +42,12 @@ class Objects:
             )
         setting = experiment.task in SETTINGS
         device = experiment.device or "cpu"
-        self._module: Any = ready(experiment.task, device) if setting else _load_module(experiment.task)
+        self._module: Any = load_setting(experiment.task, device) if setting else _load_module(experiment.task)
         self._place = experiment.task.rpartition(":")[0] or experiment.task
 
     @cached_property
     def task(self) -> Task:
-        task = self._module.task if isinstance(self._module, Ready) else self._load("task")
+        task = self._module.task if isinstance(self._module, BuiltIn) else self._load("task")
         if not isinstance(task, Task):
             raise ConfigurationError(f"{self.experiment.task} is a {type(task).__name__}, not an imprint.Task.")
         if self.experiment.device is not None:

@@ -12,7 +12,7 @@ import imprint
 from imprint import Attribution, DataError, Plan, Sources, Task
 from imprint.data import Data
 from imprint.evaluation.brittleness import Brittleness, brittleness
-from imprint.evaluation.retraining import Together
+from imprint.evaluation.together import Together
 from imprint.evaluation.training import Training
 
 TRAINING = Training(epochs=30, lr=0.5, batch_size=24)

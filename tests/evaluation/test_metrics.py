@@ -555,7 +555,7 @@ def test_self_influence_stands_beside_plain_loss_and_the_better_one_is_named() -
     assert worse.better == "plain loss"
     assert better.better == "self-influence"
     assert mislabel_auc(-noisy, wrong, noisy).better == "neither"
-    assert f"plain loss {worse.loss.estimate.shown(3)}" in str(worse)
+    assert f"plain loss {worse.loss.estimate.format(3)}" in str(worse)
     assert "plain loss is better" in str(worse)
     assert worse.ahead.value == pytest.approx(worse.influence.estimate.value - worse.loss.estimate.value)
 

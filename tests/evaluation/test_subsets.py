@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from imprint import DataError, Sources, SourcesError
-from imprint.evaluation.subsets import Subsets, derived
+from imprint.evaluation.subsets import Subsets, derive_seed
 
 OVERLAPPING = Sources.groups({"a": [0, 1, 2], "b": [2, 3], "c": [5]})  # example 4 is in no source
 
@@ -118,11 +118,11 @@ def test_more_halves_are_trained_with_the_same_seeds() -> None:
 
 
 def test_a_derived_seed_suits_every_library_and_depends_on_each_word() -> None:
-    seeds = [derived(seed, *words) for seed in (0, 1, 2**40) for words in ((), (0,), (0, 0), (1,), (0, 1), (1, 0))]
+    seeds = [derive_seed(seed, *words) for seed in (0, 1, 2**40) for words in ((), (0,), (0, 0), (1,), (0, 1), (1, 0))]
     assert len(set(seeds)) == len(seeds)
     assert all(0 <= seed < 2**31 for seed in seeds)
     with pytest.raises(DataError, match="seed must be a whole number of at least 0, got -1"):
-        derived(-1, 0)
+        derive_seed(-1, 0)
 
 
 REFUSED: dict[str, tuple[Callable[[], Subsets], str]] = {
@@ -184,5 +184,5 @@ def test_whole_numbers_may_be_of_any_library() -> None:
 def test_subsets_say_what_they_are() -> None:
     assert repr(HALVES) == "Subsets(halves: 40 subsets of 10 sources, 10 examples)"
     some = Subsets.without(OVERLAPPING, [[], [0], [2, 1]], n=6)
-    assert [some.shown(index) for index in range(3)] == ["everything", "all but 'a'", "all but 'c', 'b'"]
-    assert Subsets.halves(10, 1).shown(0).endswith(" and 2 more")
+    assert [some.describe(index) for index in range(3)] == ["everything", "all but 'a'", "all but 'c', 'b'"]
+    assert Subsets.halves(10, 1).describe(0).endswith(" and 2 more")

@@ -12,7 +12,14 @@ from torch.nn import functional as F
 
 from imprint import DataError, PlanError, Task, TaskError
 from imprint.data import Data
-from imprint.evaluation.training import Recorded, Training, measured, models_at_once, record_together, train_together
+from imprint.evaluation.training import (
+    Recorded,
+    Training,
+    measure_stack,
+    models_at_once,
+    record_together,
+    train_together,
+)
 from imprint.task import Batch, Parameters
 
 CPU = torch.device("cpu")
@@ -254,7 +261,7 @@ def test_examples_outside_its_subset_do_not_touch_a_model() -> None:
 def test_measurements_of_a_stack_are_those_of_its_models() -> None:
     x, y = PERCEPTRON.data
     stack = PERCEPTRON.together(SUBSETS, SEEDS, TRAINING)
-    losses = measured(Task.classifier(PERCEPTRON.build()), stack, (x, y), len(x))
+    losses = measure_stack(Task.classifier(PERCEPTRON.build()), stack, (x, y), len(x))
     model = PERCEPTRON.build()
     model.load_state_dict({name: tensor[1] for name, tensor in stack.items()})
     torch.testing.assert_close(losses[1], F.cross_entropy(model(x), y, reduction="none").detach())
@@ -392,7 +399,7 @@ def test_dropout_of_models_trained_together_has_the_distribution_of_models_train
     stack = kind.together([everything] * models, list(range(models)), training)
     queries = (kind.data[0][:2].repeat_interleave(3, 0), torch.arange(3).repeat(2))
     task = Task.classifier(kind.build(), measure="logit")
-    together = measured(task, stack, queries, 6)
+    together = measure_stack(task, stack, queries, 6)
     torch.manual_seed(12345)
     rows = []
     for _ in range(models):

@@ -24,10 +24,11 @@ from torch.utils.data import DataLoader, TensorDataset
 from imprint import DataError, Plan, Sources, StoreError, Task, TaskError, attribute, simulate
 from imprint.data import Data
 from imprint.evaluation.metrics import evaluate
-from imprint.evaluation.retraining import Together, Train, retrain
-from imprint.evaluation.subsets import ORDER, Subsets, derived
+from imprint.evaluation.retraining import retrain
+from imprint.evaluation.subsets import ORDER, Subsets, derive_seed
+from imprint.evaluation.together import Together, Train
 from imprint.evaluation.training import Training
-from imprint.evaluation.trials import called, spread
+from imprint.evaluation.trials import describe_function, spread
 from imprint.evaluation.truth import Truth
 from imprint.runtime.progress import Advance
 from imprint.store.files import LOCK
@@ -74,7 +75,7 @@ def train(subset: Tensor, seed: int) -> nn.Module:
         model = build()
     x, y = points(N, 0)
     optimiser = torch.optim.SGD(model.parameters(), TRAINING.lr, TRAINING.momentum)
-    order = torch.Generator().manual_seed(derived(seed, ORDER))
+    order = torch.Generator().manual_seed(derive_seed(seed, ORDER))
     for _ in range(TRAINING.epochs):
         for batch in subset[torch.randperm(len(subset), generator=order)].split(TRAINING.batch_size):
             optimiser.zero_grad()
@@ -974,7 +975,7 @@ def test_a_function_with_arguments_bound_is_known_by_them(tmp_path: Path) -> Non
     name = re.escape(scaled.__qualname__)
     with pytest.raises(StoreError, match=rf"training was {name}\(1\.0, shift=0\.0\), is {name}\(1\.0, shift=0\.5\)"):
         ask(tmp_path, partial(scaled, 1.0, shift=0.5))
-    assert called(partial(called, build)) == "called(<function build>)"
+    assert describe_function(partial(describe_function, build)) == "describe_function(<function build>)"
 
 
 def test_a_seed_may_be_ignored_where_there_is_one_run() -> None:

@@ -9,7 +9,7 @@ from rich.markdown import Markdown
 
 from imprint.benchmarking.bench import Bench, Method
 from imprint.benchmarking.methods import imprints, paths
-from imprint.benchmarking.settings.catalogue import SETTINGS, protocol
+from imprint.benchmarking.settings.catalogue import SETTINGS, load_protocol
 from imprint.benchmarking.sweep import name_sweep, plot_sweep
 from imprint.benchmarking.sweep import sweep as run_sweep
 from imprint.cli.commands.options import AsJson
@@ -48,7 +48,7 @@ def bench(
     For example: `imprint bench mnist-mlp --peers --ten --path --loo --device cuda --out bench/mnist-mlp`
     """
     with redirect_prints():
-        benchmark = Bench(protocol(setting, device), out)
+        benchmark = Bench(load_protocol(setting, device), out)
         methods: dict[str, Method] = {"Imprint": imprints()}
         if ten:
             methods["Imprint, ten runs"] = imprints(runs=10)
@@ -62,7 +62,7 @@ def bench(
             methods |= others(benchmark)
         with benchmark.alone():
             found = benchmark.compare(methods, range(runs), loo)
-    text = found.markdown()
+    text = found.to_markdown()
     write(out / "results.json", lambda path: path.write_text(dumps(found.to_json(), indent=1)))
     write(out / "results.md", lambda path: path.write_text(text + "\n"))
     found.plot(out / "results.png")
@@ -91,7 +91,7 @@ def sweep(
     For example: `imprint sweep mnist-mlp --checkpoint 2 --device cuda --out bench/mnist-mlp`
     """
     with redirect_prints():
-        benchmark = Bench(protocol(setting, device), out)
+        benchmark = Bench(load_protocol(setting, device), out)
         last = len(benchmark.protocol.epochs) - 1
         if checkpoint > last:
             raise ConfigurationError(f"{setting} has checkpoints 0 to {last}, not {checkpoint}.")

@@ -27,7 +27,7 @@ def demo(
     For example: `imprint demo --split 3 --out runs/demo-3`
     """
     from imprint.benchmarking.demo.experiment import run
-    from imprint.benchmarking.demo.report import rows, statistics, suspicion, write
+    from imprint.benchmarking.demo.report import compare_suspicion, make_rows, make_statistics, write
 
     if out.exists() and not out.is_dir():
         raise StoreError(f"{out} is a file: give a folder for the report with --out.")
@@ -35,11 +35,15 @@ def demo(
     outcome = run(split, retrainings, log=lambda text: errors.print(f"  {text}", style="dim"))
     page = write(outcome, out)
     if json:
-        contributors = [asdict(row) for row in rows(outcome)]
-        found = {"contributors": contributors, "statistics": statistics(outcome), "suspicion": suspicion(outcome)}
+        contributors = [asdict(row) for row in make_rows(outcome)]
+        found = {
+            "contributors": contributors,
+            "statistics": make_statistics(outcome),
+            "suspicion": compare_suspicion(outcome),
+        }
         found |= {"warnings": outcome.attribution.warnings}
         typer.echo(dumps({"report": str(page), **found}))
         return
-    console.print(render_demo(rows(outcome), statistics(outcome), outcome.attribution.warnings))
-    console.print(escape_markup(suspicion(outcome)))
+    console.print(render_demo(make_rows(outcome), make_statistics(outcome), outcome.attribution.warnings))
+    console.print(escape_markup(compare_suspicion(outcome)))
     console.print(f"Report: [bold]{escape_markup(page)}[/bold]")

@@ -28,9 +28,9 @@ from imprint.cli.terminal import (
 from imprint.data import length_of
 from imprint.errors import ConfigurationError
 from imprint.evaluation.metrics import evaluate as evaluate_scores
-from imprint.evaluation.retraining import Together
 from imprint.evaluation.retraining import retrain as retrain_subsets
 from imprint.evaluation.subsets import Subsets
+from imprint.evaluation.together import Together
 from imprint.evaluation.truth import Folder, Truth
 from imprint.store.manifest import MANIFEST
 
