@@ -134,7 +134,7 @@ def removal(result: Attribution | Tensor, truth: Truth) -> RemovalCheck:
     scores = truth.match(result)
     lacking = ~truth.subsets.kept()
     lacking = lacking[lacking.any(1)].double()
-    return RemovalCheck.of(-(scores @ lacking.T) / truth.subsets.n, truth.changes)
+    return RemovalCheck.of(-(scores @ lacking.T) / truth.subsets.n, truth.significant_effects)
 
 
 def slope(result: Attribution | Tensor, truth: Truth) -> Metric:

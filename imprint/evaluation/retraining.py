@@ -246,7 +246,7 @@ class _Work:
         """Return a new copy of the indices, for a `train` that shuffles in place."""
         return self.subsets.examples(model % len(self.subsets))
 
-    def _made(self, train: Train, model: int, seed: int) -> Trial:
+    def _train_one(self, train: Train, model: int, seed: int) -> Trial:
         """Train the model of this number, and measure F of the queries under it."""
         with self._name_failures(range(model, model + 1), seed):
             trained = train(self._examples(model), seed)

@@ -100,9 +100,12 @@ class Truth:
 
     @property
     def changes(self) -> Tensor:
-        """F under halves, or effects of removals, zero where they are only rounding; (runs, queries, subsets)."""
-        if self.subsets.kind == "halves":
-            return self.values.transpose(1, 2)
+        """F under halves, or effects of removals; (runs, queries, subsets)."""
+        return self.values.transpose(1, 2) if self.subsets.kind == "halves" else self.significant_effects
+
+    @property
+    def significant_effects(self) -> Tensor:
+        """The `effects`, zero where they are only rounding of F."""
         effects, largest = self.effects, self.values.abs().amax(1)[:, :, None]
         return effects * (effects.amax(2, keepdim=True) - effects.amin(2, keepdim=True) > ROUNDING * largest)
 

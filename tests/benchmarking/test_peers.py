@@ -124,7 +124,7 @@ def test_data_of_another_form_is_refused(small: Bench, tmp_path: Path) -> None:
     x, y = small.protocol.train.examples.gather(torch.arange(60))
     train = replace(small.protocol.train, data=Data({"x": x, "labels": y, "more": y}, device=torch.device("cpu")))
     other = Bench(replace(small.protocol, train=train), tmp_path, progress=False)
-    with pytest.raises(DataError, match=r"peers run on data of the form \(x, y\)"):
+    with pytest.raises(DataError, match=r"peers need data of the form \(x, y\)"):
         peers(other)
 
 

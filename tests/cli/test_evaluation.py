@@ -123,7 +123,9 @@ def test_metrics_fit_into_80_columns_whatever_their_signs() -> None:
 
 def test_a_person_sees_what_was_trained() -> None:
     shown = run("retrain", "model.py:train", "--kind", "sources", "--runs", "2", "--out", "removal")
-    assert "of 4 subsets (everything, and removals from it), 2 times each" in shown and "With one run" not in shown
+    assert (
+        "4 subsets (all data, and removals from it), trained 2 times each" in shown and "With a single run" not in shown
+    )
     shown = run("retrain", "model.py:train", "--count", "2", "--out", "two")
     assert "of 2 subsets (random halves), once each" in shown
     assert "no ceiling can be told: the same command with --runs 2 adds one to this folder" in shown
@@ -180,7 +182,7 @@ def test_every_kind_of_truth_can_be_made(kind: str, subsets: int) -> None:
     about = told("retrain", "model.py:train", "--kind", kind, *count, "--out", "truth")
     assert about["subsets"] == subsets
     if kind == "unions":
-        assert "With one run" in run("evaluate", "store", "truth", *TASK)
+        assert "With a single run" in run("evaluate", "store", "truth", *TASK)
 
 
 def test_the_same_command_again_trains_nothing() -> None:
@@ -192,7 +194,7 @@ def test_the_same_command_again_trains_nothing() -> None:
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        (("retrain", "model.py", "--out", "x"), "neither a ready-made setting .* nor an import string"),
+        (("retrain", "model.py", "--out", "x"), "neither a built-in setting .* nor an import string"),
         (("retrain", "model.py:trian", "--out", "x"), "there is no 'trian'"),
         (("retrain", "model.py:train", "--out", "removal"), "holds another ground truth: kind was removal, is halves"),
         (("retrain", "digits", "--device", "abacus", "--out", "x"), "'abacus' cannot be used here"),
@@ -212,7 +214,7 @@ def test_the_same_command_again_trains_nothing() -> None:
             "model.py:train is no imprint.Task: it is a function that needs subset and seed",
         ),
         (("retrain", "model.py:train", "--share", "0.5", "--out", "x"), "--share is for unions, not for halves"),
-        (("retrain", "model.py:train", "--kind", "unions", "--share", "0", "--out", "x"), "share must lie between"),
+        (("retrain", "model.py:train", "--kind", "unions", "--share", "0", "--out", "x"), "share must be between"),
         (
             ("retrain", "model.py:train", "--sources", "x", "--out", "x"),
             "x is no imprint.Sources: it has type Tensor",
@@ -280,7 +282,7 @@ def test_ctrl_c_tells_what_is_kept_and_the_same_command_goes_on() -> None:
 
     early = stopped(1)
     assert early.exit_code == 130
-    assert early.stderr == "stopped before a first part was finished: the same command again starts over\n"
+    assert early.stderr == "stopped before the first part was finished: the same command will start over\n"
     late = stopped(8)
     assert late.exit_code == 130 and not late.stdout
     assert "stopped: finished models are kept in tired, the same command again goes on from there\n" in late.stderr
@@ -293,7 +295,7 @@ def test_ctrl_c_tells_what_is_kept_and_the_same_command_goes_on() -> None:
 
 @pytest.mark.parametrize("words", [("attribute", "store"), ("evaluate", "store", "removal")], ids=lambda w: w[0])
 def test_the_task_that_a_store_names_is_shown_and_not_loaded(words: tuple[str, ...]) -> None:
-    with pytest.raises(ImprintError, match=rf"repeat it: \w+ {' '.join(words)} --task model\.py:task$"):
+    with pytest.raises(ImprintError, match=rf"run: \w+ {' '.join(words)} --task model\.py:task$"):
         run(*words)
     run(*words, *TASK)
 

@@ -99,7 +99,7 @@ def test_nothing_that_a_store_names_is_loaded(kind: str, tmp_path: Path, monkeyp
         if left - {"task"} or NOTES[kind]["task"] != "digits":  # otherwise it is a setting, which is the library's own
             found = CliRunner().invoke(app, words)
             assert isinstance(found.exception, imprint.errors.ConfigurationError), name
-            assert "nothing that a store names is loaded by itself" in str(found.exception)
+            assert "that a store names are not loaded on their own" in str(found.exception)
     assert not list(tmp_path.rglob("ran"))
     assert not any(name in sys.modules for name in ("evil", "gift", "gift.evil"))
 
@@ -117,7 +117,7 @@ def test_the_command_to_copy_is_complete_and_works(tmp_path: Path, monkeypatch: 
     ):
         refused = run.invoke(app, words)
         assert refused.exit_code == 1
-        copied = shlex.split(re.sub(r".*repeat it: \S+ ", "", str(refused.exception)))
+        copied = shlex.split(re.sub(r".*run: \S+ ", "", str(refused.exception)))
         assert {*words} <= {*copied, "-o"} and "my model.py:task" in copied
         assert run.invoke(app, copied).exit_code == 0, copied
     assert [f.sha256 for f in Store("again").checkpoints[0].imprints] == [

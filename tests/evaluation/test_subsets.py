@@ -54,7 +54,7 @@ def test_where_more_are_asked_for_than_there_are_each_is_there_once(
     assert len(drawn) == len(set(drawn)) == all_of_them
     assert not caplog.text
     assert make(100).removed == make(all_of_them).removed
-    assert f"100 subsets were asked for, there are {all_of_them} different ones" in caplog.text
+    assert f"100 subsets were requested, but only {all_of_them} different ones exist" in caplog.text
 
 
 def test_a_removal_takes_all_members_whatever_other_sources_have_them() -> None:
@@ -126,34 +126,34 @@ def test_a_derived_seed_suits_every_library_and_depends_on_each_word() -> None:
 
 
 REFUSED: dict[str, tuple[Callable[[], Subsets], str]] = {
-    "another length": (lambda: Subsets.halves(10, n=12), "divide 10 examples, the training data has 12"),
+    "another length": (lambda: Subsets.halves(10, n=12), "10 training examples, the data has 12"),
     "members outside": (lambda: Subsets.halves(OVERLAPPING, n=5), "'c' has member 5, .* examples 0 to 4"),
-    "no length": (lambda: Subsets.without_each(OVERLAPPING), "do not say how many .* give n="),
+    "no length": (lambda: Subsets.without_each(OVERLAPPING), "do not record the number .* give n="),
     "one source": (lambda: Subsets.halves(Sources.groups({"a": [0]}), n=4), "at least two sources"),
     "no source": (lambda: Subsets.halves(0), "there are no sources"),
-    "nothing removed": (lambda: Subsets.without_each(4, only=[]), "no subset that lacks a source"),
+    "nothing removed": (lambda: Subsets.without_each(4, only=[]), "no subset lacks a source"),
     "unknown source": (lambda: Subsets.without_each(4, only=[4]), r"subset 1 lacks sources \(4,\): .* from 0 to 3"),
     "from the end": (lambda: Subsets.without(4, [[], [-1]]), r"subset 1 lacks sources \(-1,\)"),
-    "twice": (lambda: Subsets.without(4, [[], [1, 1]]), "give each once"),
+    "twice": (lambda: Subsets.without(4, [[], [1, 1]]), "give each position once"),
     "everything": (lambda: Subsets.without(4, [[], [0, 1, 2, 3]]), "subset 1 has no training example left"),
-    "one twice": (lambda: Subsets.without_each(4, only=[1, 2, 1]), "names a source more than once: 1, 2, 1"),
-    "no baseline": (lambda: Subsets.without(4, [[0], [1, 2]]), "a model that lacks nothing: add an empty list"),
+    "one twice": (lambda: Subsets.without_each(4, only=[1, 2, 1]), "contains a source more than once: 1, 2, 1"),
+    "no baseline": (lambda: Subsets.without(4, [[0], [1, 2]]), "a model trained on everything: add an empty list"),
     "no lists": (
         lambda: Subsets.without(4, cast(Any, [0, 1])),
-        "the positions .* each subset lacks: 'int' object is not iterable",
+        "positions .* each subset lacks: 'int' object is not iterable",
     ),
     "no position": (
         lambda: Subsets.without_each(4, only=[cast(Any, 1.5)]),
         "'float' object cannot be interpreted as an integer",
     ),
     "labels": (lambda: Subsets.halves(cast(Any, [0, 1, 0])), r"got a list: Sources\.by_label\(labels\) makes sources"),
-    "a float": (lambda: Subsets.without_each(cast(Any, 4.0)), "expected Sources, or how many .* got a float"),
+    "a float": (lambda: Subsets.without_each(cast(Any, 4.0)), "expected Sources, or the number .* got a float"),
     "true": (lambda: Subsets.without_each(True), "got a bool"),
     "no share": (
         lambda: Subsets.without_some(4, 2, share=cast(Any, "some")),
-        "share must lie between 0 and 1, got some",
+        "share must be between 0 and 1, got some",
     ),
-    "too large a share": (lambda: Subsets.without_some(4, 2, share=1.5), "share must lie between 0 and 1, got 1.5"),
+    "too large a share": (lambda: Subsets.without_some(4, 2, share=1.5), "share must be between 0 and 1, got 1.5"),
 }
 
 

@@ -305,7 +305,7 @@ def test_recording_does_not_change_the_training() -> None:
 def test_what_cannot_be_recorded_is_refused() -> None:
     with pytest.raises(PlanError, match="step 13 cannot be recorded: the training has steps 1 to 12"):
         recorded(ADAM, (1, 13))
-    with pytest.raises(PlanError, match="second moments belong to"):
+    with pytest.raises(PlanError, match="second moments exist for"):
         recorded(TRAINING, (1,))
 
 
@@ -435,7 +435,7 @@ def test_models_with_batch_norm_are_refused(layer: nn.Module) -> None:
 
 @pytest.mark.parametrize("build", MOVING.values(), ids=MOVING.keys())
 def test_models_with_buffers_that_are_not_constant_are_refused(build: Callable[[], nn.Module]) -> None:
-    with pytest.raises(TaskError, match=r"buffers that a training or a seed changes.*train\(subset, seed\)"):
+    with pytest.raises(TaskError, match=r"buffers that depend on training or on the seed.*train\(subset, seed\)"):
         Kind(build, PERCEPTRON.data).together(SUBSETS, SEEDS, TRAINING)
 
 
@@ -460,7 +460,7 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "epochs": ({"epochs": 0}, "epochs must be at least 1, got 0"),
     "batch size": ({"batch_size": 0}, "batch_size must be at least 1, got 0"),
     "step size": ({"lr": math.nan}, "lr must be at least 0, got nan"),
-    "momentum": ({"optimiser": "adam", "momentum": 0.9}, "momentum belongs to \"sgd\"; 'adam' has betas"),
+    "momentum": ({"optimiser": "adam", "momentum": 0.9}, "momentum= works with \"sgd\" only; 'adam' has betas"),
 }
 
 
@@ -471,7 +471,7 @@ def test_settings_that_cannot_be_meant_are_refused(change: dict[str, Any], messa
 
 
 def test_a_subset_that_fills_no_batch_is_refused() -> None:
-    with pytest.raises(DataError, match="a subset of 9 examples does not fill one batch of 10"):
+    with pytest.raises(DataError, match="a subset of 9 examples is smaller than one batch of 10"):
         PERCEPTRON.together(SUBSETS, SEEDS, replace(TRAINING, batch_size=10, drop_last=True))
 
 

@@ -118,7 +118,8 @@ def test_training_in_half_precision_is_near_that_in_full(small: Shakespeare) -> 
     once = replace(SMALL, dropout=0.0, training=replace(SMALL.training, epochs=1))
     everything = torch.arange(len(small.owners))
     full, half = (
-        once.together(small.train, compute=compute).train_stack([everything] * 2, [0, 1]) for compute in (None, "bfloat16")
+        once.together(small.train, compute=compute).train_stack([everything] * 2, [0, 1])
+        for compute in (None, "bfloat16")
     )
     task = language.task(once.build())
     losses = [measure_stack(task, stack, small.queries, len(small.passages)).mean(1) for stack in (full, half)]
