@@ -26,7 +26,7 @@ from imprint.sources import Sources
 from imprint.store.reading import DTYPES
 from imprint.task import Task
 
-_TYPE_NAMES = {"task": "imprint.Task", "sources": "imprint.Sources", "plan": "imprint.Plan"}
+_TYPE_NAMES = {"task": "an imprint.Task", "sources": "an imprint.Sources", "plan": "an imprint.Plan"}
 _NOT_TAKEN = (".pt", ".pth", ".bin", ".ckpt")  # checkpoint files that `simulate` refuses with advice
 
 
@@ -194,8 +194,8 @@ def _call_function(found: Any, string: str, what: str) -> Any:
     needed = [each.name for each in parameters if each.default is each.empty and each.kind not in optional]
     if needed:
         raise ConfigurationError(
-            f"{string} must be a {_TYPE_NAMES.get(what, what)}, or a function that returns one without arguments; this "
-            f"function needs {' and '.join(needed)}."
+            f"{string} is a function that needs {' and '.join(needed)}, but it is called without arguments: give "
+            f"{_TYPE_NAMES.get(what, f'the {what}')}, or a function without arguments that returns it."
         )
     try:
         return found()

@@ -119,14 +119,14 @@ def test_a_file_is_read_with_its_paths_relative_to_it(tmp_path: Path) -> None:
     ("text", "words"),
     [
         ('tasks = "model.py:task"', "has an unknown setting 'tasks'; did you mean task?"),
-        ("xyz = 1", "has an unknown setting 'xyz'; there are batch_size, checkpoints"),
-        ("task = 3", "task must be a text, got 3"),
+        ("xyz = 1", "has an unknown setting 'xyz'; known names: batch_size, checkpoints"),
+        ("task = 3", "task must be a string, got 3"),
         ("batch_size = true", "batch_size must be a whole number, got True"),
         ("batch_size = 1.5", "batch_size must be a whole number, got 1.5"),
         ("plan = 3", "plan must be a table, got 3"),
-        ("memory = 1.5", "memory must be a number of bytes or a text"),
-        ("checkpoints = 3", "checkpoints must be a list of texts, got 3"),
-        ("checkpoints = [3]", "checkpoints must be texts, got [3]"),
+        ("memory = 1.5", "memory must be a number of bytes or a string"),
+        ("checkpoints = 3", "checkpoints must be a list of strings, got 3"),
+        ("checkpoints = [3]", "checkpoints must be strings, got [3]"),
         ("task = ", "cannot be read: Invalid value"),
         ("\xff", "cannot be read: "),
     ],
@@ -377,15 +377,15 @@ FAILURES = {
     "of a function in a library": ("def task():\n    torch.stack([])", "failed: model.py, line 10: RuntimeError"),
     "of a function that wants more": (
         "def task(x): pass",
-        "model.py:task is no imprint.Task: it is a function that needs x, and here a function is called without",
+        "model.py:task is a function that needs x, but it is called without arguments: give an imprint.Task",
     ),
-    "of the plan": ("plan = {'steps': 3}", "plan in model.py is no imprint.Plan: it has type dict"),
-    "of the task": ("task = nn.Linear(2, 2)", "model.py:task is no imprint.Task: it has type Linear"),
+    "of the plan": ("plan = {'steps': 3}", "plan in model.py is a dict, not an imprint.Plan"),
+    "of the task": ("task = nn.Linear(2, 2)", "model.py:task is a Linear, not an imprint.Task"),
     "of the data": (
         "del data",
-        "model.py:task has no 'data' beside it: name the training data with --data FILE.py:NAME",
+        "model.py:task has no 'data' beside it: give the training data with --data FILE.py:NAME",
     ),
-    "of the sources": ("", "name the sources (or say per-example) with --sources FILE.py:NAME"),
+    "of the sources": ("", "give the sources (or per-example) with --sources FILE.py:NAME"),
 }
 
 

@@ -474,7 +474,9 @@ def test_scores_of_other_data_are_refused() -> None:
         evaluate(result, replace(truth, about=same))
     other = replace(truth, about=about(data="other"))
     for use in (lambda: evaluate(result, other), lambda: result.calibrate(other)):
-        with pytest.raises(DataError, match="other training data than the ground truth, or of the same in another order"):
+        with pytest.raises(
+            DataError, match="other training data than the ground truth, or of the same in another order"
+        ):
             use()
 
 
