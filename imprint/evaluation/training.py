@@ -22,6 +22,8 @@ from imprint.errors import DataError, PlanError, TaskError
 from imprint.evaluation.subsets import DROPOUT, derived
 from imprint.runtime.memory import activation_bytes, budget
 from imprint.task import Batch, Functional, Parameters, Task
+from imprint.tensors.batching import attempt, vectorise_or_loop
+from imprint.tensors.vectors import over_rows
 
 Optimiser = Literal["sgd", "adam", "adamw"]
 Schedule = Literal["constant", "linear", "cosine"]
@@ -225,7 +227,12 @@ class _Descent:
 
     def step(self, batch: Batch, weights: Tensor) -> None:
         """One step of every model that has examples in it; the others wait for the next epoch."""
-        downhill = self._gradients(self.theta, self._frozen, batch, weights)
+        downhill, reason = attempt(lambda: self._gradients(self.theta, self._frozen, batch, weights))
+        if downhill is None:
+            raise TaskError(
+                f"this model cannot be trained in one batch with others ({reason}): give a function "
+                "train(subset, seed) that trains one."
+            )
         training = self._training
         active = (weights.sum(1) > 0).to(self._taken.dtype)
         rate = training.rate(self._taken, self._whole) * active
@@ -275,8 +282,12 @@ def _blend(state: Tensor, keep: float, new: Tensor, share: float, on: Tensor | N
 def measured(task: Task, stacked: Parameters, batch: Batch, count: int) -> Tensor:
     """F of the queries under every model of a stack, shape (models, queries)."""
     functional, _ = task.at(task.state())
+
+    def measure(vectorise: bool) -> Tensor:
+        return over_rows(lambda theta: functional.measures(theta, batch, count), stacked, vectorise=vectorise)  # type: ignore[no-any-return]
+
     with torch.no_grad(), task.evaluating():
-        return vmap(lambda theta: functional.measures(theta, batch, count))(stacked)
+        return vectorise_or_loop(measure)[0]
 
 
 def models_at_once(
