@@ -14,9 +14,9 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor, nn
 from torch.func import grad, vmap
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from imprint.batches import leaves, map_tensors
+from imprint.compat import has_batch_norm, math_attention
 from imprint.data import Data
 from imprint.errors import DataError, PlanError, TaskError
 from imprint.evaluation.subsets import DROPOUT, derived
@@ -185,7 +185,7 @@ def _train(
     descent = _Descent(functional, theta, frozen, training, same=same, whole=whole)
     shuffles = [torch.Generator().manual_seed(seed) for seed in orders or seeds]
     dropout, step = derived(seeds[0], DROPOUT), 0
-    with _seeded(dropout), sdpa_kernel(SDPBackend.MATH):  # fused attention knows nothing of many models at once
+    with _seeded(dropout), math_attention():  # fused attention takes one model at a time
         for epoch in range(1, training.epochs + 1):
             examples, weights = _epoch(subsets, shuffles, training, next(iter(theta.values())))
             for chosen, weight in zip(examples, weights, strict=True):
@@ -318,7 +318,7 @@ def _refuse(models: Sequence[nn.Module], task_of: Callable[[nn.Module], Task], d
     Buffers that are the same in every model and stay so, as rotary frequencies and causal masks do, are shared.
     """
     model = models[0]
-    alike = not any(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in model.modules())
+    alike = not has_batch_norm(model)
     if alike and (before := {name: buffer.detach().clone() for name, buffer in model.named_buffers()}):
         alike = all(_equal(before, dict(other.named_buffers())) for other in models[1:])
         with _seeded(0), torch.no_grad():
