@@ -4,9 +4,9 @@ import logging
 
 import torch
 
-from imprint.errors import ImprintError, first_line
 from imprint.simulation.descent import Descent
 from imprint.simulation.source_gradients import source_gradients
+from imprint.tensors.batching import attempt
 from imprint.tensors.rows import Rows, factorable, gradients, parameters_of
 
 logger = logging.getLogger(__name__)
@@ -21,17 +21,16 @@ def find_layers(descent: Descent) -> tuple[str, ...]:
     if descent.plan.form != "factored" or max(descent.sources.sizes) > 1:
         return ()
     some, two = (torch.arange(min(count, descent.n)) for count in (_TRIED, 2))
-    try:
+
+    def factor() -> tuple[str, ...]:
         found = factorable(descent.task, descent.start, descent.data.gather(some), len(some))
         gradients(descent.task.losses, descent.start, descent.data.gather(two), len(two), descent.task.task, found)
-    except (ImprintError, torch.OutOfMemoryError):
-        raise
-    except Exception as error:
-        logger.warning(
-            "gradients of single examples cannot be taken apart, imprints are kept in full: %s", first_line(error)
-        )
-        return ()
-    return found
+        return found
+
+    layers, reason = attempt(factor)
+    if reason is not None:
+        logger.warning("gradients of single examples cannot be taken apart, imprints are kept in full: %s", reason)
+    return layers or ()
 
 
 def take_gradients(descent: Descent, layers: tuple[str, ...]) -> Rows:

@@ -12,6 +12,7 @@ import torch
 
 from imprint.batches import shown_batch
 from imprint.checks.soundness import examine
+from imprint.compat import has_batch_norm
 from imprint.data import Collate, Data, HashData
 from imprint.errors import DataError, PlanError, ReliabilityWarning, SimulationError
 from imprint.model.dropout import dropouts
@@ -19,7 +20,7 @@ from imprint.plan import Plan, Settings, State
 from imprint.runtime.notices import Notices
 from imprint.simulation.curvature_check import report_curvature
 from imprint.simulation.descent import Descent
-from imprint.simulation.guards import has_batch_norm, moments_scale, unfelt_moments
+from imprint.simulation.guards import moments_scale, unfelt_moments
 from imprint.simulation.moments import BATCHES, COMPARED, estimate_moments
 from imprint.simulation.preconditioner import Preconditioner, compare
 from imprint.simulation.preflight import Result, check_device, own, refuse_nonfinite, warn_half_precision
