@@ -351,10 +351,10 @@ class Reader:
             assert self._step is not None
             c = _lengths(base.scale, imprints, self._step)
             return between(measure, base.theta, imprints, c, c, vectorise=self._vectorise)
-        checkpoint = self.store.checkpoints[base.index]
-        assert checkpoint.epsilon is not None
+        epsilon = self.store.checkpoints[base.index].choices.epsilon
+        assert epsilon is not None
         rows = next(iter(imprints.values()))
-        up = rows.new_full((len(rows),), checkpoint.epsilon / self.store.n)
+        up = rows.new_full((len(rows),), epsilon / self.store.n)
         down = torch.zeros_like(up) if self.store.manifest.plan.variant == "one_sided" else up
         return between(measure, base.theta, imprints, up, down, midpoints, vectorise=self._vectorise)
 

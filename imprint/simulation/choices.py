@@ -8,7 +8,8 @@ from typing import Any
 
 from imprint.errors import PlanError
 from imprint.plan import Plan
-from imprint.store.manifest import Checkpoint, check_planned
+from imprint.store.checkpoint import Checkpoint
+from imprint.store.manifest import check_planned
 from imprint.store.values import Value
 from imprint.tensors.rows import parameters_of
 
