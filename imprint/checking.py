@@ -17,7 +17,8 @@ from imprint.batches import map_tensors
 from imprint.data import Collate, HashData, as_tensors, is_columns, query_batches
 from imprint.errors import ImprintError, SimulationError, first_line
 from imprint.plan import Engine, Plan, State
-from imprint.readout.reader import Kind, Reader
+from imprint.readout.kernels import ReadoutName
+from imprint.readout.reader import Reader
 from imprint.runtime.progress import duration
 from imprint.runtime.turns import settle_child
 from imprint.simulation.descent import FullBatch
@@ -188,7 +189,7 @@ def check(
         works = any(isinstance(found, Store) for found in stores.values())
         chosen = stores[inputs.plan.engine]
         stores = {inputs.plan.engine: chosen, **stores}  # readouts are tried on its own store, if there is one
-        readouts = tuple(_readout(task, stores, kind, batch, count) for kind in get_args(Kind)) if works else ()
+        readouts = tuple(_readout(task, stores, kind, batch, count) for kind in get_args(ReadoutName)) if works else ()
         try:
             if isinstance(chosen, Exception):
                 raise chosen
@@ -273,7 +274,9 @@ def _engine(name: str, found: Store | Exception) -> Possibility:
     return Possibility(name, True, _together(found.checkpoints[0].measured.one_by_one))
 
 
-def _readout(task: Task, stores: dict[Engine, Store | Exception], kind: Kind, batch: Batch, count: int) -> Possibility:
+def _readout(
+    task: Task, stores: dict[Engine, Store | Exception], kind: ReadoutName, batch: Batch, count: int
+) -> Possibility:
     """Whether queries can be read out this way from a store, if it holds what the readout needs."""
     found = stores["trajectories"] if kind == "literal" else next(s for s in stores.values() if isinstance(s, Store))
     if isinstance(found, Exception):

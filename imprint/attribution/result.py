@@ -15,7 +15,8 @@ from imprint.attribution.saved import load_scores, save_scores
 from imprint.data import Collate, Data, query_batches
 from imprint.display import for_html, for_picture, for_terminal
 from imprint.errors import MissingExtra, ReadoutError
-from imprint.readout.reader import Kind, Reader
+from imprint.readout.kernels import ReadoutName
+from imprint.readout.reader import Reader
 from imprint.runtime.notices import Notices
 from imprint.runtime.progress import Advance, Progress
 from imprint.runtime.turns import settle_child
@@ -36,7 +37,7 @@ Query = int | Literal["mean"]
 class ReadoutOptions(TypedDict, total=False):
     """The options of `attribute`, for its two signatures."""
 
-    readout: Kind
+    readout: ReadoutName
     by: Order
     batch_size: int
     collate_fn: Collate | None
@@ -294,7 +295,7 @@ def attribute(
     store: Store | str | os.PathLike[str],
     queries: Any,
     *,
-    readout: Kind = "jvp",
+    readout: ReadoutName = "jvp",
     top: int | None = None,
     by: Order = "magnitude",
     batch_size: int = 64,

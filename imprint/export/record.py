@@ -23,7 +23,7 @@ from imprint.errors import ReadoutError, StoreError
 from imprint.export.gains import DTYPES, Gains
 from imprint.export.likelihood import COLUMNS, as_batches, log_likelihood, refuse_tokens
 from imprint.export.point import Counted, Point
-from imprint.readout.reader import forward_only
+from imprint.readout.kernels import forward_only
 from imprint.store.checkpoint import INSIDE
 from imprint.store.files import LOCK, Lock, clear_leftovers, sha256, temporary_folder, write
 from imprint.store.reading import Store

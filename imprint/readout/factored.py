@@ -99,7 +99,7 @@ class FactoredReadout:
         return forward_along(self._functional.measures, self._theta, batch, count, self._functional.task, rows)
 
     def _gradients(self, batch: Batch, count: int) -> Rows:
-        layers = self._store.checkpoints[self._checkpoint].layers
+        layers = self._store.checkpoints[self._checkpoint].choices.layers
         return gradients(self._functional.measures, self._theta, batch, count, self._functional.task, layers)
 
     def forget(self) -> None:
