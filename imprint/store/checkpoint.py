@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from statistics import median
 from typing import Literal
 
-from imprint.plan import Settings, Steps
+from imprint.plan import Curvature, Settings, Steps
 from imprint.store.records import Checksum, Count, NotNegative, Positive, read
 from imprint.store.values import Value
 
@@ -68,7 +68,8 @@ class Decided:
 class Measured:
     """Figures that were measured on the way. They describe a simulation; nothing is computed from them.
 
-    curvature: the smallest and the largest that was met; `stability` is by how much a step multiplies some direction.
+    curvature: the smallest and the largest that was met, of the matrix `curvature_of`.
+    stability: by how much a step multiplies some direction.
     one_by_one: why sources were not simulated together, where they were not.
     moments: where a preconditioner's second moments come from; `unmoved` is the share of values it left alone.
     epsilon_disagreement: how far imprints at ε and 2ε differ, by ε, where it was chosen.
@@ -79,6 +80,7 @@ class Measured:
     """
 
     curvature: tuple[float, float] | None = None
+    curvature_of: Curvature | None = None
     stability: float | None = None
     one_by_one: str | None = None
     moments: Literal["recorded", "estimated"] | None = None

@@ -26,6 +26,7 @@ from safetensors.torch import load_file
 
 from imprint.errors import DataError, StoreError, first_line
 from imprint.sources import Sources
+from imprint.store.checkpoint import Checkpoint, File
 from imprint.store.files import (
     LOCK,
     Lock,
@@ -42,8 +43,6 @@ from imprint.store.manifest import (
     MANIFEST,
     SCHEMA,
     SOURCES,
-    Checkpoint,
-    File,
     Manifest,
     Probes,
     check_request,

@@ -1,14 +1,17 @@
-"""Looks at how an earlier run has settled a checkpoint, before a simulation goes on with it.
+"""Checks what an earlier run has decided about a checkpoint, before a simulation takes it over.
 
 The choices come from the journal of an unfinished simulation, or from the manifest of a store that is replayed. Both
 are files that anybody may have written: what a simulation cannot have chosen is refused.
 """
 
+from operator import attrgetter
 from typing import Any
 
 from imprint.errors import PlanError
 from imprint.plan import Plan
-from imprint.store.manifest import Checkpoint, check_planned
+from imprint.simulation import engines
+from imprint.store.checkpoint import Checkpoint
+from imprint.store.manifest import check_planned
 from imprint.store.values import Value
 from imprint.tensors.rows import parameters_of
 
@@ -25,19 +28,15 @@ def check_choices(checkpoint: Checkpoint, index: int, request: dict[str, Any], v
     check_planned(checkpoint, index, plan, count, value)
     if checkpoint.weight == 0:
         value.fail(f"{value.field} has weight 0, so it is not simulated")
-    decided, found, measured = (
-        checkpoint.choices,
-        (value.mapping()["decided"]).mapping(),
-        value.mapping()["measured"].mapping(),
-    )
-    if plan.engine == "spectral" and decided.directions is None:
-        found["directions"].refuse("how many directions there are")
-    if checkpoint.measured.curvature is None:
-        measured["curvature"].refuse("the smallest and the largest curvature")
+    decided, curvature = checkpoint.choices, checkpoint.measured.curvature
+    found = value.mapping()["decided"].mapping()
+    for path in engines.get(plan).requires:
+        if attrgetter(path)(checkpoint) is None:
+            value.fail(f"{value.field}.{path} is missing")
     if not 0 < decided.lr <= _LARGEST:
         found["lr"].refuse("the size of a step")
-    if max(map(abs, checkpoint.measured.curvature)) > _LARGEST:
-        measured["curvature"].refuse("curvatures that a loss can have")
+    if curvature is not None and max(map(abs, curvature)) > _LARGEST:
+        value.mapping()["measured"].mapping()["curvature"].refuse("curvatures that a loss can have")
     low, high = _EPSILONS
     if decided.epsilon is not None and plan.epsilon == "auto" and not low <= decided.epsilon <= high:
         found["epsilon"].refuse("an ε that is tried")
