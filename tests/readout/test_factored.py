@@ -17,7 +17,7 @@ from imprint.cli.app import app
 from imprint.cli.inspection import inspected
 from imprint.readout.kernels import ReadoutName, query_gradients
 from imprint.readout.reader import Reader
-from imprint.simulation import frozen
+from imprint.simulation import runner
 from imprint.tensors.vectors import Flat
 from tests.tensors.test_rows import CASES, Make, mlp
 from tests.zoo import EXAMPLES, ZOO
@@ -210,7 +210,7 @@ def test_parts_that_cancel_are_rounded_together(form: Any) -> None:
 def test_a_store_whose_coefficients_are_bfloat16_is_still_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As the first versions wrote them."""
     with monkeypatch.context() as earlier:
-        earlier.setattr(frozen, "coefficients_dtype", lambda stored: stored)
+        earlier.setattr(runner, "coefficients_dtype", lambda stored: stored)
         old = store(task(), dtype=torch.bfloat16, out=tmp_path / "store")
     old.verify()
     assert old.factored(0, 0, N, {}, CPU).coefficients is not None
