@@ -31,7 +31,7 @@ from imprint import (
     self_influence,
     simulate,
 )
-from imprint.attribution.result import Labels
+from imprint.attribution.labels import Labels
 from imprint.cli.app import app, main
 from imprint.readout import base, kernels
 

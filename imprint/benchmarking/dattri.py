@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.func import vmap
 from torch.utils.data import DataLoader
 
-from imprint.attribution.result import attribute
+from imprint.attribution.scoring import attribute
 from imprint.batches import shown_batch
 from imprint.data import Data
 from imprint.errors import DataError, MissingExtra

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from imprint.attribution.result import Labels
+from imprint.attribution.labels import Labels
 from imprint.errors import ReadoutError
 from imprint.language.causal import LanguageTask
 from imprint.language.data import Completions, Tokenizer

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from imprint import Attribution, Plan, Sources, Task, attribute, simulate
-from imprint.attribution.result import Labels
+from imprint.attribution.labels import Labels
 from imprint.errors import ReliabilityWarning
 from imprint.readout.guards import Observed, beyond_range, opposed
 from tests.zoo import ZOO

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from imprint import Plan, Reader, ReadoutError, Sources, Store, Task, attribute, self_influence, simulate
-from imprint.attribution.result import Order
+from imprint.attribution.top import Order
 from imprint.readout.kernels import ReadoutName
 from imprint.task import Batch
 from imprint.tensors.vectors import norm, scale
