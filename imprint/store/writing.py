@@ -373,7 +373,7 @@ def _listed(place: Path) -> Iterator[File]:
     for number, line in enumerate(lines, 1):
         checksum, _, text = line.partition(b" ")
         if checksum == _checksum(text).encode():
-            yield File.from_json(parsed(text, place))
+            yield read(File, parsed(text, place))
         elif number < len(lines):
             raise StoreError(f"{place} is damaged in line {number}: delete it to have the finished shards made again.")
 
