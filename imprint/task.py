@@ -291,10 +291,13 @@ class Task:
                 raise TaskError(f"checkpoint tensor {name!r} has shape {theirs}, the model's is {tuple(mine.shape)}.")
         return {name: state[name].detach().to(mine.device, mine.dtype, copy=True) for name, mine in own.items()}
 
-    def at(self, state: Mapping[str, Tensor]) -> tuple["Functional", Parameters]:
-        """The task as pure functions around `state`, and the selected parameters there."""
+    def at(self, state: Mapping[str, Tensor], measure: PerExample | None = None) -> tuple["Functional", Parameters]:
+        """Return the task as pure functions around `state`, and the selected parameters there.
+
+        measure: what to measure of a query instead of the task's own measurement.
+        """
         fixed = {name: tensor for name, tensor in state.items() if name not in self.names}
-        return Functional(self, fixed), {name: state[name] for name in self.names}
+        return Functional(self, fixed, measure=measure), {name: state[name] for name in self.names}
 
     def call(self, function: PerExample, state: Mapping[str, Tensor], batch: Batch) -> Tensor:
         """`function(model, batch)` with the tensors of `state` swapped into a copy of the model."""
@@ -373,11 +376,13 @@ class Functional:
     """A task as pure functions of its selected parameters; all other tensors of the model are `fixed`.
 
     noise: seeds from which losses and outputs draw the model's dropout, always the same; None for no dropout.
+    measure: F, where it is another one than the task's own.
     """
 
     task: Task
     fixed: Parameters
     noise: tuple[int, ...] | None = None
+    measure: PerExample | None = None
 
     def losses(self, parameters: Mapping[str, Tensor], batch: Batch, count: int) -> Tensor:
         """ℓ(θ; i) for the `count` examples of a batch, shape (count,)."""
@@ -400,7 +405,7 @@ class Functional:
 
     def measures(self, parameters: Mapping[str, Tensor], batch: Batch, count: int) -> Tensor:
         """F(q; θ) for the `count` queries of a batch, shape (count,)."""
-        values = self.task.call(self.task.measure, {**self.fixed, **parameters}, batch)
+        values = self.task.call(self.measure or self.task.measure, {**self.fixed, **parameters}, batch)
         return _one_each(values, count, "measure", "query")
 
     def regulariser(self, parameters: Mapping[str, Tensor]) -> Tensor:

@@ -34,7 +34,7 @@ from imprint import (
     simulate,
 )
 from imprint.errors import TaskError
-from imprint.readout.reader import Kind
+from imprint.readout.kernels import ReadoutName
 from imprint.runtime import memory
 from imprint.simulation import estimate
 from tests.zoo import ZOO, Member
@@ -91,7 +91,7 @@ def test_check_says_what_simulate_and_attribute_do(name: str) -> None:
         assert found.estimate.bytes_per_source * len(store) == _row_bytes(store)
 
     assert isinstance(store, Store)  # of trajectories, from which everything can be read out
-    assert tuple(readout.name for readout in found.readouts) == get_args(Kind)
+    assert tuple(readout.name for readout in found.readouts) == get_args(ReadoutName)
     for readout in found.readouts:
         options: Any = {"readout": readout.name, "collate_fn": member.collate_fn, "progress": False}
         details = attribute(member.task, store, member.queries, **options).details

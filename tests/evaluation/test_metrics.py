@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from imprint import Attribution, DataError, ReadoutError, Sources, Task
-from imprint.attribution.result import Labels
+from imprint.attribution.labels import Labels
 from imprint.evaluation.metrics import Metric, evaluate, lds, loo, overlap, removal
 from imprint.evaluation.metrics import slope as slope_of
 from imprint.evaluation.mislabels import detection_auc, example_losses, mislabel_auc

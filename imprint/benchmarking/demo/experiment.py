@@ -8,7 +8,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from imprint.attribution.result import Attribution, attribute
+from imprint.attribution.result import Attribution
+from imprint.attribution.scoring import attribute
 from imprint.benchmarking.settings import digits
 from imprint.data import Data
 from imprint.evaluation.mislabels import example_losses
