@@ -4,14 +4,13 @@ Each guard is a pure function of measured figures: it returns a warning, or None
 hands it to `Notices`, so that it is shown once, kept in the store and repeated with every result.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from statistics import median
-from typing import TYPE_CHECKING, Any
-
-from torch import nn
+from typing import TYPE_CHECKING
 
 from imprint.errors import ReliabilityWarning
 from imprint.simulation.curvature import Spectrum, longer
+from imprint.store.checkpoint import Spread
 
 if TYPE_CHECKING:
     from imprint.simulation.preconditioner import Compared
@@ -19,11 +18,6 @@ if TYPE_CHECKING:
 _SCALES = 0.1, 1000.0  # of recorded √v̂ beside estimated: gradients shrink while a model learns, and do not grow
 _LARGER = 30.0  # times the others' imprints, in the weights of the mean
 _SHOWN = 4  # names in a message
-
-
-def has_batch_norm(model: nn.Module) -> bool:
-    """Whether a model normalises by statistics of its batch in training mode and by running ones in evaluation mode."""
-    return any(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in model.modules())
 
 
 def unfelt_moments(index: int, found: "Compared", batch_norm: bool) -> ReliabilityWarning | None:
@@ -78,12 +72,12 @@ def too_long(index: int, lr: float, damping: float, momentum: float, curvature: 
     )
 
 
-def outweighing(weights: Sequence[float], figures: Sequence[Mapping[str, Any]]) -> ReliabilityWarning | None:
+def outweighing(weights: Sequence[float], norms: Sequence[Spread | None]) -> ReliabilityWarning | None:
     """Say that one checkpoint's imprints are so much larger than the others' that it alone decides the mean."""
     sizes = {
-        index: weight * float(about["norms"]["median"])
-        for index, (weight, about) in enumerate(zip(weights, figures, strict=True))
-        if weight > 0 and "norms" in about
+        index: weight * norm.median
+        for index, (weight, norm) in enumerate(zip(weights, norms, strict=True))
+        if weight > 0 and norm is not None
     }
     if len(sizes) < 2:
         return None

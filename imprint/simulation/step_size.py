@@ -60,8 +60,8 @@ def gauss_newton_at(descent: Descent, theta: Parameters, parts: Iterable[Weighte
     return lanczos(product, start, iterations, tolerance=1e-2)
 
 
-def settle(descent: Descent, start: Spectrum) -> tuple[float, Spectrum]:
-    """A step of 1/(|μ| + λ) for the sharpest curvature on the path it makes, and the extremes met there.
+def choose_step(descent: Descent, start: Spectrum, tick: Callable[[], None] = lambda: None) -> tuple[float, Spectrum]:
+    """Return a step of 1/(|μ| + λ) for the sharpest curvature on the path it makes, and the extremes met there.
 
     With momentum it is longer, by as much as steps may be.
     Under a preconditioner μ is a curvature of M⁻¹(H + λI), and the step 1/|μ|.
@@ -69,7 +69,7 @@ def settle(descent: Descent, start: Spectrum) -> tuple[float, Spectrum]:
     assumed = start
     for _ in range(TRIES):
         step = assumed.step(descent.shift, descent.plan.momentum)
-        along = walk(replace(descent, lr=step))
+        along = walk(replace(descent, lr=step), tick=tick)
         if along is None:  # not even the unperturbed path holds at this step
             assumed = Spectrum(8 * assumed.smallest, 8 * assumed.largest)
         elif along.largest <= 1.25 * assumed.largest:
@@ -82,7 +82,7 @@ def settle(descent: Descent, start: Spectrum) -> tuple[float, Spectrum]:
     )
 
 
-def walk(descent: Descent, look: Look = curvature_at) -> Spectrum | None:
+def walk(descent: Descent, look: Look = curvature_at, tick: Callable[[], None] = lambda: None) -> Spectrum | None:
     """Curvature extremes along the unperturbed path; None if it goes uphill or to where losses are not finite."""
     looks = {max(1, round(share * descent.steps)) for share in LOOKS}
     theta, kept = {name: p.clone() for name, p in descent.start.items()}, descent.at_rest(descent.start)
@@ -92,7 +92,7 @@ def walk(descent: Descent, look: Look = curvature_at) -> Spectrum | None:
     for step, parts in enumerate(descent.batches(), start=1):
         try:
             descent.move_(theta, descent.base_gradient(theta, parts, step), kept)
-            descent.on_step(0)
+            tick()
             if step in looks:
                 if _mean_loss(descent, theta, reference) - begin > _UPHILL * max(abs(begin), 1e-3):
                     return None

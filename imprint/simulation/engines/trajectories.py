@@ -7,14 +7,19 @@ a preconditioner divides each step by M, momentum keeps a part of the last one.
 
 import logging
 from collections.abc import Iterable
-from dataclasses import replace
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 from imprint.errors import SimulationError
+from imprint.plan import EngineRules, Plan
 from imprint.simulation.derivatives import Weighted, gradient, regulariser_gradient
-from imprint.simulation.descent import Descent, Simulated, follow
+from imprint.simulation.descent import Descent
+from imprint.simulation.engines.paths import FIELDS, TRIED, PathEngine
+from imprint.simulation.engines.protocol import Chunk
+from imprint.simulation.path import Hooks, follow
+from imprint.simulation.source_gradients import source_gradients
 from imprint.task import Functional, Parameters
 from imprint.tensors.vectors import add_scaled_, minus, norm, over_rows, repeated, row_norms, scaled
 
@@ -24,25 +29,73 @@ EPSILONS = (1 / 8, 1 / 4, 1 / 2, 1.0, 2.0, 4.0, 8.0)
 _DRIFT_ALLOWED = 0.1  # of a source's own displacement, before mirroring it is refused
 
 
-def trajectories(descent: Descent, epsilon: float) -> Simulated:
-    """Imprints of the descent's sources from their perturbed trajectories."""
+class Trajectories(PathEngine):
+    """The paper's perturbed descents, for few sources and any model."""
+
+    name = "trajectories"
+    rules = EngineRules(
+        FIELDS | {"variant", "epsilon", "accept_drift", "keep_pair"},
+        second_order=False,
+        perturbs=True,
+        trial={"keep_pair": True},
+        tried=TRIED,
+    )
+
+    @property
+    def epsilon(self) -> float:
+        """By how much sources are up- and down-weighted; 1 before that is chosen."""
+        if self.decided is not None and self.decided.epsilon is not None:
+            return self.decided.epsilon
+        return 1.0 if self.plan.epsilon == "auto" else float(self.plan.epsilon)
+
+    def choose_epsilon(self) -> tuple[float | None, dict[str, float]]:
+        if self.plan.epsilon == "auto":
+            return choose_epsilon(self.descent)
+        return self.epsilon, {}
+
+    def walk(self, descent: Descent, hooks: Hooks) -> Chunk:
+        perturbed = perturb(descent, self.epsilon, hooks)
+        return Chunk(
+            perturbed.base,
+            perturbed.imprints,
+            drift=self.measure_drift(perturbed.end),
+            midpoints=perturbed.midpoints if descent.plan.keep_pair else None,
+            linearity=perturbed.linearity,
+        )
+
+    @classmethod
+    def rows_per_source(cls, plan: Plan) -> int:
+        """Return how many trajectories a source has."""
+        return 2 if plan.variant == "two_sided" else 1
+
+
+@dataclass(frozen=True)
+class Perturbed:
+    """What perturbed descents lead to: the read-out point, a row for each source, and the end θ_T⁰ of the path."""
+
+    base: Parameters
+    imprints: Parameters
+    end: Parameters
+    midpoints: Parameters | None = None
+    linearity: list[float] = field(default_factory=list)
+
+
+def perturb(descent: Descent, epsilon: float, hooks: Hooks) -> Perturbed:
+    """Return the imprints of the descent's sources from their perturbed trajectories."""
     variant, rows = descent.plan.variant, len(descent.sources)
-    two_sided = variant == "two_sided"
-    signs = [1.0] * rows + ([-1.0] * rows if two_sided else [])
-    if two_sided:
-        base, ends = _descend(descent, signs, epsilon)
+    if variant == "two_sided":
+        base, ends = _descend(descent, [1.0] * rows + [-1.0] * rows, epsilon, hooks)
         plus = {name: tensor[:rows] for name, tensor in ends.items()}
         minus_ends = {name: tensor[rows:] for name, tensor in ends.items()}
         apart = minus(plus, minus_ends)
         middle = {name: (plus[name] + minus_ends[name]) / 2 - base[name] for name in base}
         linearity = _ratio(2 * row_norms(middle), row_norms(apart)).tolist()
-        imprints = scaled(apart, descent.n / (2 * epsilon))
-        return Simulated(base, imprints, base, middle if descent.plan.keep_pair else None, linearity)
-    base, plus = _descend(descent, signs, epsilon)
+        return Perturbed(base, scaled(apart, descent.n / (2 * epsilon)), base, middle, linearity)
+    base, plus = _descend(descent, [1.0] * rows, epsilon, hooks)
     if variant == "one_sided":
-        return Simulated(base, scaled(minus(plus, base), descent.n / epsilon), base)
+        return Perturbed(base, scaled(minus(plus, base), descent.n / epsilon), base)
     _refuse_drift(descent, base, plus)
-    return Simulated(descent.start, scaled(minus(plus, descent.start), descent.n / epsilon), base)
+    return Perturbed(descent.start, scaled(minus(plus, descent.start), descent.n / epsilon), base)
 
 
 def _ratio(above: Tensor, below: Tensor) -> Tensor:
@@ -50,15 +103,15 @@ def _ratio(above: Tensor, below: Tensor) -> Tensor:
     return torch.where(below == 0, 0.0, above / below)
 
 
-def _descend(descent: Descent, signs: list[float], epsilon: float) -> tuple[Parameters, Parameters]:
-    """θ_T⁰ and the perturbed end points, one row for each source and sign."""
+def _descend(descent: Descent, signs: list[float], epsilon: float, hooks: Hooks) -> tuple[Parameters, Parameters]:
+    """Return θ_T⁰ and the perturbed end points, one row for each source and sign."""
     shift = epsilon / descent.n * torch.tensor(signs, dtype=descent.dtype, device=descent.data.device)
     extra: list[Tensor] = []
 
     def moving(base: Parameters, theta: Parameters, parts: Iterable[Weighted], step: int) -> Parameters:
         if not descent.is_full_batch:
             total = _gradients(descent, theta, parts, extra, step)
-            own = descent.source_gradients(theta, step, per_row=True)
+            own = source_gradients(descent, theta, step, per_row=True)
             for name, tensor in total.items():
                 tensor += own[name] * shift.reshape(-1, *[1] * (tensor.dim() - 1))
             return total
@@ -68,7 +121,11 @@ def _descend(descent: Descent, signs: list[float], epsilon: float) -> tuple[Para
         return _gradients(descent, theta, parts, extra, step)
 
     together = repeated(descent.start, len(signs))
-    return follow(descent, together, moving, responses=lambda base, theta: minus(theta, base), removal=1 / epsilon)
+
+    def responses(base: Parameters, theta: Parameters) -> Parameters:
+        return minus(theta, base)
+
+    return follow(descent, together, moving, responses, removal=1 / epsilon, hooks=hooks)
 
 
 def _gradients(
@@ -115,12 +172,12 @@ def _refuse_drift(descent: Descent, base: Parameters, plus: Parameters) -> None:
 
 def choose_epsilon(descent: Descent) -> tuple[float, dict[str, float]]:
     """The ε whose imprints agree best with those at 2ε, over a few sources, and the disagreement at each."""
-    quiet = replace(descent, sources=descent.sources.spread(3), on_step=lambda rows: None, snapshot=None)
+    few = descent.with_sources(descent.sources.spread(3))
     imprints: dict[float, Parameters] = {}
     last: SimulationError | None = None
     for epsilon in EPSILONS:
         try:
-            imprints[epsilon] = trajectories(quiet, epsilon).imprints
+            imprints[epsilon] = perturb(few, epsilon, Hooks()).imprints
         except SimulationError as error:
             logger.info("epsilon %g is out of reach: %s", epsilon, error)
             last = error

@@ -9,19 +9,45 @@ from collections.abc import Callable, Iterable
 
 from torch import Tensor
 
-from imprint.simulation.derivatives import (
-    Weighted,
-    gauss_newton_along,
-    gradient_along,
-    regulariser_gradient_along,
-)
-from imprint.simulation.descent import Descent, Simulated, follow
+from imprint.plan import EngineRules, Plan
+from imprint.simulation.derivatives import Weighted, gauss_newton_along, gradient_along, regulariser_gradient_along
+from imprint.simulation.descent import Descent
+from imprint.simulation.engines.paths import FIELDS, TRIED, PathEngine
+from imprint.simulation.engines.protocol import Choice, Chunk
+from imprint.simulation.path import Hooks, follow
+from imprint.simulation.source_gradients import source_gradients
 from imprint.task import Parameters
 from imprint.tensors.vectors import add_scaled_, over_rows, zeros_like
 
 
-def tangent(descent: Descent) -> Simulated:
-    """Imprints of the descent's sources by the response recursion."""
+class Tangent(PathEngine):
+    """The response recursion, for sources in the hundreds and models that forward mode covers."""
+
+    name = "tangent"
+    rules = EngineRules(FIELDS | {"curvature"}, tried=(*TRIED, "curvature"))
+
+    def walk(self, descent: Descent, hooks: Hooks) -> Chunk:
+        base, imprints = respond(descent, hooks)
+        return Chunk(base, imprints, drift=self.measure_drift(base))
+
+    @classmethod
+    def propose(cls, choice: Choice) -> Plan | None:
+        """Return a plan for sources that are groups of examples."""
+        if not choice.grouped:
+            return None
+        paths = choice.paths()
+        return Plan(
+            engine=cls.name,
+            steps=tuple(steps for steps, _ in paths),
+            lr=tuple(size for _, size in paths),
+            weight=choice.weights,
+            curvature="gauss-newton",
+            dropout=choice.dropout,
+        )
+
+
+def respond(descent: Descent, hooks: Hooks) -> tuple[Parameters, Parameters]:
+    """Return θ_T⁰ and the response of each source to its weight."""
     indicators: list[Tensor] = []
 
     def moving(base: Parameters, responses: Parameters, parts: Iterable[Weighted], step: int) -> Parameters:
@@ -31,12 +57,11 @@ def tangent(descent: Descent) -> Simulated:
             return _along(descent, base, parts, responses, indicators, step)
         still = [part.weights.new_zeros(len(descent.sources), len(part)) for part in parts]
         total = _along(descent, base, parts, responses, still, step)
-        add_scaled_(total, descent.source_gradients(base, step, per_row=False), 1.0)
+        add_scaled_(total, source_gradients(descent, base, step), 1.0)
         return total
 
     nothing = zeros_like(descent.start, len(descent.sources))
-    base, imprints = follow(descent, nothing, moving, responses=lambda base, rows: rows, removal=1 / descent.n)
-    return Simulated(base=base, imprints=imprints, end=base)
+    return follow(descent, nothing, moving, responses=lambda base, rows: rows, removal=1 / descent.n, hooks=hooks)
 
 
 def _along(

@@ -1,21 +1,22 @@
-"""Looks at how an earlier run has settled a checkpoint, before a simulation goes on with it.
+"""Checks what an earlier run has decided about a checkpoint, before a simulation takes it over.
 
 The choices come from the journal of an unfinished simulation, or from the manifest of a store that is replayed. Both
 are files that anybody may have written: what a simulation cannot have chosen is refused.
 """
 
+from operator import attrgetter
 from typing import Any
 
 from imprint.errors import PlanError
 from imprint.plan import Plan
-from imprint.store.manifest import Checkpoint, check_planned
+from imprint.simulation import engines
+from imprint.store.checkpoint import Checkpoint
+from imprint.store.manifest import check_planned
 from imprint.store.values import Value
 from imprint.tensors.rows import parameters_of
 
 _LARGEST = 1e100  # of steps and curvatures: their products are numbers still
 _EPSILONS = 1e-6, 1e6  # far beyond all that are tried
-_FIGURES = ("rows_at_once", "vectorised")
-_OF_PATHS, _OF_SPECTRA = ("curvature",), ("directions",)
 
 
 def check_choices(checkpoint: Checkpoint, index: int, request: dict[str, Any], value: Value) -> None:
@@ -27,18 +28,19 @@ def check_choices(checkpoint: Checkpoint, index: int, request: dict[str, Any], v
     check_planned(checkpoint, index, plan, count, value)
     if checkpoint.weight == 0:
         value.fail(f"{value.field} has weight 0, so it is not simulated")
-    figures, found = checkpoint.figures, value.mapping()
-    for name in (*_FIGURES, *(_OF_SPECTRA if plan.engine == "spectral" else _OF_PATHS)):
-        if name not in figures:
-            value.fail(f"{value.field}.figures[{name!r}] is missing")
-    if not 0 < checkpoint.lr <= _LARGEST:
+    decided, curvature = checkpoint.choices, checkpoint.measured.curvature
+    found = value.mapping()["decided"].mapping()
+    for path in engines.get(plan).requires:
+        if attrgetter(path)(checkpoint) is None:
+            value.fail(f"{value.field}.{path} is missing")
+    if not 0 < decided.lr <= _LARGEST:
         found["lr"].refuse("the size of a step")
-    if max(map(abs, figures.get("curvature", [0.0]))) > _LARGEST:
-        found["figures"].mapping()["curvature"].refuse("curvatures that a loss can have")
+    if curvature is not None and max(map(abs, curvature)) > _LARGEST:
+        value.mapping()["measured"].mapping()["curvature"].refuse("curvatures that a loss can have")
     low, high = _EPSILONS
-    if checkpoint.epsilon is not None and plan.epsilon == "auto" and not low <= checkpoint.epsilon <= high:
+    if decided.epsilon is not None and plan.epsilon == "auto" and not low <= decided.epsilon <= high:
         found["epsilon"].refuse("an ε that is tried")
-    if checkpoint.layers and plan.form != "factored":
+    if decided.layers and plan.form != "factored":
         found["layers"].refuse("empty where imprints are not factored")
     for layer in found["layers"].items():
         about = request["parameters"].get(parameters_of(layer.text())[0])
