@@ -111,7 +111,9 @@ def simulate(
             if replay is not None:
                 _take_over(replay, request, writer, inputs)
             run = _Run(inputs, memory, writer, bar)
-            done = tuple(run.checkpoint(index, settings) for index, settings in enumerate(inputs.settings))
+            done: tuple[Checkpoint, ...] = ()
+            for index, settings in enumerate(inputs.settings):
+                done = (*done, run.checkpoint(index, settings))
             inputs.notice(outweighing([c.weight for c in done], [c.measured.norms for c in done]))
             cost = {"seconds": time.monotonic() - started, "peak_bytes": peak.bytes, "resumed": resumed}
             return writer.finish(_manifest(inputs, writer, request, done, run.probes(done), cost, note))

@@ -2,8 +2,8 @@
 
 import logging
 import time
-from abc import abstractmethod
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from itertools import pairwise
 from statistics import median
@@ -12,11 +12,11 @@ from typing import ClassVar
 from imprint.errors import DivergenceError, SimulationError
 from imprint.plan import Plan, Settings
 from imprint.runtime.memory import tensor_bytes
-from imprint.runtime.timing import Result, measure_seconds
+from imprint.runtime.timing import measure_seconds
 from imprint.simulation.curvature import Spectrum
 from imprint.simulation.descent import Descent
 from imprint.simulation.divergence import advise
-from imprint.simulation.engines.protocol import Chunk, Cost, Engine
+from imprint.simulation.engines.protocol import Cost, Engine
 from imprint.simulation.guards import too_long
 from imprint.simulation.path import Hooks
 from imprint.simulation.step_size import LOOK_ITERATIONS, LOOKS, choose_step, curvature_at, starting_curvature
@@ -37,10 +37,6 @@ class PathEngine(Engine):
 
     unit: ClassVar[str] = "source-steps"
     requires: ClassVar[tuple[str, ...]] = ("measured.curvature",)
-
-    @abstractmethod
-    def walk(self, descent: Descent, hooks: Hooks) -> Chunk:
-        """Follow the path with all sources of the descent."""
 
     def choose_epsilon(self) -> tuple[float | None, dict[str, float]]:
         """Return by how much sources are perturbed, and how far ε and 2ε disagree for each that was tried."""
@@ -67,18 +63,17 @@ class PathEngine(Engine):
             moments=self.descent.preconditioner.moments if self.descent.preconditioner else None,
             unmoved=self.descent.preconditioner.unmoved if self.descent.preconditioner else None,
         )
-        epsilon, disagreement = self._with_advice(self.choose_epsilon)
+        with self.advising():
+            epsilon, disagreement = self.choose_epsilon()
         self.measured = replace(self.measured, epsilon_disagreement=disagreement)
         rows = self.rows_that_fit()
         self.decided = Decided(self.descent.lr, rows, rows, self.descent.vectorise, epsilon)
 
-    def simulate(self, descent: Descent, hooks: Hooks) -> Chunk:
-        """Simulate the imprints of a descent's sources; one that diverges says what to do."""
-        return self._with_advice(lambda: self.walk(descent, hooks))
-
-    def _with_advice(self, call: Callable[[], Result]) -> Result:
+    @contextmanager
+    def advising(self) -> Iterator[None]:
+        """Say what to do about a path that diverges."""
         try:
-            return call()
+            yield
         except DivergenceError as error:
             if self.measured.curvature is None:
                 raise

@@ -53,15 +53,13 @@ class Trajectories(PathEngine):
             return choose_epsilon(self.descent)
         return self.epsilon, {}
 
-    def walk(self, descent: Descent, hooks: Hooks) -> Chunk:
-        perturbed = perturb(descent, self.epsilon, hooks)
-        return Chunk(
-            perturbed.base,
-            perturbed.imprints,
-            drift=self.measure_drift(perturbed.end),
-            midpoints=perturbed.midpoints if descent.plan.keep_pair else None,
-            linearity=perturbed.linearity,
-        )
+    def simulate(self, descent: Descent, hooks: Hooks) -> Chunk:
+        """Follow the perturbed descents, and take their differences."""
+        with self.advising():
+            found = perturb(descent, self.epsilon, hooks)
+        drift = self.measure_drift(found.end)
+        midpoints = found.midpoints if descent.plan.keep_pair else None
+        return Chunk(found.base, found.imprints, drift=drift, midpoints=midpoints, linearity=found.linearity)
 
     @classmethod
     def rows_per_source(cls, plan: Plan) -> int:
