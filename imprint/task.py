@@ -22,6 +22,7 @@ from imprint.errors import TaskError
 from imprint.model.dropout import dropping
 from imprint.model.replica import Replica
 from imprint.model.supported import refuse_unsupported
+from imprint.runtime.threads import warn_of_threads
 from imprint.runtime.turns import one_at_a_time
 
 Parameters = dict[str, Tensor]
@@ -314,6 +315,7 @@ class Task:
             if self._turn is turn and self._evaluates:  # within an outer call everything is ready, and stays as it is
                 yield
                 return
+            warn_of_threads(self.model)
             if self._turn is not turn:  # a forked child may find the copy in the middle of a call
                 self._turn, self._replica = turn, Replica(self.model)
             current = self._replica.current(self._prepared)

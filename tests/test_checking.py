@@ -3,7 +3,6 @@
 import gc
 import logging
 import math
-import os
 import re
 import shutil
 import tempfile
@@ -35,7 +34,6 @@ from imprint import (
 )
 from imprint.errors import TaskError
 from imprint.readout.kernels import ReadoutName
-from imprint.runtime import memory
 from imprint.simulation import estimate
 from tests.zoo import ZOO, Member
 
@@ -464,16 +462,3 @@ def test_a_check_can_be_read() -> None:
     member.data[0][3] = torch.nan
     text = str(checked(member, PLANS["tangent"]))
     assert text.startswith("problem: the loss of training example 3 is nan: look for NaN")
-
-
-@pytest.mark.parametrize(("limit", "left"), [("max", None), (str(3 << 30), 2 << 30), (str(1 << 30), 64 << 20)])
-def test_free_memory_is_what_a_container_leaves(
-    limit: str, left: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    machine = {"SC_AVPHYS_PAGES": 1 << 24, "SC_PAGE_SIZE": 1 << 12}
-    monkeypatch.setattr(os, "sysconf", machine.__getitem__)
-    monkeypatch.setattr(memory, "Path", lambda place: tmp_path if place == "/sys/fs/cgroup" else Path(place))
-    assert memory._free() == 1 << 36  # there is no such file
-    (tmp_path / "memory.max").write_text(f"{limit}\n")
-    (tmp_path / "memory.current").write_text(f"{1 << 30}\n")
-    assert memory._free() == (1 << 36 if left is None else left)

@@ -30,7 +30,7 @@ try:
     from dattri.algorithm.base import BaseAttributor
     from dattri.task import AttributionTask
 except ImportError as error:
-    raise MissingExtra("the attributor for dattri", "peers") from error
+    raise MissingExtra("the attributor for dattri", "bench") from error
 
 
 class ImprintAttributor(BaseAttributor):  # type: ignore[misc]  # dattri has no types

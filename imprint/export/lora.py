@@ -81,7 +81,7 @@ def import_peft() -> Any:
     try:
         import peft
     except ImportError as error:
-        raise MissingExtra("an export", "hf") from error
+        raise MissingExtra("an export", "language") from error
     return peft
 
 

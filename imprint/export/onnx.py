@@ -149,7 +149,7 @@ def _runtime() -> Any:
         import onnxruntime
         import onnxscript  # noqa: F401
     except ImportError as error:
-        raise MissingExtra("an ONNX export", "export") from error
+        raise MissingExtra("an ONNX export", "language") from error
     return onnxruntime
 
 
