@@ -264,7 +264,7 @@ class Reader:
         def in_full(imprints: Parameters) -> Tensor:
             return base.jvp(imprints, batch, count, vectorise=True)
 
-        reason = self._factored[base.index].serves(in_full, self.readout == "jvp", batch, count)
+        reason = self._factored[base.index].why_unusable(in_full, self.readout == "jvp", batch, count)
         if reason is not None:
             logger.warning("factored imprints are multiplied out to be read: %s", reason)
             self._in_full = True
