@@ -6,7 +6,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from imprint.simulation import step
+from imprint.simulation import step_size
 
 try:
     from hypothesis import settings
@@ -38,7 +38,7 @@ def one_thread() -> Iterator[None]:
 @pytest.fixture(scope="session", autouse=True)
 def few_curvature_products() -> Iterator[None]:
     """Measure the curvature where a simulation starts by two products instead of thirty: that halves a tiny one."""
-    with step.coarse_curvature():
+    with step_size.coarse_curvature():
         yield
 
 
@@ -48,9 +48,9 @@ def all_curvature_products(request: pytest.FixtureRequest) -> Iterator[None]:
     if request.node.get_closest_marker("curvature") is None:
         yield
         return
-    token = step._START_ITERATIONS.set(30)
+    token = step_size._START_ITERATIONS.set(30)
     yield
-    step._START_ITERATIONS.reset(token)
+    step_size._START_ITERATIONS.reset(token)
 
 
 @pytest.fixture(autouse=True)
