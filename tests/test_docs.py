@@ -1,13 +1,12 @@
 """Check that the docs say what is there: quoted messages, links, the navigation, names of functions and tests.
 
-An entry of the troubleshooting page is a heading such as ### `source … has no members: …`, where … stands for a variable
-part or, at the end, for the rest of the message. Messages are read from the syntax tree of the package: those of
-`ImprintError`s, of warnings and of logged warnings. Where a function raises what it is given, as in
+An entry of the troubleshooting page is a heading such as ### `source … has no members: …`, where … stands for a
+variable part or, at the end, for the rest of the message. Messages are read from the syntax tree of the package: those
+of `ImprintError`s, of warnings and of logged warnings. Where a function raises what it is given, as in
 `_require(…, "steps", …, "at least 1")`, the words of each call are filled in.
 """
 
 import ast
-import importlib
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -183,19 +182,32 @@ def test_every_page_is_in_the_navigation() -> None:
     assert sorted(listed) == sorted(page.name for page in DOCS.glob("*.md"))
 
 
+def _bound(body: list[ast.stmt]) -> dict[str, ast.stmt]:
+    """The names that statements bind, with the statement that does."""
+    found: dict[str, ast.stmt] = {}
+    for node in body:
+        if isinstance(node, Function | ast.ClassDef):
+            found[node.name] = node
+        elif isinstance(node, ast.Import | ast.ImportFrom):
+            found.update({alias.asname or alias.name: node for alias in node.names})
+        elif isinstance(node, ast.Assign | ast.AnnAssign):
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+            found.update({target.id: node for target in targets if isinstance(target, ast.Name)})
+    return found
+
+
 def _exists(dotted: str) -> bool:
-    """Whether a dotted name is a module of the library or something in one."""
-    parts = dotted.split(".")
-    for count in range(len(parts), 0, -1):
-        try:
-            found = importlib.import_module(".".join(parts[:count]))
-        except ModuleNotFoundError as error:
-            if not (error.name or "").startswith("imprint"):
-                return True  # an optional dependency is not installed
+    """Whether a dotted name is a module of the library, or is bound in one or in a class of one."""
+    names = dotted.split(".")
+    for count in range(len(names), 0, -1):
+        path, rest = "/".join(names[:count]), names[count:]
+        tree = _trees().get(f"{path}.py") or _trees().get(f"{path}/__init__.py")
+        if tree is None:
             continue
-        for part in parts[count:]:
-            found = getattr(found, part, None)  # type: ignore[assignment]
-        return found is not None
+        bound = _bound(tree.body)
+        if len(rest) == 2 and isinstance(owner := bound.get(rest[0]), ast.ClassDef):
+            return rest[1] in _bound(owner.body)
+        return not rest or rest[0] in bound
     return False
 
 
@@ -204,6 +216,12 @@ def test_every_function_that_is_named_exists(page: Path) -> None:
     quoted = " ".join(re.findall(r"`[^`]+`|^::: .*$", _prose(page), re.MULTILINE))
     names = set(re.findall(r"(?<![\w/.-])imprint(?:\.[A-Za-z_]\w*)+", quoted))
     assert [name for name in sorted(names) if not _exists(name)] == []
+
+
+def test_a_name_that_does_not_exist_would_be_noticed() -> None:
+    assert _exists("imprint.Plan.auto") and _exists("imprint.evaluation.metrics.lds")
+    assert not _exists("imprint.Plan.nothing") and not _exists("imprint.evaluation.metrics.nothing")
+    assert not _exists("imprint.nothing")
 
 
 def test_every_test_that_is_named_exists() -> None:
