@@ -34,7 +34,7 @@ def in_memory(inputs: Inputs) -> list[Parameters]:
         for index, settings in enumerate(inputs.settings):
             descent = inputs.descent(index, inputs.state(index))
             checkpoint = settled(descent, settings, index, None)
-            kept.append(simulated(replace(descent, lr=checkpoint.lr), None).imprints)
+            kept.append(simulated(replace(descent, lr=checkpoint.choices.lr), None).imprints)
     return kept
 
 

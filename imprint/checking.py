@@ -270,7 +270,7 @@ def _told(error: Exception) -> str:
 def _engine(name: str, found: Store | Exception) -> Possibility:
     if isinstance(found, Exception):
         return Possibility(name, False, _told(found))
-    return Possibility(name, True, _together(found.checkpoints[0].figures.get("one_by_one")))
+    return Possibility(name, True, _together(found.checkpoints[0].measured.one_by_one))
 
 
 def _readout(task: Task, stores: dict[Engine, Store | Exception], kind: Kind, batch: Batch, count: int) -> Possibility:

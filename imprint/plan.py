@@ -154,6 +154,16 @@ class Plan:
             return self.curvature
         return "gauss-newton" if self.engine == "spectral" else "hessian"
 
+    @property
+    def perturbs(self) -> bool:
+        """Whether sources are up- and down-weighted by an ε."""
+        return self.engine == "trajectories"
+
+    @property
+    def holds_pair(self) -> bool:
+        """Whether imprints hold both perturbed end points of every source."""
+        return self.perturbs and (self.keep_pair or self.variant != "two_sided")
+
     def at(self, checkpoint: int, checkpoints: int) -> Settings:
         """The settings for checkpoint number `checkpoint` of `checkpoints`."""
 

@@ -86,7 +86,7 @@ def test_check_says_what_simulate_and_attribute_do(name: str) -> None:
             assert found.problems == (possibility.remark,) == (str(store),)
             assert found.estimate is None
             continue
-        alone = store.checkpoints[0].figures.get("one_by_one")
+        alone = store.checkpoints[0].measured.one_by_one
         assert possibility.remark == _remark(alone)
         assert found.estimate is not None and found.estimate.one_by_one == alone
         assert found.estimate.bytes_per_source * len(store) == _row_bytes(store)
@@ -180,7 +180,7 @@ def test_memory_decides_how_many_sources_are_simulated_at_once() -> None:
     for budget in ("1GB", "20kB", "1kB"):
         expected = checked(member, PLANS["tangent"], memory=budget).estimate
         store = simulated(member, PLANS["tangent"], memory=budget)
-        assert expected is not None and expected.rows_at_once == store.checkpoints[0].figures["rows_at_once"]
+        assert expected is not None and expected.rows_at_once == store.checkpoints[0].choices.rows_at_once
         rows.append(expected.rows_at_once)
     assert rows[0] == 12 and 12 > rows[1] > rows[2] == 1
 

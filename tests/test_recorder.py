@@ -272,7 +272,7 @@ def test_simulations_find_the_second_moments_that_were_kept(tmp_path: Path) -> N
     task, sources = Task.classifier(model), Sources.per_example(N)
     plan = Plan(steps=5, preconditioner="adam")
     store = simulate(task, data(), sources, plan, checkpoints=recorder.paths, progress=False)
-    assert [checkpoint.figures["moments"] for checkpoint in store.checkpoints] == ["recorded", "recorded"]
+    assert [checkpoint.measured.moments for checkpoint in store.checkpoints] == ["recorded", "recorded"]
     assert all(store.manifest.fingerprints["moments"])
     pair = (recorder.paths[1], second_moments(model, optimiser))
     again = simulate(task, data(), sources, plan, checkpoints=[recorder.paths[0], pair], progress=False)

@@ -92,7 +92,7 @@ def test_every_engine_simulates_every_member(name: str, plan: str, device: str, 
     (checkpoint,) = store.checkpoints
     takes_vmap = ZOO[name].vectorises_tangents if plan == "tangent" else ZOO[name].vectorises
     if plan not in ON_OUTPUTS:
-        assert checkpoint.figures["vectorised"] == takes_vmap
+        assert checkpoint.choices.vectorised == takes_vmap
     imprints = store.imprints(0, 0, len(store), torch.device(device))
     assert list(imprints) == list(member.task.names)
     for parameter, stack in imprints.items():

@@ -1,31 +1,21 @@
 """What a store holds, in plain values: for `imprint inspect`, and for programs that decide by it."""
 
+from dataclasses import asdict
 from typing import Any
 
 import torch
 
 from imprint.store.reading import Store
-from imprint.tensors.vectors import row_norms, spread
 
 
 def inspected(store: Store) -> dict[str, Any]:
     """The plan, the sizes and the figures of a store, with the norms of its imprints, as JSON values."""
     manifest = store.manifest
     checkpoints = []
-    for index, checkpoint in enumerate(store.checkpoints):
-        entry: dict[str, Any] = {
-            "weight": checkpoint.weight,
-            "steps": checkpoint.steps,
-            "lr": checkpoint.lr,
-            "damping": checkpoint.damping,
-            "epsilon": checkpoint.epsilon,
-            "figures": checkpoint.figures,
-        }
-        if checkpoint.layers:
-            entry["layers"] = list(checkpoint.layers)
-        if checkpoint.weight > 0:
-            entry["imprint_norms"] = checkpoint.figures.get("norms") or _norms(store, index)
-        checkpoints.append(entry)
+    for checkpoint in store.checkpoints:
+        entry = {name: getattr(checkpoint, name) for name in ("weight", "steps", "damping")}
+        decided = None if checkpoint.decided is None else asdict(checkpoint.decided)
+        checkpoints.append({**entry, "decided": decided, "measured": asdict(checkpoint.measured)})
     return {
         "path": str(store.path),
         "sources": len(store),
@@ -55,20 +45,9 @@ def _largest(store: Store, count: int) -> list[int]:
 
 def readouts(store: Store) -> list[str]:
     """Which readouts the store can be used with."""
-    plan = store.manifest.plan
-    has_pair = plan.engine == "trajectories" and (plan.keep_pair or plan.variant != "two_sided")
-    return ["jvp", "central", *(["literal"] if has_pair else []), "gradient"]
+    return ["jvp", "central", *(["literal"] if store.manifest.plan.holds_pair else []), "gradient"]
 
 
 def _row_bytes(store: Store) -> int:
     """What a source takes, of all checkpoints together and without what sources share."""
     return sum(file.bytes for c in store.checkpoints for file in (*c.imprints, *c.midpoints)) // len(store)
-
-
-def _norms(store: Store, checkpoint: int) -> dict[str, float]:
-    """Of the imprints of a store whose making did not note them."""
-    found: list[float] = []
-    for file in store.checkpoints[checkpoint].imprints:
-        assert file.rows is not None
-        found += row_norms(store.imprints(checkpoint, *file.rows, torch.device("cpu"))).tolist()
-    return spread(found)

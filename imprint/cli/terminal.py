@@ -93,7 +93,8 @@ def _measured_curvature(plan: dict[str, Any]) -> str:
 
 def _imprints(values: dict[str, Any]) -> str:
     """What a store keeps of each source."""
-    layers: list[str] = next((c["layers"] for c in values["checkpoints"] if c.get("layers")), [])
+    decided = [checkpoint["decided"] or {} for checkpoint in values["checkpoints"]]
+    layers: tuple[str, ...] = next((each["layers"] for each in decided if each.get("layers")), ())
     form = f", factored ({', '.join(layers)})" if layers else ""
     if values["plan"]["form"] == "projected":
         form = f", projected to {values['plan']['directions']} directions"
@@ -129,20 +130,19 @@ _FIGURES = (
 
 def _figures(checkpoint: dict[str, Any]) -> list[str]:
     """One checkpoint's column of figures; a dash for what it does not have."""
-    figures = checkpoint["figures"]
-    low, high = figures.get("curvature", (None, None))
-    values = [checkpoint[name] for name in ("weight", "steps", "lr", "damping", "epsilon")]
+    decided, measured = checkpoint["decided"] or {}, checkpoint["measured"]
+    low, high = measured["curvature"] or (None, None)
+    values = [{**checkpoint, **decided}.get(name) for name in ("weight", "steps", "lr", "damping", "epsilon")]
     cells = [_figure(value, 4) for value in values]
     cells.append("–" if low is None else f"{low:.3g} … {high:.3g}")
     more = (
-        figures.get("stability"),
-        figures.get("drift"),
-        figures.get("linearity", {}).get("median"),
-        checkpoint.get("imprint_norms", {}).get("median"),
-        *(figures.get(name) for name in ("directions", "rest", "share", "lost")),
+        *(measured[name] for name in ("stability", "drift")),
+        *((measured[name] or {}).get("median") for name in ("linearity", "norms")),
+        decided.get("directions"),
+        *(measured[name] for name in ("rest", "share", "lost")),
     )
     cells += [_figure(value, 3) for value in more]
-    return [*cells, figures.get("moments", "–"), _figure(figures.get("unmoved"), 3)]
+    return [*cells, measured["moments"] or "–", _figure(measured["unmoved"], 3)]
 
 
 def _figure(value: Any, digits: int) -> str:

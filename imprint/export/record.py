@@ -24,8 +24,8 @@ from imprint.export.gains import DTYPES, Gains
 from imprint.export.likelihood import COLUMNS, as_batches, log_likelihood, refuse_tokens
 from imprint.export.point import Counted, Point
 from imprint.readout.reader import forward_only
+from imprint.store.checkpoint import INSIDE
 from imprint.store.files import LOCK, Lock, clear_leftovers, sha256, temporary_folder, write
-from imprint.store.manifest import INSIDE
 from imprint.store.reading import Store
 from imprint.store.tensorfile import save
 from imprint.store.values import Value, read_json, sealed

@@ -14,8 +14,6 @@ from imprint.tensors.rows import parameters_of
 
 _LARGEST = 1e100  # of steps and curvatures: their products are numbers still
 _EPSILONS = 1e-6, 1e6  # far beyond all that are tried
-_FIGURES = ("rows_at_once", "vectorised")
-_OF_PATHS, _OF_SPECTRA = ("curvature",), ("directions",)
 
 
 def check_choices(checkpoint: Checkpoint, index: int, request: dict[str, Any], value: Value) -> None:
@@ -27,18 +25,23 @@ def check_choices(checkpoint: Checkpoint, index: int, request: dict[str, Any], v
     check_planned(checkpoint, index, plan, count, value)
     if checkpoint.weight == 0:
         value.fail(f"{value.field} has weight 0, so it is not simulated")
-    figures, found = checkpoint.figures, value.mapping()
-    for name in (*_FIGURES, *(_OF_SPECTRA if plan.engine == "spectral" else _OF_PATHS)):
-        if name not in figures:
-            value.fail(f"{value.field}.figures[{name!r}] is missing")
-    if not 0 < checkpoint.lr <= _LARGEST:
+    decided, found, measured = (
+        checkpoint.choices,
+        (value.mapping()["decided"]).mapping(),
+        value.mapping()["measured"].mapping(),
+    )
+    if plan.engine == "spectral" and decided.directions is None:
+        found["directions"].refuse("how many directions there are")
+    if checkpoint.measured.curvature is None:
+        measured["curvature"].refuse("the smallest and the largest curvature")
+    if not 0 < decided.lr <= _LARGEST:
         found["lr"].refuse("the size of a step")
-    if max(map(abs, figures.get("curvature", [0.0]))) > _LARGEST:
-        found["figures"].mapping()["curvature"].refuse("curvatures that a loss can have")
+    if max(map(abs, checkpoint.measured.curvature)) > _LARGEST:
+        measured["curvature"].refuse("curvatures that a loss can have")
     low, high = _EPSILONS
-    if checkpoint.epsilon is not None and plan.epsilon == "auto" and not low <= checkpoint.epsilon <= high:
+    if decided.epsilon is not None and plan.epsilon == "auto" and not low <= decided.epsilon <= high:
         found["epsilon"].refuse("an ε that is tried")
-    if checkpoint.layers and plan.form != "factored":
+    if decided.layers and plan.form != "factored":
         found["layers"].refuse("empty where imprints are not factored")
     for layer in found["layers"].items():
         about = request["parameters"].get(parameters_of(layer.text())[0])

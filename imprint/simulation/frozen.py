@@ -18,13 +18,14 @@ from imprint.simulation.inputs import Inputs
 from imprint.simulation.preflight import refuse_loss, why_not_together
 from imprint.simulation.settling import refitted
 from imprint.simulation.spectral import Frozen, freeze, imprints, projected, refuse_unstable
-from imprint.store.reading import DTYPES, Checkpoint, File, coefficients_dtype
+from imprint.store.checkpoint import Checkpoint, Decided, File, Measured, Spread
+from imprint.store.reading import DTYPES, coefficients_dtype
 from imprint.store.tensorfile import layout
 from imprint.store.values import Value
 from imprint.store.writing import Writer
 from imprint.task import Parameters
 from imprint.tensors.rows import MULTIPLIED, Rows, along, factorable, gradients, orthonormal, parameters_of
-from imprint.tensors.vectors import Flat, six_digits, spread
+from imprint.tensors.vectors import Flat, six_digits
 
 logger = logging.getLogger(__name__)
 PASSES = 3  # over the data, in units of a gradient of every example, that a product with the curvature takes
@@ -69,9 +70,9 @@ class Spectral:
             frozen = self._frozen(descent)
             settled = self._settle(descent, frozen, alone)
             self.writer.settle(self.index, settled)
-            fit = settled.figures["rows_in_memory"]
+            fit = settled.choices.rows_at_once
         else:
-            descent = replace(descent, vectorise=settled.figures["vectorised"])
+            descent = replace(descent, vectorise=settled.choices.vectorised)
             frozen = self._left(descent, settled) or self._frozen(descent)
             fit = self._fit(descent, frozen, settled)
         base = self._kept("base", self.inputs.without_fixed(state))
@@ -82,26 +83,26 @@ class Spectral:
             base=base,
             basis=basis if self._on_basis(settled) else None,
             imprints=tuple(files),
-            figures={
-                **settled.figures,
-                **_figures(frozen),
-                "drift": 0.0,
-                **self._lengths(norms, whole, len(frozen.values)),
-            },
+            measured=replace(
+                settled.measured,
+                rest=frozen.rest,
+                share=frozen.share,
+                drift=0.0,
+                norms=Spread.of(norms),
+                lost=self._lost(norms, whole, len(frozen.values)) if self._projected else None,
+            ),
         )
 
     def _on_basis(self, settled: Checkpoint) -> bool:
         """Whether imprints are kept as combinations of the basis, with factors beside them or without."""
-        return bool(settled.layers) or self._projected
+        return bool(settled.choices.layers) or self._projected
 
     @property
     def _projected(self) -> bool:
         return self.inputs.plan.form == "projected"
 
-    def _lengths(self, norms: list[float], whole: list[float], directions: int) -> dict[str, Any]:
-        """Figures of the imprints: how long they are, and which share of their squared length a projection lost."""
-        if not self._projected:
-            return {"norms": spread(norms)}
+    def _lost(self, norms: list[float], whole: list[float], directions: int) -> float:
+        """Return the share of their squared length that imprints lost by projection."""
         kept, before = (sum(length**2 for length in lengths) for lengths in (norms, whole))
         lost = max(1 - kept / before, 0.0) if before else 0.0
         if lost > _ROUNDING:
@@ -109,7 +110,7 @@ class Spectral:
                 "checkpoint %d: on %d directions imprints lose %.2g of their squared length",
                 *(self.index, directions, lost),
             )
-        return {"norms": spread(norms), "lost": float(f"{lost:.4g}")}
+        return float(f"{lost:.4g}")
 
     def _keep(self, descent: Descent, frozen: Frozen, settled: Checkpoint) -> tuple[Frozen, File, torch.Tensor | None]:
         """Write the curvature, so that a killed run need not measure it again; what is read later is what counts now.
@@ -132,7 +133,7 @@ class Spectral:
 
     def _left(self, descent: Descent, settled: Checkpoint) -> Frozen | None:
         """The curvature as an earlier run has left it."""
-        name, directions = f"{self.folder}/{self._basis(settled)}.safetensors", settled.figures["directions"]
+        name, directions = f"{self.folder}/{self._basis(settled)}.safetensors", settled.choices.directions or 0
         stack = layout(descent.start, directions, self._stored if self._on_basis(settled) else None)
         done = self.writer.done(name, None, stack, lambda about: _curvature(about, directions))
         if done is None:
@@ -166,23 +167,30 @@ class Spectral:
         layers = layers_of(descent)
         if self.index == self.inputs.first:
             warn_of_memory(descent, len(frozen.values), self.memory)
-        figures = {
-            "curvature": [curvature.smallest, curvature.largest],
-            "stability": curvature.growth(step, settings.damping),
-            **_figures(frozen),
-            "vectorised": descent.vectorise,
-            "rows_at_once": rows_at_once(descent, len(frozen.values), layers, self.memory),
-            "rows_in_memory": rows_in_memory(descent, len(frozen.values), layers, self.memory),
-        }
-        if alone is not None:
-            figures["one_by_one"] = alone
-        return Checkpoint(settings.weight, settings.steps, step, settings.damping, None, figures, layers=layers)
+        decided = Decided(
+            step,
+            rows_at_once(descent, len(frozen.values), layers, self.memory),
+            rows_in_memory(descent, len(frozen.values), layers, self.memory),
+            descent.vectorise,
+            directions=len(frozen.values),
+            layers=layers,
+        )
+        measured = Measured(
+            curvature=(curvature.smallest, curvature.largest),
+            stability=curvature.growth(step, settings.damping),
+            one_by_one=alone,
+            rest=frozen.rest,
+            share=frozen.share,
+        )
+        return replace(Checkpoint.planned(settings), decided=decided, measured=measured)
 
     def _fit(self, descent: Descent, frozen: Frozen, settled: Checkpoint) -> int:
-        rows: int = settled.figures.get("rows_in_memory", settled.figures["rows_at_once"])
+        rows = settled.choices.rows_at_once
         if self.memory is None:
             return rows
-        return refitted(rows, rows_in_memory(descent, len(frozen.values), settled.layers, self.memory), self.memory)
+        return refitted(
+            rows, rows_in_memory(descent, len(frozen.values), settled.choices.layers, self.memory), self.memory
+        )
 
     def _shards(
         self, descent: Descent, frozen: Frozen, turn: torch.Tensor | None, settled: Checkpoint, fit: int
@@ -191,7 +199,7 @@ class Spectral:
         files: list[File] = []
         norms: list[float] = []
         whole: list[float] = []
-        rows = settled.figures["rows_at_once"]
+        rows = settled.choices.rows_per_file
         for number, start in enumerate(range(0, len(self.inputs.sources), rows)):
             chunk = self.inputs.sources.rows(start, start + rows)
             name, span = f"{self.folder}/imprints-{number:05}.safetensors", (start, start + len(chunk))
@@ -220,20 +228,20 @@ class Spectral:
         self, descent: Descent, frozen: Frozen, turn: torch.Tensor | None, settled: Checkpoint
     ) -> tuple[Parameters, list[float], list[float]]:
         """The tensors that keep the imprints of some sources; how long each is, and was before it was projected."""
-        slopes = source_gradients(descent, settled.layers)
-        outside = frozen.outside(self.settings, settled.lr)
+        slopes = source_gradients(descent, settled.choices.layers)
+        outside = frozen.outside(self.settings, settled.choices.lr)
         if turn is not None and not self._projected and outside:
             # what lies along sharp directions cancels between factors and coefficients: the rounded ones must agree
             slopes = slopes.rounded(self._stored, -outside)
         seen = along(slopes, frozen.basis)
-        found, whole = imprints(frozen, slopes, seen, self.settings, settled.lr)
+        found, whole = imprints(frozen, slopes, seen, self.settings, settled.choices.lr)
         lengths = whole
         if self._projected:
-            found, lengths = projected(frozen, seen, self.settings, settled.lr)
+            found, lengths = projected(frozen, seen, self.settings, settled.choices.lr)
         if turn is not None and found.coefficients is not None:
             found = replace(found, coefficients=found.coefficients @ turn)
         tensors = self._cast(found.tensors() if self._on_basis(settled) else found.multiplied_out(descent.start))
-        if settled.layers and not self._projected and found.coefficients is not None:
+        if settled.choices.layers and not self._projected and found.coefficients is not None:
             tensors["coefficients"] = found.coefficients.to(coefficients_dtype(self._stored))
         for identity, length in zip(descent.sources.ids, whole.tolist(), strict=True):
             if not math.isfinite(length):
@@ -275,10 +283,6 @@ def _lengths(about: Value, count: int) -> tuple[list[float], list[float]]:
     if {len(lengths) for lengths in found} != {count}:
         norms.refuse(f"{count} lengths, one for each source")
     return found
-
-
-def _figures(frozen: Frozen) -> dict[str, Any]:
-    return {"rest": frozen.rest, "share": frozen.share, "directions": len(frozen.values)}
 
 
 def together_or_alone(descent: Descent) -> tuple[Descent, str | None]:

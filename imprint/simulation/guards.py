@@ -4,14 +4,15 @@ Each guard is a pure function of measured figures: it returns a warning, or None
 hands it to `Notices`, so that it is shown once, kept in the store and repeated with every result.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from statistics import median
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from torch import nn
 
 from imprint.errors import ReliabilityWarning
 from imprint.simulation.curvature import Spectrum, longer
+from imprint.store.checkpoint import Spread
 
 if TYPE_CHECKING:
     from imprint.simulation.preconditioner import Compared
@@ -78,12 +79,12 @@ def too_long(index: int, lr: float, damping: float, momentum: float, curvature: 
     )
 
 
-def outweighing(weights: Sequence[float], figures: Sequence[Mapping[str, Any]]) -> ReliabilityWarning | None:
+def outweighing(weights: Sequence[float], norms: Sequence[Spread | None]) -> ReliabilityWarning | None:
     """Say that one checkpoint's imprints are so much larger than the others' that it alone decides the mean."""
     sizes = {
-        index: weight * float(about["norms"]["median"])
-        for index, (weight, about) in enumerate(zip(weights, figures, strict=True))
-        if weight > 0 and "norms" in about
+        index: weight * norm.median
+        for index, (weight, norm) in enumerate(zip(weights, norms, strict=True))
+        if weight > 0 and norm is not None
     }
     if len(sizes) < 2:
         return None

@@ -27,6 +27,7 @@ from imprint.simulation.inputs import Inputs
 from imprint.simulation.settling import advised, fit_batches, refitted, rows_at_once, settled
 from imprint.simulation.snapshot import Snapshot
 from imprint.sources import Sources
+from imprint.store.checkpoint import Decided, Spread
 from imprint.store.fingerprint import how_hashed, partly_hashed
 from imprint.store.manifest import MANIFEST
 from imprint.store.probing import see
@@ -35,7 +36,7 @@ from imprint.store.tensorfile import layout
 from imprint.store.values import Value, parsed
 from imprint.store.writing import Writer, compared_data, difference
 from imprint.task import Parameters, Task
-from imprint.tensors.vectors import minus, norm, row_norms, scale, six_digits, spread
+from imprint.tensors.vectors import minus, norm, row_norms, scale, six_digits
 
 logger = logging.getLogger(__name__)
 
@@ -121,7 +122,7 @@ def simulate(
                 _take_over(replay, request, writer, inputs)
             run = _Run(inputs, memory, writer, bar)
             done = tuple(run.checkpoint(index, settings) for index, settings in enumerate(inputs.settings))
-            inputs.notice(outweighing([c.weight for c in done], [c.figures for c in done]))
+            inputs.notice(outweighing([c.weight for c in done], [c.measured.norms for c in done]))
             manifest = Manifest(
                 n=len(inputs.data),
                 dtype=inputs.stored_as,
@@ -194,8 +195,8 @@ def _take_over(replay: Store, request: dict[str, Any], writer: Writer, inputs: I
             )
 
 
-def _choices(checkpoint: Checkpoint) -> tuple[float, float | None, int, tuple[str, ...]]:
-    return checkpoint.lr, checkpoint.epsilon, checkpoint.figures["rows_at_once"], checkpoint.layers
+def _choices(checkpoint: Checkpoint) -> Decided:
+    return checkpoint.choices
 
 
 @dataclass(frozen=True)
@@ -210,8 +211,7 @@ class _Run:
     def checkpoint(self, index: int, settings: Settings) -> Checkpoint:
         """Simulate and write one checkpoint."""
         if settings.weight == 0:
-            step = 0.0 if settings.lr == "auto" else settings.lr
-            return Checkpoint(0.0, settings.steps, step, settings.damping, None, {})
+            return Checkpoint.planned(settings)
         if self.inputs.plan.engine == "spectral":
             skip, advance = self.bar.skip, self.bar.advance
             return Spectral(self.inputs, index, self.writer, self.memory, advance, skip).checkpoint()
@@ -222,21 +222,22 @@ class _Run:
         if checkpoint is None:
             checkpoint = settled(descent, settings, index, self.memory)
             self.writer.settle(index, checkpoint)
-        figures = checkpoint.figures
-        momentum, curvature = self.inputs.plan.momentum, Spectrum(*figures["curvature"])
-        self.inputs.notice(too_long(index, checkpoint.lr, descent.shift, momentum, curvature))
-        descent = replace(descent, on_skip=self.bar.skip, lr=checkpoint.lr, vectorise=figures["vectorised"])
+        decided = checkpoint.choices
+        assert checkpoint.measured.curvature is not None
+        momentum, curvature = self.inputs.plan.momentum, Spectrum(*checkpoint.measured.curvature)
+        self.inputs.notice(too_long(index, decided.lr, descent.shift, momentum, curvature))
+        descent = replace(descent, on_skip=self.bar.skip, lr=decided.lr, vectorise=decided.vectorised)
         descent = advised(descent, curvature)
-        fit = figures["rows_at_once"]
+        fit = decided.rows_at_once
         if not fresh and self.memory is not None:
-            fit = refitted(fit, rows_at_once(descent, self.memory, checkpoint.epsilon, fit), self.memory)
+            fit = refitted(fit, rows_at_once(descent, self.memory, decided.epsilon, fit), self.memory)
         return self._simulate(checkpoint, descent, state, f"checkpoint-{index:03}", fit)
 
     def _simulate(
         self, checkpoint: Checkpoint, descent: Descent, state: Parameters, folder: str, fit: int
     ) -> Checkpoint:
         shards: list[_Shard] = []
-        rows = checkpoint.figures["rows_at_once"]
+        rows = checkpoint.choices.rows_per_file
         for number, start in enumerate(range(0, len(self.inputs.sources), rows)):
             chunk = descent.with_sources(self.inputs.sources.rows(start, start + rows))
             shard = self._finished_shard(chunk, state, folder, number, start)
@@ -246,16 +247,18 @@ class _Run:
                 self.bar.skip(chunk.steps * len(chunk.sources) * sides(self.inputs.plan))
             shards.append(shard)
         linearity = [value for shard in shards for value in shard.linearity]
-        figures = {**checkpoint.figures, "drift": shards[0].drift}
-        figures["norms"] = spread([value for shard in shards for value in shard.norms])
-        if linearity:
-            figures["linearity"] = spread(linearity)
+        measured = replace(
+            checkpoint.measured,
+            drift=shards[0].drift,
+            norms=Spread.of([value for shard in shards for value in shard.norms]),
+            linearity=Spread.of(linearity) if linearity else None,
+        )
         return replace(
             checkpoint,
             base=shards[0].base,
             imprints=tuple(shard.imprints for shard in shards),
             midpoints=tuple(shard.midpoints for shard in shards if shard.midpoints is not None),
-            figures=figures,
+            measured=measured,
         )
 
     def _shard(
@@ -267,7 +270,7 @@ class _Run:
             place = self.writer.snapshot(folder)
             snapshot = None if place is None else Snapshot(place, start + first)
             part = replace(chunk.with_sources(chunk.sources.rows(first, first + fit)), snapshot=snapshot)
-            parts.append(simulated(part, checkpoint.epsilon))
+            parts.append(simulated(part, checkpoint.choices.epsilon))
         result = joined(parts)
         span = (start, start + len(chunk.sources))
         base, midpoints = None, None

@@ -6,7 +6,6 @@
 import logging
 import sys
 from dataclasses import replace
-from typing import Any
 
 import torch
 
@@ -20,7 +19,7 @@ from imprint.simulation.inputs import Inputs
 from imprint.simulation.preflight import first_step, own, refuse_loss, why_not_together
 from imprint.simulation.step import settle, starting_curvature
 from imprint.simulation.trajectories import choose_epsilon
-from imprint.store.reading import Checkpoint
+from imprint.store.checkpoint import Checkpoint, Decided, Measured
 
 logger = logging.getLogger(__name__)
 
@@ -42,19 +41,17 @@ def settled(descent: Descent, settings: Settings, index: int, memory: int | str 
             *(index, stability, curvature.smallest),
         )
     epsilon, disagreement = _epsilon(descent)
-    figures: dict[str, Any] = {
-        "curvature": [curvature.smallest, curvature.largest],
-        "stability": stability,
-        "vectorised": descent.vectorise,
-        "rows_at_once": rows_at_once(descent, memory, epsilon),
-    }
-    if descent.preconditioner is not None:
-        figures |= {"moments": descent.preconditioner.moments, "unmoved": descent.preconditioner.unmoved}
-    if alone is not None:
-        figures["one_by_one"] = alone
-    if disagreement:
-        figures["epsilon_disagreement"] = disagreement
-    return Checkpoint(settings.weight, settings.steps, step, settings.damping, epsilon, figures)
+    rows = rows_at_once(descent, memory, epsilon)
+    measured = Measured(
+        curvature=(curvature.smallest, curvature.largest),
+        stability=stability,
+        one_by_one=alone,
+        moments=None if descent.preconditioner is None else descent.preconditioner.moments,
+        unmoved=None if descent.preconditioner is None else descent.preconditioner.unmoved,
+        epsilon_disagreement=disagreement,
+    )
+    decided = Decided(step, rows, rows, descent.vectorise, epsilon)
+    return replace(Checkpoint.planned(settings), decided=decided, measured=measured)
 
 
 def together_or_alone(descent: Descent) -> tuple[Descent, str | None]:

@@ -1,15 +1,14 @@
 """The manifest: everything about a store but its tensors, and how it is read without being believed.
 
-A manifest is written once, with a checksum of its own, by `writing`, and read by `reading`. Manifests of all earlier
-schemas are read too: each is brought to the next one by a function in `_UPGRADES`.
+A manifest is written once, with a checksum of its own, by `writing`, and read by `reading`. A later schema
+brings a function that turns this one into it, so that every store from version 0.1 on stays readable.
 """
 
 import contextlib
 import math
 import platform
-import re
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field, fields
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
@@ -19,12 +18,13 @@ from typing import Any
 import torch
 
 from imprint.errors import PlanError, StoreError
-from imprint.plan import Plan, Steps
-from imprint.store.fingerprint import partly_hashed
+from imprint.plan import Plan
+from imprint.store.checkpoint import Checkpoint, File
 from imprint.store.probing import ELSEWHERE, GROUPS, PROBES, SINGLE, Seen, Values
+from imprint.store.records import read
 from imprint.store.values import Value, clipped, read_json, sealed, shown
 
-SCHEMA = 6
+SCHEMA = 7
 MANIFEST = "manifest.json"
 SOURCES = "sources.json"
 FINGERPRINTS = ("states", "moments", "sources", "data", "losses", "probes", "modules", "regulariser")
@@ -32,69 +32,6 @@ _ASKED = ("n", "dtype", "plan", "parameters", "fixed")
 LONGEST = 64 << 20  # bytes: it has hundreds of thousands of shards then
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
 _PARAMETER_DTYPES = {str(dtype) for dtype in (*DTYPES.values(), torch.float16)}
-INSIDE = re.compile(r"(?!\.)[\w.-]+(/(?!\.)[\w.-]+)*", re.ASCII)  # relative, and of parts that do not begin with a dot
-
-
-@dataclass(frozen=True)
-class File:
-    """A file of the store, relative to its folder; `rows` are the sources it holds, where it holds some."""
-
-    path: str
-    sha256: str
-    bytes: int
-    rows: tuple[int, int] | None = None
-
-    @classmethod
-    def from_json(cls, value: Value) -> "File":
-        values = value.record("path", "sha256", "bytes", "rows")
-        path, rows = values["path"].text(), None
-        if not INSIDE.fullmatch(path):
-            values["path"].refuse("a path inside the store, of letters, digits, '_', '-', '.' and '/'")
-        if values["rows"].content is not None:
-            rows = values["rows"].wholes()
-            if len(rows) != 2 or rows[0] >= rows[1]:
-                values["rows"].refuse("the first row and the one after the last")
-        return cls(path, values["sha256"].checksum(), values["bytes"].whole(), (rows[0], rows[1]) if rows else None)
-
-
-@dataclass(frozen=True)
-class Checkpoint:
-    """One checkpoint: how it was simulated, the figures measured on the way, and its files.
-
-    basis: directions that imprints are combinations of, where they are kept factored or projected; `layers` are the
-        linear layers whose parts are kept as products, of factored ones. See `imprint.tensors.rows`.
-    """
-
-    weight: float
-    steps: Steps
-    lr: float
-    damping: float
-    epsilon: float | None
-    figures: dict[str, Any]
-    base: File | None = None
-    imprints: tuple[File, ...] = ()
-    midpoints: tuple[File, ...] = ()
-    basis: File | None = None
-    layers: tuple[str, ...] = ()
-
-    @classmethod
-    def from_json(cls, value: Value) -> "Checkpoint":
-        values = value.record(*_names(cls))
-        _check_figures(values["figures"])
-        steps = values["steps"]
-        return cls(
-            weight=values["weight"].at_least_zero(),
-            steps="infinite" if steps.content == "infinite" else steps.whole(1),
-            lr=values["lr"].at_least_zero(),
-            damping=values["damping"].at_least_zero(),
-            epsilon=None if values["epsilon"].content is None else values["epsilon"].positive(),
-            figures=values["figures"].content,
-            base=None if values["base"].content is None else File.from_json(values["base"]),
-            imprints=tuple(File.from_json(item) for item in values["imprints"].items()),
-            midpoints=tuple(File.from_json(item) for item in values["midpoints"].items()),
-            basis=None if values["basis"].content is None else File.from_json(values["basis"]),
-            layers=values["layers"].texts(),
-        )
 
 
 @dataclass(frozen=True)
@@ -166,21 +103,19 @@ class Manifest:
         if self.probes is not None:
             yield self.probes.file
         for checkpoint in self.checkpoints:
-            yield from (file for file in (checkpoint.base, checkpoint.basis) if file is not None)
-            yield from checkpoint.imprints
-            yield from checkpoint.midpoints
+            yield from checkpoint.files()
 
     def to_json(self) -> dict[str, Any]:
         return sealed({"schema": SCHEMA, **asdict(self), "plan": self.plan.to_json()})
 
     @classmethod
     def read(cls, path: Path) -> "Manifest":
-        """The manifest in a file, of this or an earlier schema."""
+        """Read the manifest in a file."""
         return cls.from_json(read_json(path, LONGEST))
 
     @classmethod
     def from_json(cls, value: Value) -> "Manifest":
-        values = _upgraded(value).record("schema", *_names(cls))
+        values = _opened(value).record("schema", *_names(cls))
         _check_asked(values)
         _check_fingerprints(values["fingerprints"].record(*FINGERPRINTS), values["n"].content)
         _check_execution(values["execution"].mapping())
@@ -197,7 +132,7 @@ class Manifest:
             fingerprints=values["fingerprints"].content,
             sources=File.from_json(values["sources"]),
             probes=None if values["probes"].content is None else Probes.from_json(values["probes"]),
-            checkpoints=tuple(Checkpoint.from_json(item) for item in values["checkpoints"].items()),
+            checkpoints=tuple(read(Checkpoint, item) for item in values["checkpoints"].items()),
             execution=values["execution"].content,
             cost=values["cost"].content,
             note=values["note"].content,
@@ -213,11 +148,8 @@ def _names(kind: type) -> tuple[str, ...]:
     return tuple(item.name for item in fields(kind))
 
 
-# --- earlier schemas
-
-
-def _upgraded(value: Value) -> Value:
-    """The values as the current schema has them."""
+def _opened(value: Value) -> Value:
+    """Return the values under the seal of a manifest of this schema."""
     schema = value.mapping().get("schema")
     if schema is None:
         value.fail("it has no schema version, so it is no manifest of a store")
@@ -225,66 +157,11 @@ def _upgraded(value: Value) -> Value:
         raise StoreError(
             f"{value.file} has schema {schema.content}, this version reads up to {SCHEMA}: upgrade imprint."
         )
-    if schema.content > 1:  # the first had no checksum
-        value = value.unsealed()
-    for older in range(schema.content, SCHEMA):
-        value = Value(_UPGRADES[older](value), value.file)
-    return value
-
-
-def _from_1(value: Value) -> dict[str, Any]:
-    """Schema 2 says each thing once, and keeps the regulariser's value, what the simulation took, and a note."""
-    prints = value.mapping().get("fingerprints", Value(None, value.file, "fingerprints"))
-    asked = ("n", "dtype", "plan", "parameters")
-    prints.record(*asked, "states", "sources", "data", "losses")
-    for name in asked:
-        if prints.content[name] != value.content.get(name):
-            value.fail(f"{name} and fingerprints.{name} differ")
-    kept = {name: prints.content.get(name) for name in ("states", "sources", "data", "losses", "regulariser")}
-    return {**value.content, "schema": 2, "fingerprints": kept, "cost": {}, "note": None}
-
-
-def _from_2(value: Value) -> dict[str, Any]:
-    """Schema 3 knows imprints in factored form, with a basis."""
-    checkpoints = value.mapping().get("checkpoints", Value(None, value.file, "checkpoints")).items()
-    grown = []
-    for checkpoint in checkpoints:
-        checkpoint.mapping()
-        grown.append({**checkpoint.content, "basis": None, "layers": []})
-    return {**value.content, "schema": 3, "checkpoints": grown}
-
-
-def _from_3(value: Value) -> dict[str, Any]:
-    """Schema 4 knows preconditioned paths, and the second moments that came with checkpoints."""
-    prints = value.mapping().get("fingerprints", Value(None, value.file, "fingerprints"))
-    states = prints.mapping().get("states", Value(None, value.file, "fingerprints.states")).items()
-    return {**value.content, "schema": 4, "fingerprints": {**prints.content, "moments": [None] * len(states)}}
-
-
-def _from_4(value: Value) -> dict[str, Any]:
-    """Schema 5 leaves out what training leaves alone."""
-    value.mapping()
-    return {**value.content, "schema": 5, "fixed": {}}
-
-
-def _from_5(value: Value) -> dict[str, Any]:
-    """Schema 6 keeps warnings, hashes all data, and knows a loss at more examples and more parameter values."""
-    values, told = value.mapping(), []
-    prints = values.get("fingerprints", Value(None, value.file, "fingerprints"))
-    prints.mapping()
-    n = values["n"].content if "n" in values else None
-    if isinstance(n, int) and (partly := partly_hashed("sampled", n)):
-        told.append(partly)
-    known = {**prints.content, "probes": None, "modules": None}
-    if "data" in prints.content:
-        known["data"] = {"all": None, "sampled": prints.content["data"]}
-    probes = value.content.get("probes")
-    if isinstance(probes, dict):
-        probes = {**probes, "moved": [], "precision": SINGLE}
-    return {**value.content, "schema": 6, "fingerprints": known, "probes": probes, "warnings": told}
-
-
-_UPGRADES: dict[int, Callable[[Value], dict[str, Any]]] = {1: _from_1, 2: _from_2, 3: _from_3, 4: _from_4, 5: _from_5}
+    if schema.content < SCHEMA:
+        raise StoreError(
+            f"{value.file} was made before version 0.1, whose stores are the first to stay readable: make it again."
+        )
+    return value.unsealed()
 
 
 # --- each field for itself
@@ -394,26 +271,6 @@ def _plan(value: Value) -> Plan:
         value.fail(clipped(f"plan: {str(error).rstrip('.')}", 200))
 
 
-def _check_figures(value: Value) -> None:
-    """Look at the figures that others count on; what else is there stays as it is."""
-    figures = value.mapping()
-    for name in figures.keys() & {"stability", "drift", "rest", "share", "lost", "unmoved"}:
-        figures[name].number()
-    if "directions" in figures:
-        figures["directions"].whole(1)
-    if "curvature" in figures and len(figures["curvature"].numbers()) != 2:
-        figures["curvature"].refuse("the smallest and the largest")
-    if "moments" in figures and figures["moments"].text() not in ("recorded", "estimated"):
-        figures["moments"].refuse("recorded or estimated")
-    if "vectorised" in figures:
-        figures["vectorised"].flag()
-    for name in figures.keys() & {"rows_at_once", "rows_in_memory"}:
-        figures[name].whole(1)
-    for name in figures.keys() & {"linearity", "epsilon_disagreement", "norms"}:
-        for item in figures[name].mapping().values():
-            item.number()
-
-
 def _check_structure(value: Value) -> None:
     """Look at the structure of a batch, as `imprint.store.structure.flattened` makes it."""
     parts = value.mapping()
@@ -464,17 +321,25 @@ def check_planned(checkpoint: Checkpoint, index: int, plan: Plan, count: int, va
         "damping": settings.damping,
         "weight": settings.weight,
     }
-    if settings.lr != "auto":
-        planned["lr"] = settings.lr
-    if plan.engine != "trajectories" or settings.weight == 0:
-        planned["epsilon"] = None
-    elif plan.epsilon != "auto":
-        planned["epsilon"] = plan.epsilon
-    elif checkpoint.epsilon is None:
-        value.fail(f"{value.field}.epsilon is missing")
+    if (settings.weight > 0) != (checkpoint.decided is not None):
+        value.fail(f"{value.field}.decided must be there where the weight is above 0, and nowhere else")
     for name, expected in planned.items():
         if (found := getattr(checkpoint, name)) != expected:
             value.fail(f"{value.field}.{name} is {shown(found)}, by the plan it is {shown(expected)}")
+    if checkpoint.decided is None:
+        return
+    decided: dict[str, float | None] = {}
+    if settings.lr != "auto":
+        decided["lr"] = settings.lr
+    if not plan.perturbs:
+        decided["epsilon"] = None
+    elif plan.epsilon != "auto":
+        decided["epsilon"] = float(plan.epsilon)
+    elif checkpoint.decided.epsilon is None:
+        value.fail(f"{value.field}.decided.epsilon is missing")
+    for name, expected in decided.items():
+        if (found := getattr(checkpoint.decided, name)) != expected:
+            value.fail(f"{value.field}.decided.{name} is {shown(found)}, by the plan it is {shown(expected)}")
 
 
 def _check_files(checkpoint: Checkpoint, plan: Plan, value: Value) -> None:
@@ -490,14 +355,13 @@ def _check_files(checkpoint: Checkpoint, plan: Plan, value: Value) -> None:
     for name in ("base", "basis"):
         if (file := getattr(checkpoint, name)) is not None and file.rows is not None:
             value.fail(f"{value.field}.{name}.rows must be null: a {name} holds no sources")
-    if plan.form == "projected" and (bool(checkpoint.basis) != (checkpoint.weight > 0) or checkpoint.layers):
+    layers = checkpoint.decided.layers if checkpoint.decided else ()
+    if plan.form == "projected" and (bool(checkpoint.basis) != (checkpoint.weight > 0) or layers):
         value.fail(f"{value.field} has a basis and no layers where imprints are projected")
-    if plan.form != "projected" and bool(checkpoint.basis) != bool(checkpoint.layers):
-        value.fail(f"{value.field}.basis and {value.field}.layers belong together")
-    if checkpoint.basis is not None and (checkpoint.weight == 0 or plan.engine != "spectral"):
-        value.fail(f"{value.field}.basis has no place in this plan")
-    if checkpoint.basis is not None and "directions" not in checkpoint.figures:
-        value.fail(f"{value.field}.figures['directions'] is missing")
+    if plan.form != "projected" and bool(checkpoint.basis) != bool(layers):
+        value.fail(f"{value.field}.basis and {value.field}.decided.layers belong together")
+    if checkpoint.basis is not None and (checkpoint.decided is None or checkpoint.decided.directions is None):
+        value.fail(f"{value.field}.basis has no place without directions")
     for name in ("imprints", "midpoints"):
         stop = 0
         for index, file in enumerate(getattr(checkpoint, name)):

@@ -311,16 +311,16 @@ class Store:
         return {name: ([rows, *about["shape"]], dtype) for name, about in self.manifest.parameters.items()}
 
     def _basis_layout(self, checkpoint: int) -> _Layout:
-        return self._stacked_layout(self.checkpoints[checkpoint].figures["directions"])
+        return self._stacked_layout(self.checkpoints[checkpoint].choices.directions or 0)
 
     def _factored_layout(self, checkpoint: int, rows: int) -> _Layout:
         about, dtype = self.checkpoints[checkpoint], (DTYPES[self.manifest.dtype],)
-        layout: _Layout = {"coefficients": ([rows, about.figures["directions"]], dtype)}
+        layout: _Layout = {"coefficients": ([rows, about.choices.directions or 0], dtype)}
         if self.manifest.plan.form == "projected":
             return layout
         layout["coefficients"] = (layout["coefficients"][0], (coefficients_dtype(*dtype), *dtype))  # once as the rest
         covered = set()
-        for layer in about.layers:
+        for layer in about.choices.layers:
             weight = self.manifest.parameters.get(parameters_of(layer)[0], {"shape": []})["shape"]
             if len(weight) != 2:
                 raise StoreError(f"{self.path} is damaged: {layer!r} is no linear layer of its parameters.")

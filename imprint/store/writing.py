@@ -58,6 +58,7 @@ from imprint.store.probing import (
     spread_examples,
 )
 from imprint.store.reading import JOURNAL, Store
+from imprint.store.records import read
 from imprint.store.structure import flattened
 from imprint.store.tensorfile import Layout, misfit, save
 from imprint.store.values import Value, parsed, read_json, sealed
@@ -172,7 +173,7 @@ class Writer:
         check_request(values["request"])
         for index, checkpoint in enumerate(values["checkpoints"].items()):
             if checkpoint.content is not None:
-                self._settled[index] = settled = Checkpoint.from_json(checkpoint)
+                self._settled[index] = settled = read(Checkpoint, checkpoint)
                 self._check(settled, index, values["request"].content, checkpoint)
         request: dict[str, Any] = values["request"].content
         return request

@@ -509,7 +509,7 @@ def test_a_replay_takes_the_steps_and_the_chunks_that_were_settled(
     again = ("simulate", "model.py:task", "--from", tmp_path / "first", "-o", tmp_path / "again", "--no-check")
     assert command(*again).code == 0
     assert imprints(tmp_path / "again") == imprints(tmp_path / "first")
-    assert Store(tmp_path / "again").checkpoints[0].lr == Store(tmp_path / "first").checkpoints[0].lr
+    assert Store(tmp_path / "again").checkpoints[0].choices.lr == Store(tmp_path / "first").checkpoints[0].choices.lr
 
 
 @pytest.mark.parametrize(

@@ -185,7 +185,7 @@ def test_differences_take_their_step_from_the_model_where_b_is_zero_or_nearly_so
     store = simulated(adapted, documents().columns, plan)
     exact, differences = (scores(adapted, store, QUERIES, readout=readout) for readout in ("jvp", "central"))
     torch.testing.assert_close(differences, exact, rtol=1e-3, atol=1e-3 * float(exact.abs().max()))
-    assert store.checkpoints[0].figures["drift"] < 1
+    assert store.checkpoints[0].measured.drift < 1
 
 
 def test_an_adapter_follows_adam_by_moments_that_are_estimated(
@@ -204,14 +204,14 @@ def test_an_adapter_follows_adam_by_moments_that_are_estimated(
     plan = Plan(steps=3, lr=1e-3, preconditioner="adam")
     options: Any = {"checkpoints": recorder.paths, "progress": False}
     store = simulate(adapted, columns, documents().sources(LABELS), plan, **options)
-    assert [checkpoint.figures["moments"] for checkpoint in store.checkpoints] == ["estimated", "estimated"]
+    assert [checkpoint.measured.moments for checkpoint in store.checkpoints] == ["estimated", "estimated"]
     assert caplog.text.count("has no second moments of parameter 'transformer.h.1.") == 1
     exact, differences = (scores(adapted, store, QUERIES, readout=readout) for readout in ("jvp", "central"))
     assert exact.any()
     torch.testing.assert_close(differences, exact, rtol=1e-3, atol=1e-3 * float(exact.abs().max()))
     of_weights = task(model, parameters="last:1")
     recorded = simulate(of_weights, columns, documents().sources(LABELS), plan, **options)
-    assert [checkpoint.figures["moments"] for checkpoint in recorded.checkpoints] == ["recorded", "recorded"]
+    assert [checkpoint.measured.moments for checkpoint in recorded.checkpoints] == ["recorded", "recorded"]
 
 
 @pytest.mark.parametrize("kind", MODELS)

@@ -60,7 +60,7 @@ def test_factored_and_dense_stores_give_the_same_scores(
 ) -> None:
     one, data = task(make, parameters=selected), columns(shape)
     factored, dense = store(one, PLAN, data), store(one, DENSE, data)
-    assert factored.checkpoints[0].layers == layers and dense.checkpoints[0].layers == ()
+    assert factored.checkpoints[0].choices.layers == layers and dense.checkpoints[0].choices.layers == ()
     expected = scores(one, dense, data)
     for readout in READOUTS:
         close(scores(one, factored, data, readout=readout), expected, 1e-6 if readout == "central" else 1e-9)
@@ -134,7 +134,7 @@ def test_a_projected_store_reads_what_full_imprints_have_on_the_basis(sources: S
         close(scores(one, made, readout=readout), expected, 1e-6 if readout == "central" else 1e-9)
     lost = 1 - float(inside.square().sum() / full.square().sum())
     assert 0.01 < lost < 0.99
-    assert made.checkpoints[0].figures["lost"] == pytest.approx(lost, rel=1e-3)
+    assert made.checkpoints[0].measured.lost == pytest.approx(lost, rel=1e-3)
     made.verify()
 
 
@@ -149,7 +149,7 @@ def test_what_a_projection_loses_is_said_and_with_every_direction_it_is_nothing(
     every = sum(p.numel() for p in one.model.parameters())
     whole = replace(PROJECTED, directions=every), replace(DENSE, directions=every)
     projected, dense = (store(one, plan) for plan in whole)
-    assert projected.checkpoints[0].figures["lost"] < 1e-6
+    assert projected.checkpoints[0].measured.lost < 1e-6
     assert "on 43 directions" not in caplog.text
     close(scores(one, projected), scores(one, dense), 1e-6)
     assert inspected(few)["bytes_per_source"] < inspected(dense)["bytes_per_source"]
@@ -163,7 +163,7 @@ def test_sources_of_several_examples_are_kept_in_full() -> None:
 def test_a_subset_of_the_examples_is_kept_in_factors() -> None:
     some = Sources.groups({"seventh": [7], "first": [0]})
     found = store(task(), sources=some)
-    assert found.checkpoints[0].layers == ("0", "2")
+    assert found.checkpoints[0].choices.layers == ("0", "2")
     close(scores(task(), found), scores(task(), store(task()))[:, [7, 0]])
 
 
@@ -258,7 +258,7 @@ def test_a_file_has_more_sources_than_little_memory_holds_at_once(plan: Plan, ca
     little, some, much = (store(task(), plan, data, sources=each, memory=memory) for memory in ("50kB", "400kB", "1GB"))
     few = little.checkpoints[0].figures
     assert few["rows_in_memory"] < few["rows_at_once"] < 100  # a file is put together in memory, too
-    assert some.checkpoints[0].figures["rows_in_memory"] < 256
+    assert some.checkpoints[0].choices.rows_at_once < 256
     assert [file.rows for file in some.checkpoints[0].imprints] == [(0, 256), (256, 512), (512, 600)]
     assert len(much.checkpoints[0].imprints) == 1
     for name, tensor in much.imprints(0, 0, 600, CPU).items():
@@ -281,7 +281,7 @@ def test_checkpoints_are_averaged_and_one_of_weight_0_is_left_out() -> None:
     states = [{name: scale * tensor for name, tensor in one.state().items()} for scale in (0.5, 3.0, 1.0)]
     plan = Plan(engine="spectral", steps=("infinite", 1, 30), damping=0.05, directions=7, weight=(1.0, 0.0, 3.0))
     found = store(one, plan, checkpoints=states)
-    assert found.checkpoints[1].base is None and found.checkpoints[1].layers == ()
+    assert found.checkpoints[1].base is None and found.checkpoints[1].choices.layers == ()
     first = store(one, Plan(engine="spectral", steps="infinite", damping=0.05, directions=7), checkpoints=states[:1])
     close(scores(one, found), 0.25 * scores(one, first) + 0.75 * scores(one, store(one)))
 
@@ -335,7 +335,7 @@ def test_a_check_foretells_a_spectral_run(plan: Plan) -> None:
     assert found.ok and found.estimate is not None, found.problems
     made = store(one, plan)
     assert found.estimate.bytes_per_source <= inspected(made)["bytes_per_source"]
-    assert found.estimate.rows_at_once == made.checkpoints[0].figures["rows_at_once"]
+    assert found.estimate.rows_at_once == made.checkpoints[0].choices.rows_per_file
     assert found.estimate.seconds < 60 and (found.estimate.peak_bytes or 1) > 0
 
 

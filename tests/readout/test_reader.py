@@ -335,7 +335,7 @@ def test_how_far_zero_parameters_drift_is_told_by_the_size_of_the_others() -> No
     moved = store.base(0, task.device)["3.weight"].norm()
     others = torch.cat([p.detach().flatten() for name, p in model.named_parameters() if name != "3.weight"])
     expected = moved / (others.norm() * (8 / len(others)) ** 0.5)
-    assert store.checkpoints[0].figures["drift"] == pytest.approx(float(expected), rel=1e-4)
+    assert store.checkpoints[0].measured.drift == pytest.approx(float(expected), rel=1e-4)
 
 
 # --- the same scores however they are cut up

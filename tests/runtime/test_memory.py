@@ -106,6 +106,6 @@ def test_a_simulation_on_cuda_keeps_about_to_the_memory_it_may_use(engine: Any) 
     for memory in (4 << 30, 200 << 20, 50 << 20):  # the first has room for what torch makes for itself, once
         before, peak = torch.cuda.memory_allocated(), Peak(device)
         store = simulate(Task.classifier(model), data, sources, plan, memory=memory, progress=False, batch_size=500)
-        rows.append(store.checkpoints[0].figures["rows_at_once"])
+        rows.append(store.checkpoints[0].choices.rows_at_once)
         assert (peak.bytes or 0) - before <= 1.25 * memory  # trials may go beyond it
     assert 1 < rows[2] < rows[1] < rows[0] == 40

@@ -139,7 +139,7 @@ def test_mini_batches_are_measured_by_the_sharpest_of_the_first() -> None:
     ends = [extremes(problem.data[0][next(drawn)].mean(0)) for _ in range(2)]
     store = problem.simulate(Plan(steps=5, lr=0.1, batch_size=2, seed=2))
     expected = [min(low for low, _ in ends), max(high for _, high in ends)]
-    assert store.checkpoints[0].figures["curvature"] == pytest.approx(expected, abs=0.01 * expected[1])
+    assert store.checkpoints[0].measured.curvature == pytest.approx(expected, abs=0.01 * expected[1])
     assert ends[1][1] > 1.2 * ends[0][1] > 1.2 * extremes(problem.hessian())[1]
 
 
@@ -164,7 +164,7 @@ def test_a_model_without_forward_mode_gets_its_imprints_from_trajectories() -> N
     problem = unconverged_mlp()
     plan = Plan(engine="trajectories", steps=6, epsilon=0.1)
     store, expected = in_reverse_only(problem).simulate(plan), problem.simulate(plan)
-    assert store.checkpoints[0].lr == pytest.approx(expected.checkpoints[0].lr, rel=1e-4)
+    assert store.checkpoints[0].choices.lr == pytest.approx(expected.checkpoints[0].choices.lr, rel=1e-4)
     plan = replace(plan, lr=problem.lr)
     same = [imprints(each.simulate(plan)) for each in (in_reverse_only(problem), problem)]
     assert relative_error(*same) < 1e-10
@@ -187,8 +187,8 @@ def test_differences_of_gradients_work_at_the_origin() -> None:
 @pytest.mark.parametrize("damping", [0.0, 0.3])
 def test_the_automatic_step_is_one_over_the_largest_curvature(make: Callable[[], Problem], damping: float) -> None:
     checkpoint = make().simulate(Plan(steps=2, damping=damping)).checkpoints[0]
-    assert checkpoint.lr == pytest.approx(1 / extremes(make().hessian(damping))[1], rel=0.02)
-    assert checkpoint.lr == pytest.approx(1 / (checkpoint.figures["curvature"][1] + damping), rel=1e-12)
+    assert checkpoint.choices.lr == pytest.approx(1 / extremes(make().hessian(damping))[1], rel=0.02)
+    assert checkpoint.choices.lr == pytest.approx(1 / (checkpoint.measured.curvature[1] + damping), rel=1e-12)
 
 
 def test_the_automatic_step_suits_the_sharpest_point_of_the_path() -> None:
@@ -199,8 +199,8 @@ def test_the_automatic_step_suits_the_sharpest_point_of_the_path() -> None:
     problem = Problem(Task.regression(model), data, data, Sources.per_example(3), lr=1.0)
     assert extremes(problem.hessian()) == pytest.approx((-4, 4), rel=0.02)
     checkpoint = problem.simulate(Plan(steps=100)).checkpoints[0]
-    assert 0.75 < 8 * checkpoint.lr < 1.25
-    smallest, largest = checkpoint.figures["curvature"]
+    assert 0.75 < 8 * checkpoint.choices.lr < 1.25
+    smallest, largest = checkpoint.measured.curvature
     assert smallest == pytest.approx(-4, rel=0.02)
     assert largest >= 7.9
 
@@ -221,7 +221,7 @@ def test_the_stability_figure_is_the_norm_of_one_step(
     lr = share / extremes(curvature)[1]
     exact = torch.linalg.matrix_norm(torch.eye(len(curvature), dtype=torch.float64) - lr * curvature, ord=2)
     store = make().simulate(Plan(steps=2, lr=lr, damping=damping))
-    assert store.checkpoints[0].figures["stability"] == pytest.approx(float(exact), rel=0.04)
+    assert store.checkpoints[0].measured.stability == pytest.approx(float(exact), rel=0.04)
 
 
 def test_a_step_beyond_the_curvature_is_warned_of() -> None:
@@ -321,7 +321,7 @@ def test_growth_that_the_path_survives_is_no_runaway() -> None:
     """Negative curvature lets responses grow at first; that is training, not an error."""
     problem = unconverged_mlp()
     store = problem.simulate(Plan(steps=60, lr=problem.lr))
-    assert store.checkpoints[0].figures["stability"] > 1
+    assert store.checkpoints[0].measured.stability > 1
 
 
 @pytest.mark.filterwarnings("ignore:.*may diverge")

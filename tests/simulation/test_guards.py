@@ -74,7 +74,7 @@ def test_biases_that_training_does_not_feel_stay_where_they_are() -> None:
     plan = Plan(preconditioner="adam", steps=3, lr=1e-3)
     with pytest.warns(ReliabilityWarning, match="48 values of 0.bias, 3.bias are left where they are"):
         store = simulated(model, plan, checkpoints=[(model.state_dict(), moments)])
-    assert store.checkpoints[0].figures["curvature"][1] < 1e5  # of M⁻¹H; by rounding it would be above 10⁷
+    assert store.checkpoints[0].measured.curvature[1] < 1e5  # of M⁻¹H; by rounding it would be above 10⁷
     imprints = store.imprints(0, 0, 4, torch.device("cpu"))
     assert all(not bool(imprints[name].any()) for name in biases)
     assert all(bool(imprints[name].any()) for name in ("0.weight", "1.bias", "6.bias"))

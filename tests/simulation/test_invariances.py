@@ -161,7 +161,7 @@ def test_a_model_that_vmap_refuses_gets_the_same_imprints_and_scores(
         store = simulate(task, problem().data, SOURCES, PLANS[name], progress=False)
         result = attribute(task, store, problem().queries, progress=False)
     assert "sources are simulated one by one" in caplog.text and "sources are read one by one" in caplog.text
-    assert store.checkpoints[0].figures["vectorised"] is False
+    assert store.checkpoints[0].choices.vectorised is False
     assert furthest(imprints(store), imprints(reference(name))) < EXACT
     assert furthest(result.scores, problem().attribute(reference(name)).scores) < EXACT
 

@@ -341,7 +341,7 @@ def test_automatic_epsilon_takes_the_best_agreement_with_its_double_and_records_
     plan = Plan(engine="trajectories", epsilon="auto", steps=10, lr=problem.lr)
     three = Sources.groups({"first": [0], "few": range(4), "every third": range(0, 20, 3)})
     checkpoint = problem.simulate(plan, three).checkpoints[0]
-    epsilon, disagreement = checkpoint.epsilon, checkpoint.figures["epsilon_disagreement"]
+    epsilon, disagreement = checkpoint.choices.epsilon, checkpoint.measured.epsilon_disagreement
     assert epsilon is not None
     assert set(disagreement) == {f"{tried:g}" for tried in EPSILONS[:-1]}
     chosen = disagreement[f"{epsilon:g}"]
@@ -363,7 +363,7 @@ def test_automatic_epsilon_is_large_where_only_rounding_counts() -> None:
     )
     plan = Plan(engine="trajectories", epsilon="auto", steps=5, lr=0.3)
     store = simulate(task, (directions,), Sources.per_example(20), plan, progress=False)
-    assert (store.checkpoints[0].epsilon or 0) > 1
+    assert (store.checkpoints[0].choices.epsilon or 0) > 1
 
 
 def squared_hinge() -> Problem:

@@ -161,8 +161,8 @@ def test_momentum_that_vanishes_is_plain_gradient_descent_to_the_bit(engine: Any
     store, expected = run(unconverged_mlp(), replace(plain, momentum=1e-300)), run(unconverged_mlp(), plain)
     assert torch.equal(imprints(store), imprints(expected))
     assert torch.equal(base(store), base(expected))
-    assert store.checkpoints[0].lr == expected.checkpoints[0].lr
-    assert store.checkpoints[0].figures["stability"] == expected.checkpoints[0].figures["stability"]
+    assert store.checkpoints[0].choices.lr == expected.checkpoints[0].choices.lr
+    assert store.checkpoints[0].measured.stability == expected.checkpoints[0].measured.stability
 
 
 # --- steps and stability
@@ -187,7 +187,7 @@ def test_an_automatic_step_is_as_much_longer_as_momentum_allows(momentum: float,
     plain, longest = (run(problem, replace(plan, momentum=beta)).checkpoints[0] for beta in (0.0, momentum))
     assert longest.lr == pytest.approx(longer(momentum) * plain.lr, rel=1e-6)
     assert longest.lr == pytest.approx(longer(momentum) / sharpest(problem, damping), rel=2e-2)
-    edge = Spectrum(*[longest.figures["curvature"][1]] * 2)
+    edge = Spectrum(*[longest.measured.curvature[1]] * 2)
     assert edge.growth(longest.lr, damping, momentum) == pytest.approx(math.sqrt(momentum), rel=EXACT)
     assert edge.growth(2 * longest.lr, damping, momentum) == pytest.approx(1.0, rel=1e-6)
 
@@ -205,7 +205,7 @@ def test_the_stability_figure_is_the_spectral_radius_of_one_step(
     plan = Plan(steps=1, momentum=momentum, damping=damping, preconditioner=preconditioner)
     m = the_m(problem, plan)
     lr = share * longer(momentum) / sharpest(problem, damping, m)
-    figure = run(problem, replace(plan, lr=lr), m).checkpoints[0].figures["stability"]
+    figure = run(problem, replace(plan, lr=lr), m).checkpoints[0].measured.stability
     assert figure == pytest.approx(radius(companion(problem, lr, momentum, damping, m)), rel=0.04)
 
 

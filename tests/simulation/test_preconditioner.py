@@ -134,7 +134,7 @@ def test_m_of_one_is_plain_gradient_descent_to_the_bit(engine: Any, changes: dic
     expected = run(problem, plain)
     assert torch.equal(imprints(store), imprints(expected))
     assert torch.equal(base(store), base(expected))
-    assert store.checkpoints[0].lr == expected.checkpoints[0].lr
+    assert store.checkpoints[0].choices.lr == expected.checkpoints[0].choices.lr
 
 
 @pytest.mark.parametrize("engine", ["tangent", "trajectories"])
@@ -149,7 +149,7 @@ def test_an_automatic_step_scales_with_m() -> None:
     problem, m = unconverged_mlp(), an_m(unconverged_mlp())
     plan = Plan(steps=7, damping=0.2, preconditioner="adam")
     one, five = run(problem, plan, m), run(problem, plan, 5 * m)
-    assert five.checkpoints[0].lr == pytest.approx(5 * one.checkpoints[0].lr, rel=1e-6)
+    assert five.checkpoints[0].choices.lr == pytest.approx(5 * one.checkpoints[0].choices.lr, rel=1e-6)
     assert relative_error(imprints(five), imprints(one)) < 1e-6
 
 
@@ -201,8 +201,8 @@ def test_where_scales_differ_the_preconditioned_path_is_stable_and_gets_further(
     problem = badly_scaled()
     influence = -torch.linalg.solve(problem.hessian(), problem.source_gradients())
     plain, adam = run(problem, Plan(steps=200)), run(problem, Plan(steps=200, preconditioner="adam"))
-    assert adam.checkpoints[0].figures["stability"] <= 1 + 1e-2
-    assert adam.checkpoints[0].figures["moments"] == "estimated"
+    assert adam.checkpoints[0].measured.stability <= 1 + 1e-2
+    assert adam.checkpoints[0].measured.moments == "estimated"
     assert relative_error(imprints(plain), influence) > 0.9
     assert relative_error(imprints(adam), influence) < 0.2
 
@@ -228,9 +228,9 @@ def test_without_moments_they_are_estimated_from_mini_batches(batch_size: int | 
     plan = Plan(steps=3, lr=0.01, batch_size=batch_size, preconditioner="adam")
     store = run(problem, plan)
     estimated = by_hand(problem, 6 if batch_size == 6 else problem.n // 4)
-    assert store.checkpoints[0].figures["moments"] == "estimated"
+    assert store.checkpoints[0].measured.moments == "estimated"
     expected = run(problem, plan, estimated.sqrt() + 1e-8)
-    assert expected.checkpoints[0].figures["moments"] == "recorded"
+    assert expected.checkpoints[0].measured.moments == "recorded"
     assert relative_error(imprints(store), imprints(expected)) < 1e-8
 
 
@@ -246,9 +246,9 @@ def test_moments_are_taken_as_a_dict_or_a_file_or_from_beside_the_checkpoint(tmp
     expected, *others = (run(problem, plan, checkpoints=[pair]) for pair in pairs)
     for store in others:
         assert torch.equal(imprints(store), imprints(expected))
-        assert store.checkpoints[0].figures["moments"] == "recorded"
+        assert store.checkpoints[0].measured.moments == "recorded"
     estimated = run(problem, plan, checkpoints=[alone])
-    assert estimated.checkpoints[0].figures["moments"] == "estimated"
+    assert estimated.checkpoints[0].measured.moments == "estimated"
     assert relative_error(imprints(estimated), imprints(expected)) > 0.1
     plain = run(problem, Plan(steps=7, lr=0.3), checkpoints=[beside])  # which asks for no moments
     assert torch.equal(imprints(plain), imprints(run(problem, Plan(steps=7, lr=0.3))))
@@ -262,7 +262,7 @@ def test_moments_beside_a_checkpoint_that_are_of_other_parameters_are_estimated(
     save_file(problem.task.state(), place)
     save_file({"0.weight": torch.ones(4, 3)}, tmp_path / "adapted.moments.safetensors")
     store = run(problem, PLANS["full batch"], checkpoints=[place])
-    assert store.checkpoints[0].figures["moments"] == "estimated"
+    assert store.checkpoints[0].measured.moments == "estimated"
     assert "has no second moments of parameter '0.bias' and 2 more" in caplog.text
 
 
@@ -272,7 +272,7 @@ def test_where_adam_has_seen_no_gradient_nothing_moves() -> None:
     moments = (m - 1e-8).square()
     moments[:5] = 0.0
     store = run(problem, plan, checkpoints=[(problem.task.state(), named(problem, moments))])
-    assert store.checkpoints[0].figures["unmoved"] == pytest.approx(5 / len(m))
+    assert store.checkpoints[0].measured.unmoved == pytest.approx(5 / len(m))
     assert torch.equal(base(store)[:5], problem.theta[:5])
     assert not imprints(store)[:5].any()
     still = m.clone()
@@ -377,7 +377,7 @@ def test_a_run_that_dies_again_and_again_ends_in_the_same_store(
     whole = two_checkpoints(tmp_path / "whole", plan)
     expected = contents(whole.path)
     assert sum("imprints-" in name for name in expected) > 3
-    assert [c.figures["moments"] for c in whole.checkpoints] == ["recorded", "estimated"]
+    assert [c.measured.moments for c in whole.checkpoints] == ["recorded", "estimated"]
     draw = random.Random(0)
     for _ in range(100):
         try:

@@ -262,7 +262,7 @@ def test_a_run_goes_on_with_less_memory(
         run(tmp_path / "store", plan, memory="1kB", progress=dies_at(share + 0.15))
     assert "going on with 1 sources at once instead of 6, which memory=1kB does not allow" in caplog.text
     store = run(tmp_path / "store", plan, memory="1kB")
-    assert store.checkpoints[0].figures["rows_at_once"] == 6
+    assert store.checkpoints[0].choices.rows_at_once == 6
     store.verify()
     for index in range(2):
         one, other = (s.imprints(index, 0, 6, torch.device("cpu")) for s in (whole, store))
@@ -284,7 +284,7 @@ def test_the_rate_after_a_resume_is_that_of_this_run(tmp_path: Path, monkeypatch
     monkeypatch.setattr(Progress, "skip", counted)
     done: list[int] = []
     store = run(tmp_path / "store", PLANS["tangent"], progress=lambda now, total: done.append(now))
-    shard = store.checkpoints[0].figures["rows_at_once"] * STEPS
+    shard = store.checkpoints[0].choices.rows_at_once * STEPS
     assert skipped[0] == shard and 0 < skipped[1] < shard
     assert done[:2] == [skipped[0], sum(skipped[:2])]
 

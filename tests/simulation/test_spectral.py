@@ -207,7 +207,7 @@ def test_imprints_of_groups_are_the_sums_of_their_members() -> None:
     problem = unconverged_mlp()
     plan = Plan(engine="spectral", steps=30, directions=8)
     groups, single = problem.simulate(plan), problem.simulate(plan, Sources.per_example(problem.n))
-    assert groups.checkpoints[0].layers == () and single.checkpoints[0].layers == ("0", "2")
+    assert groups.checkpoints[0].choices.layers == () and single.checkpoints[0].choices.layers == ("0", "2")
     torch.testing.assert_close(imprints(groups), imprints(single) @ problem.indicator.T, rtol=1e-9, atol=1e-11)
 
 
@@ -312,9 +312,9 @@ def test_a_step_that_is_too_long_is_refused_with_one_that_holds() -> None:
     with pytest.raises(SimulationError, match=rf"too long for curvature .*: a step below {2 / top:.2g} holds"):
         problem.simulate(Plan(engine="spectral", lr=2.1 / top, directions=EVERY))
     store = problem.simulate(Plan(engine="spectral", lr=1.9 / top, directions=EVERY))
-    assert store.checkpoints[0].figures["stability"] <= 1
+    assert store.checkpoints[0].measured.stability <= 1
     automatic = problem.simulate(Plan(engine="spectral", directions=EVERY))
-    assert automatic.checkpoints[0].lr == pytest.approx(1 / top)
+    assert automatic.checkpoints[0].choices.lr == pytest.approx(1 / top)
 
 
 def test_a_response_beyond_all_numbers_is_refused_and_its_source_named() -> None:
@@ -366,7 +366,7 @@ def test_a_step_chosen_with_few_directions_suits_what_lies_outside_of_them(direc
     problem = unconverged_mlp()
     plan = Plan(engine="spectral", steps=200, directions=directions)
     (checkpoint,) = problem.simulate(plan).checkpoints
-    assert checkpoint.lr * checkpoint.figures["rest"] <= 1
+    assert checkpoint.choices.lr * checkpoint.measured.rest <= 1
 
 
 def test_a_model_in_half_precision_has_as_many_directions_as_others() -> None:

@@ -271,7 +271,7 @@ FACTORED = Plan(engine="spectral", steps=2, lr=0.1, directions=3, weight=(1.0, 0
 def factored(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A store with imprints in factored form; not to be changed."""
     store = make(tmp_path_factory.mktemp("factored") / "store", FACTORED, Sources.per_example(N).rows(0, 3))
-    assert store.checkpoints[0].layers == ("0",)
+    assert store.checkpoints[0].choices.layers == ("0",)
     return store.path
 
 
@@ -662,7 +662,7 @@ def test_a_path_that_no_store_can_have_is_refused(name: str, tmp_path: Path) -> 
 
 def run_apart(call: str, *arguments: object, mounts: bool = False) -> str:
     """Call a function of this file in a process of its own, on request one that may mount file systems."""
-    code = f"import sys; from tests import test_faults; test_faults.{call}(*sys.argv[1:])"
+    code = f"import sys; from tests.store import test_faults; test_faults.{call}(*sys.argv[1:])"
     command = [*(["unshare", "--map-root-user", "--mount"] if mounts else []), sys.executable, "-c", code]
     result = subprocess.run(
         [*command, *map(str, arguments)], capture_output=True, text=True, cwd=Path(__file__).parents[2], check=False

@@ -1,0 +1,125 @@
+"""One checkpoint of a store: its settings, what was decided and measured when it was simulated, and its files."""
+
+import re
+from dataclasses import dataclass, field
+from statistics import median
+from typing import Literal
+
+from imprint.plan import Settings, Steps
+from imprint.store.records import Checksum, Count, NotNegative, Positive, read
+from imprint.store.values import Value
+
+INSIDE = re.compile(r"(?!\.)[\w.-]+(/(?!\.)[\w.-]+)*", re.ASCII)  # relative, and of parts that do not begin with a dot
+
+
+@dataclass(frozen=True)
+class File:
+    """A file of the store, relative to its folder; `rows` are the sources it holds, where it holds some."""
+
+    path: str
+    sha256: Checksum
+    bytes: int
+    rows: tuple[int, int] | None = None
+
+    @classmethod
+    def from_json(cls, value: Value) -> "File":
+        file, values = read(cls, value), value.mapping()
+        if not INSIDE.fullmatch(file.path):
+            values["path"].refuse("a path inside the store, of letters, digits, '_', '-', '.' and '/'")
+        if file.rows is not None and file.rows[0] >= file.rows[1]:
+            values["rows"].refuse("the first row and the one after the last")
+        return file
+
+
+@dataclass(frozen=True)
+class Spread:
+    """The least, the median and the largest of some figures."""
+
+    least: float
+    median: float
+    largest: float
+
+    @classmethod
+    def of(cls, values: list[float]) -> "Spread":
+        return cls(min(values), median(values), max(values))
+
+
+@dataclass(frozen=True)
+class Decided:
+    """What a simulation decided before it began with a checkpoint. A resumed or repeated one takes it over.
+
+    rows_per_file: how many sources a file of imprints holds; `rows_at_once` of them are simulated together.
+    vectorised: whether that is done by `vmap`, or in a loop.
+    epsilon: by how much a source was up- and down-weighted, where it was.
+    directions: how many directions of the curvature the imprints rest on, where they do.
+    layers: the linear layers whose parts are kept as products, in factored imprints (see `imprint.tensors.rows`).
+    """
+
+    lr: NotNegative
+    rows_per_file: Count
+    rows_at_once: Count
+    vectorised: bool = True
+    epsilon: Positive | None = None
+    directions: Count | None = None
+    layers: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Figures that were measured on the way. They describe a simulation; nothing is computed from them.
+
+    curvature: the smallest and the largest that was met; `stability` is by how much a step multiplies some direction.
+    one_by_one: why sources were not simulated together, where they were not.
+    moments: where a preconditioner's second moments come from; `unmoved` is the share of values it left alone.
+    epsilon_disagreement: how far imprints at ε and 2ε differ, by ε, where it was chosen.
+    rest, share: the mean curvature outside the directions, and the share of squared gradients that lies there.
+    drift: how far the unperturbed path leads, relative to the parameters.
+    norms, linearity: of the imprints, and how far the two sides of each are from mirroring each other.
+    lost: the share of squared length that a projection lost.
+    """
+
+    curvature: tuple[float, float] | None = None
+    stability: float | None = None
+    one_by_one: str | None = None
+    moments: Literal["recorded", "estimated"] | None = None
+    unmoved: float | None = None
+    epsilon_disagreement: dict[str, float] = field(default_factory=dict)
+    rest: float | None = None
+    share: float | None = None
+    drift: float | None = None
+    norms: Spread | None = None
+    linearity: Spread | None = None
+    lost: float | None = None
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """One checkpoint: its settings, what was decided and measured, and its files. One of weight 0 has settings alone.
+
+    basis: directions that imprints are combinations of, where they are kept factored or projected.
+    """
+
+    weight: NotNegative
+    steps: Steps
+    damping: NotNegative
+    decided: Decided | None = None
+    measured: Measured = field(default_factory=Measured)
+    base: File | None = None
+    imprints: tuple[File, ...] = ()
+    midpoints: tuple[File, ...] = ()
+    basis: File | None = None
+
+    @classmethod
+    def planned(cls, settings: Settings) -> "Checkpoint":
+        """Make a checkpoint with the settings that a plan has for it."""
+        return cls(settings.weight, settings.steps, settings.damping)
+
+    @property
+    def choices(self) -> Decided:
+        """What was decided, of a checkpoint that was simulated."""
+        assert self.decided is not None
+        return self.decided
+
+    def files(self) -> tuple[File, ...]:
+        """All files of the checkpoint."""
+        return (*(file for file in (self.base, self.basis) if file is not None), *self.imprints, *self.midpoints)
