@@ -204,10 +204,14 @@ def _exists(dotted: str) -> bool:
         tree = _trees().get(f"{path}.py") or _trees().get(f"{path}/__init__.py")
         if tree is None:
             continue
-        bound = _bound(tree.body)
-        if len(rest) == 2 and isinstance(owner := bound.get(rest[0]), ast.ClassDef):
+        if not rest:
+            return True
+        owner = _bound(tree.body).get(rest[0])
+        if isinstance(owner, ast.ImportFrom) and str(owner.module).startswith("imprint"):
+            return _exists(".".join([str(owner.module), *rest]))
+        if isinstance(owner, ast.ClassDef) and len(rest) > 1:
             return rest[1] in _bound(owner.body)
-        return not rest or rest[0] in bound
+        return owner is not None
     return False
 
 
