@@ -16,8 +16,8 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn import functional as F
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from imprint.compat import math_attention
 from imprint.errors import TaskError
 from imprint.model.dropout import dropping
 from imprint.model.replica import Replica
@@ -316,14 +316,11 @@ class Task:
             current = self._replica.current(self._prepared)
             if self._host is None or self._host.model is not current:
                 self._host = _Host(current)
-            fast_path = torch.backends.mha.get_fastpath_enabled()
             try:
                 self._evaluates = True
-                torch.backends.mha.set_fastpath_enabled(False)
-                with sdpa_kernel(SDPBackend.MATH), self._in_place():
+                with math_attention(), self._in_place():
                     yield
             finally:
-                torch.backends.mha.set_fastpath_enabled(fast_path)
                 self._evaluates = False
 
     @property

@@ -34,7 +34,6 @@ from imprint import (
     simulate,
 )
 from imprint.errors import TaskError
-from imprint.plan import Engine
 from imprint.readout.reader import Kind
 from imprint.runtime import memory
 from imprint.simulation import estimate
@@ -47,7 +46,7 @@ def _a_quick_disk(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(estimate, "_WRITTEN", 1 << 12)
 
 
-PLANS: dict[Engine, Plan] = {
+PLANS: dict[str, Plan] = {
     "tangent": Plan(steps=2, lr=0.1),
     "spectral": Plan(engine="spectral", steps=2, directions=3),
     "trajectories": Plan(engine="trajectories", steps=2, lr=0.1, keep_pair=True),
@@ -229,7 +228,7 @@ def test_a_step_that_runs_away_comes_with_advice() -> None:
 
 
 @pytest.mark.parametrize("engine", ["tangent", "trajectories"])
-def test_a_step_that_a_simulation_warns_of_is_warned_of_before(engine: Engine) -> None:
+def test_a_step_that_a_simulation_warns_of_is_warned_of_before(engine: str) -> None:
     member, plan = classifier(), Plan(engine=engine, steps=2, lr=10.0, batch_size=5, momentum=0.3)
     found = checked(member, plan)
     with pytest.warns(UserWarning, match=r"a step multiplies some direction by .* would be safe") as caught:
@@ -255,7 +254,7 @@ def test_a_disk_that_is_too_small_is_found(monkeypatch: pytest.MonkeyPatch, tmp_
 
 
 @pytest.mark.parametrize("engine", ["tangent", "trajectories"])
-def test_the_disk_must_hold_the_store_and_a_snapshot(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_disk_must_hold_the_store_and_a_snapshot(engine: str, monkeypatch: pytest.MonkeyPatch) -> None:
     member = classifier(12, 9000, Sources.per_example(12))
     expected = checked(member, replace(PLANS[engine], lr=0.001)).estimate
     assert expected is not None

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from imprint.compat import has_gradient_hooks
 from imprint.data import Data
 from imprint.errors import ImprintError, TaskError, first_line
 from imprint.model.replica import tensors_of
@@ -94,7 +95,7 @@ def report_unselectable(task: Task, notices: Notices) -> None:
             f"complex parameters carry no imprint, and their share of every effect is missing: {_few(complex_ones)}. "
             "Hold them as real parameters (torch.view_as_complex of a real tensor), or freeze them."
         )
-    hooked = [name for name, p in named.items() if name in task.names and p._backward_hooks]
+    hooked = [name for name, p in named.items() if name in task.names and has_gradient_hooks(p)]
     if hooked:
         notices.add(
             f"hooks on the gradients of parameters are not simulated, and imprints are those of training without them: "

@@ -14,14 +14,16 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor, nn
 from torch.func import grad, vmap
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from imprint.batches import leaves, map_tensors
+from imprint.compat import has_batch_norm, math_attention
 from imprint.data import Data
 from imprint.errors import DataError, PlanError, TaskError
 from imprint.evaluation.subsets import DROPOUT, derived
 from imprint.runtime.memory import activation_bytes, budget
 from imprint.task import Batch, Functional, Parameters, Task
+from imprint.tensors.batching import attempt, vectorise_or_loop
+from imprint.tensors.vectors import over_rows
 
 Optimiser = Literal["sgd", "adam", "adamw"]
 Schedule = Literal["constant", "linear", "cosine"]
@@ -183,7 +185,7 @@ def _train(
     descent = _Descent(functional, theta, frozen, training, same=same, whole=whole)
     shuffles = [torch.Generator().manual_seed(seed) for seed in orders or seeds]
     dropout, step = derived(seeds[0], DROPOUT), 0
-    with _seeded(dropout), sdpa_kernel(SDPBackend.MATH):  # fused attention knows nothing of many models at once
+    with _seeded(dropout), math_attention():  # fused attention takes one model at a time
         for epoch in range(1, training.epochs + 1):
             examples, weights = _epoch(subsets, shuffles, training, next(iter(theta.values())))
             for chosen, weight in zip(examples, weights, strict=True):
@@ -225,7 +227,12 @@ class _Descent:
 
     def step(self, batch: Batch, weights: Tensor) -> None:
         """One step of every model that has examples in it; the others wait for the next epoch."""
-        downhill = self._gradients(self.theta, self._frozen, batch, weights)
+        downhill, reason = attempt(lambda: self._gradients(self.theta, self._frozen, batch, weights))
+        if downhill is None:
+            raise TaskError(
+                f"this model cannot be trained in one batch with others ({reason}): give a function "
+                "train(subset, seed) that trains one."
+            )
         training = self._training
         active = (weights.sum(1) > 0).to(self._taken.dtype)
         rate = training.rate(self._taken, self._whole) * active
@@ -275,8 +282,12 @@ def _blend(state: Tensor, keep: float, new: Tensor, share: float, on: Tensor | N
 def measured(task: Task, stacked: Parameters, batch: Batch, count: int) -> Tensor:
     """F of the queries under every model of a stack, shape (models, queries)."""
     functional, _ = task.at(task.state())
+
+    def measure(vectorise: bool) -> Tensor:
+        return over_rows(lambda theta: functional.measures(theta, batch, count), stacked, vectorise=vectorise)  # type: ignore[no-any-return]
+
     with torch.no_grad(), task.evaluating():
-        return vmap(lambda theta: functional.measures(theta, batch, count))(stacked)
+        return vectorise_or_loop(measure)[0]
 
 
 def models_at_once(
@@ -307,7 +318,7 @@ def _refuse(models: Sequence[nn.Module], task_of: Callable[[nn.Module], Task], d
     Buffers that are the same in every model and stay so, as rotary frequencies and causal masks do, are shared.
     """
     model = models[0]
-    alike = not any(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in model.modules())
+    alike = not has_batch_norm(model)
     if alike and (before := {name: buffer.detach().clone() for name, buffer in model.named_buffers()}):
         alike = all(_equal(before, dict(other.named_buffers())) for other in models[1:])
         with _seeded(0), torch.no_grad():

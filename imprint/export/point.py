@@ -7,16 +7,18 @@
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
+from functools import partial
 
 import torch
 from torch import Tensor
 
-from imprint.errors import ImprintError, ReadoutError, SourcesError, TaskError
+from imprint.errors import ReadoutError, SourcesError, TaskError
 from imprint.export.likelihood import is_log_likelihood, log_likelihood, widened
 from imprint.export.lora import Adapted, adapted_layers, weight_moves
 from imprint.readout.reader import Measure, along, between, dots, forward_only, query_gradients
 from imprint.store.reading import Store
 from imprint.task import Batch, Functional, Parameters, Task, require_task
+from imprint.tensors.batching import attempt, vectorise_or_loop
 
 Counted = tuple[int, Batch]
 _AT_ONCE = 16  # sources whose imprints are in memory at a time
@@ -135,12 +137,11 @@ class Point:
             return dots(imprints, gradients).double()
 
         chosen = range(len(self.rows)) if positions is None else positions
-        try:
-            return self._scores(queries, torch.ones(len(self.rows)), chosen, forward), "jvp"
-        except RuntimeError as error:
-            if isinstance(error, ImprintError | torch.OutOfMemoryError):
-                raise
-        return self._scores(queries, torch.ones(len(self.rows)), chosen, backward), "gradient"
+        gains = torch.ones(len(self.rows))
+        scores, _ = attempt(lambda: self._scores(queries, gains, chosen, forward))
+        if scores is not None:
+            return scores, "jvp"
+        return self._scores(queries, gains, chosen, backward), "gradient"
 
     def served(self, queries: list[Counted], gains: Tensor, positions: Sequence[int], dtype: torch.dtype) -> Tensor:
         """The central scores of an engine whose weights and adapters are in `dtype`, shape (queries, positions)."""
@@ -174,12 +175,7 @@ class Point:
                 imprints = self.imprints(part)
                 columns = []
                 for count, batch in queries:
-                    try:
-                        column = read(imprints, gains[part], count, batch, True)
-                    except RuntimeError as error:
-                        if isinstance(error, ImprintError | torch.OutOfMemoryError):
-                            raise
-                        column = read(imprints, gains[part], count, batch, False)
+                    column, _ = vectorise_or_loop(partial(read, imprints, gains[part], count, batch))
                     columns.append(column.cpu())
                 blocks.append(torch.cat(columns, 1))
         return torch.cat(blocks).T

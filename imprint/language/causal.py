@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from imprint.compat import forward_hooks, has_values
 from imprint.errors import TaskError
 from imprint.language.checkpointing import checkpointing
 from imprint.language.head import in_full_precision, log_likelihoods, of_targets, token_log_probs, weighted_sum
@@ -197,7 +198,7 @@ class LanguageTask(Task):
                 f"rows of {length} tokens are {length - self._context} more than the model's context of "
                 f"{self._context}: give length={self._context} to Documents or Completions."
             )
-        if _has_values(ids):
+        if has_values(ids):
             highest = int(ids.max())
             if highest >= self._vocabulary:
                 raise TaskError(
@@ -253,14 +254,9 @@ def _globs(model: nn.Module, parameters: str | Sequence[str] | None) -> list[str
     return globs
 
 
-def _has_values(tensor: Tensor) -> bool:
-    """Whether numbers can be read from a tensor: not under a transform, and not while a graph of the model is made."""
-    return not torch._C._functorch.is_functorch_wrapped_tensor(tensor) and not torch.compiler.is_compiling()
-
-
 def _counted(weights: Tensor) -> tuple[int, int]:
     """From where and up to where tokens count in any row; the first, which nothing predicts, never does."""
-    if not _has_values(weights):
+    if not has_values(weights):
         return 1, weights.shape[1]
     columns = weights[:, 1:].any(0).nonzero().flatten() + 1
     return (int(columns[0]), int(columns[-1]) + 1) if len(columns) else (1, weights.shape[1])
@@ -348,9 +344,10 @@ def _inputs_as_they_are(model: nn.Module) -> Iterator[None]:
     """Without the hooks that have embeddings require gradients for checkpointing, which torch.func refuses to run."""
     removed: list[tuple[Any, int, Any]] = []
     for module in model.modules():
-        for key, hook in list(module._forward_hooks.items()):
+        hooks = forward_hooks(module)
+        for key, hook in list(hooks.items()):
             if getattr(hook, "__name__", "").startswith("make_inputs_require_grad"):
-                removed.append((module._forward_hooks, key, module._forward_hooks.pop(key)))
+                removed.append((hooks, key, hooks.pop(key)))
     try:
         yield
     finally:

@@ -10,10 +10,11 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from imprint.errors import first_line
+from imprint.errors import TaskError, first_line
 from imprint.runtime.turns import jvp
 from imprint.store.reading import Store
 from imprint.task import Batch, Functional, Parameters
+from imprint.tensors.batching import attempt
 from imprint.tensors.rows import Rows, along, forward_along, gradients
 from imprint.tensors.vectors import over_rows
 
@@ -76,28 +77,29 @@ class FactoredReadout:
             return {n: torch.randn(t.shape, generator=draw, dtype=torch.float64).to(t) for n, t in tensors.items()}
 
         probe = Rows(drawn(rows.inputs), drawn(rows.outputs), drawn(rows.dense))
-        try:
+
+        def agree() -> bool:
             if rows.only_basis:
                 self._along_basis(batch, count) if forward else self._gradients(batch, count)
-                return None
+                return True
             if forward:
                 found = self._forward(probe, batch, count)
             else:
                 found = probe.dots(self._gradients(batch, count), self._theta)
             expected = in_full(probe.multiplied_out(self._theta))
-        except torch.OutOfMemoryError:
-            raise
-        except Exception as error:
+            return float((found - expected).norm()) <= _AGREEING * float(expected.norm())
+
+        try:
+            agreeing, reason = attempt(agree)
+        except TaskError as error:  # a layer that the measurement uses more than once
             return first_line(error)
-        if float((found - expected).norm()) <= _AGREEING * float(expected.norm()):
-            return None
-        return "the measurement uses linear layers in another way than the loss"
+        return "the measurement uses linear layers in another way than the loss" if agreeing is False else reason
 
     def _forward(self, rows: Rows, batch: Batch, count: int) -> Tensor:
         return forward_along(self._functional.measures, self._theta, batch, count, self._functional.task, rows)
 
     def _gradients(self, batch: Batch, count: int) -> Rows:
-        layers = self._store.checkpoints[self._checkpoint].layers
+        layers = self._store.checkpoints[self._checkpoint].choices.layers
         return gradients(self._functional.measures, self._theta, batch, count, self._functional.task, layers)
 
     def forget(self) -> None:

@@ -22,13 +22,14 @@ from torch.func import grad, vjp, vmap
 
 from imprint.batches import is_columnar, length, map_tensors
 from imprint.checks.measuring import SILENT, check_derivative, measured, unit_of
-from imprint.errors import ImprintError, ReadoutError, first_line
+from imprint.errors import ReadoutError
 from imprint.readout.factored import FactoredReadout
 from imprint.readout.guards import Seen
 from imprint.runtime.memory import activation_bytes, budget, tensor_bytes
 from imprint.runtime.turns import jvp, settle_child
 from imprint.store.reading import Store
 from imprint.task import Batch, Functional, Parameters, Task
+from imprint.tensors.batching import attempt, vectorise_or_loop
 from imprint.tensors.linear import FastLinear
 from imprint.tensors.vectors import over_rows, row, row_norms, scale, zeros_like
 
@@ -310,15 +311,13 @@ class Reader:
             return _difference(measure, base.theta, u, c, c)
 
         c = _lengths(base.scale, imprints, self._step or 1.0)
-        if self._vectorise:
-            try:
-                return over_rows(one, imprints, c, single, vectorise=True)  # type: ignore[no-any-return]
-            except (ImprintError, torch.OutOfMemoryError):
-                raise
-            except Exception as error:
-                logger.warning("vmap does not take this model, examples are read one by one: %s", first_line(error))
-                self._vectorise = False
-        return over_rows(one, imprints, c, single, vectorise=False)  # type: ignore[no-any-return]
+        if not self._vectorise:
+            return over_rows(one, imprints, c, single, vectorise=False)  # type: ignore[no-any-return]
+        found, reason = vectorise_or_loop(lambda vectorise: over_rows(one, imprints, c, single, vectorise=vectorise))
+        if reason is not None:
+            logger.warning("vmap does not take this model, examples are read one by one: %s", reason)
+            self._vectorise = False
+        return found  # type: ignore[no-any-return]
 
     def _scores(self, base: _Base, start: int, stop: int, batch: Batch, count: int) -> Tensor:
         """Scores of some sources at one checkpoint, shape (sources, queries)."""
@@ -352,9 +351,9 @@ class Reader:
             c = _lengths(base.scale, imprints, self._step)
             return between(measure, base.theta, imprints, c, c, vectorise=self._vectorise)
         checkpoint = self.store.checkpoints[base.index]
-        assert checkpoint.epsilon is not None
+        assert checkpoint.choices.epsilon is not None
         rows = next(iter(imprints.values()))
-        up = rows.new_full((len(rows),), checkpoint.epsilon / self.store.n)
+        up = rows.new_full((len(rows),), checkpoint.choices.epsilon / self.store.n)
         down = torch.zeros_like(up) if self.store.manifest.plan.variant == "one_sided" else up
         return between(measure, base.theta, imprints, up, down, midpoints, vectorise=self._vectorise)
 
@@ -457,16 +456,13 @@ class Reader:
         step, self._step = self._step, self._step or _RELATIVE_STEPS[4]
         try:
             for self._vectorise in (True, False):
-                try:
-                    self._scores(base, 0, min(2, len(self.store)), batch, count)
+                _, failure = attempt(lambda: self._scores(base, 0, min(2, len(self.store)), batch, count))
+                if failure is None:
                     if not self._vectorise:
                         logger.warning("vmap does not take this model, sources are read one by one: %s", self._reason)
                         self.details["one_by_one"] = self._reason
                     return True
-                except (ImprintError, torch.OutOfMemoryError):
-                    raise
-                except Exception as error:
-                    self._reason = first_line(error)
+                self._reason = failure
             return False
         finally:
             self._step = step

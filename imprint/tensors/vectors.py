@@ -8,8 +8,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 from torch.func import vmap
-from torch.utils._pytree import tree_map
 
+from imprint.compat import tree_map
 from imprint.task import Functional, Parameters
 
 _HARDLY_THERE = 0.1  # of the size of a model's other weights

@@ -260,6 +260,20 @@ def test_measurements_of_a_stack_are_those_of_its_models() -> None:
     torch.testing.assert_close(losses[1], F.cross_entropy(model(x), y, reduction="none").detach())
 
 
+def test_a_measurement_that_vmap_cannot_run_is_taken_of_one_model_after_the_other() -> None:
+    def largest(model: nn.Module, batch: Batch) -> Tensor:
+        outputs: Tensor = model(batch[0])
+        return outputs.amax(1) if outputs.sum().item() else outputs.amin(1)
+
+    stack = PERCEPTRON.together(SUBSETS, SEEDS, TRAINING)
+    x, y = PERCEPTRON.data
+    plain, looped = (
+        measured(Task.classifier(PERCEPTRON.build(), measure=measure), stack, (x, y), len(x))
+        for measure in (lambda model, batch: model(batch[0]).amax(1), largest)
+    )
+    torch.testing.assert_close(looped, plain)
+
+
 def test_recorded_epochs_are_states_on_the_way() -> None:
     short = replace(TRAINING, epochs=2)
     whole = train_together(PERCEPTRON.build, Task.classifier, PERCEPTRON.inputs, SUBSETS, SEEDS, TRAINING, record=(2,))
@@ -430,6 +444,16 @@ def test_models_with_batch_norm_are_refused(layer: nn.Module) -> None:
 def test_models_with_buffers_that_are_not_constant_are_refused(build: Callable[[], nn.Module]) -> None:
     with pytest.raises(TaskError, match=r"buffers that a training or a seed changes.*train\(subset, seed\)"):
         Kind(build, PERCEPTRON.data).together(SUBSETS, SEEDS, TRAINING)
+
+
+def test_models_that_vmap_cannot_run_are_refused_with_the_reason() -> None:
+    def losses(model: nn.Module, batch: Batch) -> Tensor:
+        values = F.cross_entropy(model(batch[0]), batch[1], reduction="none")
+        return values if values.sum().item() > 0 else -values
+
+    kind = Kind(PERCEPTRON.build, PERCEPTRON.data, lambda model: Task(model, losses))
+    with pytest.raises(TaskError, match=r"cannot be trained in one batch.*RuntimeError.*train\(subset, seed\)"):
+        kind.together(SUBSETS, SEEDS, TRAINING)
 
 
 def at_once(width: int, memory: str) -> int:

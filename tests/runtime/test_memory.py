@@ -10,8 +10,9 @@ import torch
 from imprint import Plan, Sources, Task, simulate
 from imprint.data import Data
 from imprint.runtime.memory import Peak, most_that_fit
-from imprint.simulation import settling
+from imprint.simulation import sizing
 from imprint.simulation.descent import Descent
+from imprint.simulation.source_gradients import choose_heaviest
 
 PEAKS = {
     "each the same": lambda rows: 10 * rows,
@@ -60,7 +61,7 @@ def test_the_heaviest_sources_are_the_largest_and_the_largest_done_together() ->
     sources = Sources.groups({"a": range(40), "b": range(5), "c": range(32), "d": range(50)})
 
     def heaviest(**plan: Any) -> list[list[str]]:
-        return [list(choice.ids) for choice in descent_of(sources, 50, **plan).heaviest(2)]
+        return [list(choice.ids) for choice in choose_heaviest(descent_of(sources, 50, **plan), 2)]
 
     assert heaviest() == [["d", "a"]]
     assert heaviest(batch_size=10) == [["d", "a"], ["c", "b"]]
@@ -71,8 +72,8 @@ def test_a_step_of_some_sources_tells_how_many_fit(monkeypatch: pytest.MonkeyPat
     """On a stand-in for a GPU, where what is shared takes 1000 bytes, a source 100, and more than 9000 is too much."""
     tried: list[int] = []
 
-    def simulated(descent: Descent, epsilon: float | None) -> None:
-        assert descent.steps == 1 and epsilon is None
+    def attempt(descent: Descent) -> None:
+        assert descent.steps == 1
         tried.append(len(descent.sources))
         if 1000 + 100 * tried[-1] > 9000:
             raise torch.OutOfMemoryError
@@ -80,19 +81,23 @@ def test_a_step_of_some_sources_tells_how_many_fit(monkeypatch: pytest.MonkeyPat
     class Told:
         bytes = property(lambda self: 5000 + 1000 + 100 * tried[-1])
 
-    monkeypatch.setattr(settling, "_tells", lambda device: True)
-    monkeypatch.setattr(settling, "simulated", simulated)
-    monkeypatch.setattr(settling, "Peak", lambda device: Told())
+    monkeypatch.setattr(sizing, "Peak", lambda device: Told())
+    monkeypatch.setattr(sizing, "budget", lambda memory, device: memory)
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 5000)
     descent = descent_of(Sources.per_example(200), 200)
-    assert settling.rows_at_once(descent, "2000B", None) == 10
-    assert settling.rows_at_once(descent, "1MB", None) >= 70
+    descent.data.device = torch.device("cuda")
+
+    def rows_that_fit(memory: int, before: int | None = None) -> int:
+        return sizing.rows_that_fit(descent, memory, attempt, 1, before)
+
+    assert rows_that_fit(2000) == 10
+    assert rows_that_fit(1 << 20) >= 70
     assert max(tried) > 80  # more than there is room for was tried, and told
-    assert settling.rows_at_once(descent, "1050B", None) == 1
+    assert rows_that_fit(1050) == 1
     tried.clear()
-    assert settling.rows_at_once(descent, "2000B", None, before=6) == 6
+    assert rows_that_fit(2000, before=6) == 6
     assert tried == [1, 6]
-    assert settling.rows_at_once(descent, "2000B", None, before=60) == 10
+    assert rows_that_fit(2000, before=60) == 10
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")

@@ -24,6 +24,7 @@ from tests.problems import (
     batch_weights,
     descents,
     imprints,
+    known,
     quadratic,
     relative_error,
     softmax_regression,
@@ -185,11 +186,11 @@ def test_an_automatic_step_is_as_much_longer_as_momentum_allows(momentum: float,
     problem = quadratic()
     plan = Plan(steps=5, damping=damping)
     plain, longest = (run(problem, replace(plan, momentum=beta)).checkpoints[0] for beta in (0.0, momentum))
-    assert longest.lr == pytest.approx(longer(momentum) * plain.lr, rel=1e-6)
-    assert longest.lr == pytest.approx(longer(momentum) / sharpest(problem, damping), rel=2e-2)
-    edge = Spectrum(*[longest.measured.curvature[1]] * 2)
-    assert edge.growth(longest.lr, damping, momentum) == pytest.approx(math.sqrt(momentum), rel=EXACT)
-    assert edge.growth(2 * longest.lr, damping, momentum) == pytest.approx(1.0, rel=1e-6)
+    assert longest.choices.lr == pytest.approx(longer(momentum) * plain.choices.lr, rel=1e-6)
+    assert longest.choices.lr == pytest.approx(longer(momentum) / sharpest(problem, damping), rel=2e-2)
+    edge = Spectrum(*[known(longest.measured.curvature)[1]] * 2)
+    assert edge.growth(longest.choices.lr, damping, momentum) == pytest.approx(math.sqrt(momentum), rel=EXACT)
+    assert edge.growth(2 * longest.choices.lr, damping, momentum) == pytest.approx(1.0, rel=1e-6)
 
 
 @pytest.mark.filterwarnings("ignore:.*may diverge")
@@ -279,8 +280,8 @@ def test_directions_that_are_kept_are_counted_in_memory_and_on_disk() -> None:
         """The least memory in which all sources are simulated together."""
 
         def together(memory: int) -> int:
-            figures = run(problem, replace(plan, momentum=momentum), memory=f"{memory}B").checkpoints[0].figures
-            return int(figures["rows_at_once"])
+            store = run(problem, replace(plan, momentum=momentum), memory=f"{memory}B")
+            return store.checkpoints[0].choices.rows_at_once
 
         return bisect_left(range(10**6), count, 1, key=together)
 

@@ -268,7 +268,8 @@ def test_a_run_goes_on_with_less_memory(
         one, other = (s.imprints(index, 0, 6, torch.device("cpu")) for s in (whole, store))
         for name, tensor in one.items():
             torch.testing.assert_close(other[name], tensor, rtol=1e-4, atol=1e-4 * float(tensor.abs().max()))
-        assert store.checkpoints[index].figures.keys() == whole.checkpoints[index].figures.keys()
+        found, expected = (vars(s.checkpoints[index].measured) for s in (store, whole))
+        assert [name for name in found if found[name] is None] == [name for name in expected if expected[name] is None]
 
 
 def test_the_rate_after_a_resume_is_that_of_this_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -541,7 +542,7 @@ def test_curvature_that_was_measured_is_not_measured_again(
         patch.setattr(writer, "append", dies_at_file("checkpoint-001/imprints-00001"))
         with pytest.raises(Killed):
             run(tmp_path / "store", plan)
-    monkeypatch.setattr("imprint.simulation.frozen.freeze", None)
+    monkeypatch.setattr("imprint.simulation.engines.spectral.freeze_curvature", None)
     told: list[tuple[int, int]] = []
     run(tmp_path / "store", plan, progress=lambda done, total: told.append((done, total)))
     assert told[-1][0] == told[-1][1]
@@ -694,9 +695,8 @@ class Clock:
         return self.now
 
 
-def moment(step: int = 1) -> snapshot.Moment:
-    base, rows = {"w": torch.ones(2)}, {"w": torch.ones(3, 2)}
-    return snapshot.Moment(step, base, rows, torch.ones(3), kept={}, kept_rows={})
+def state(step: int = 1, rows: int = 3) -> snapshot.PathState:
+    return snapshot.PathState(step, {"w": torch.ones(2)}, {"w": torch.ones(rows, 2)}, torch.ones(rows), {}, {})
 
 
 def test_a_snapshot_that_cannot_be_kept_does_not_stop_the_run(
@@ -727,14 +727,25 @@ def test_snapshots_are_kept_more_seldom_where_they_take_long(
     kept = snapshot.Snapshot(tmp_path / "snapshot.safetensors", 0, clock)
     while len(written) < 3:
         clock.now += 1.0
-        kept.keep(moment())
+        kept.keep(state())
     assert written[0] == 60.0
     assert written[2] - written[1] == pause + takes
 
 
 def test_a_snapshot_of_other_rows_is_not_gone_on_from(tmp_path: Path) -> None:
-    cpu, path = torch.device("cpu"), tmp_path / "snapshot.safetensors"
-    snapshot.Snapshot(path, 4).keep(moment())
-    assert snapshot.Snapshot(path, 4).restore(cpu, 3) is not None
-    assert snapshot.Snapshot(path, 4).restore(cpu, 2) is None
-    assert snapshot.Snapshot(path, 5).restore(cpu, 3) is None
+    path = tmp_path / "snapshot.safetensors"
+    snapshot.Snapshot(path, 4).keep(state())
+    assert snapshot.Snapshot(path, 4).restore(state(0), 9) is not None
+    assert snapshot.Snapshot(path, 4).restore(state(0, rows=2), 9) is None
+    assert snapshot.Snapshot(path, 5).restore(state(0), 9) is None
+
+
+def test_a_snapshot_goes_with_the_chunk_that_used_it_alone(tmp_path: Path) -> None:
+    path = tmp_path / "snapshot.safetensors"
+    snapshot.Snapshot(path, 4).keep(state())
+    snapshot.Snapshot(path, 4).clear()
+    assert path.is_file()
+    used = snapshot.Snapshot(path, 4)
+    used.restore(state(0), 9)
+    used.clear()
+    assert not path.exists()
