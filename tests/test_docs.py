@@ -86,6 +86,15 @@ def _told(function: Function, call: ast.Call) -> dict[str, str]:
     return {name: text for name, text in texts.items() if text != HOLE}
 
 
+@cache
+def _errors() -> set[str]:
+    """The error classes whose argument is their message, in `imprint.errors` and derived from those elsewhere."""
+    made = {name for name, kind in vars(errors).items() if isinstance(kind, type) and issubclass(kind, ImprintError)}
+    made -= {name for name in made if "__init__" in vars(getattr(errors, name))}
+    classes = [node for tree in _trees().values() for node in ast.walk(tree) if isinstance(node, ast.ClassDef)]
+    return made | {node.name for node in classes if {ast.unparse(base) for base in node.bases} & made}
+
+
 def _is_message(call: ast.Call, file: str) -> bool:
     """Whether the first argument of a call is a message to the user."""
     name = ast.unparse(call.func)
@@ -95,8 +104,14 @@ def _is_message(call: ast.Call, file: str) -> bool:
         return True
     if file == "imprint/errors.py":
         return name == "super().__init__"
-    made = getattr(errors, name.split(".")[-1], None)
-    return isinstance(made, type) and issubclass(made, ImprintError) and "__init__" not in vars(made)
+    return name.split(".")[-1] in _errors()
+
+
+def _phrases(function: Function) -> dict[str, str]:
+    """The texts that a function gives names to, for use in its messages."""
+    named = [node for node in _own_nodes(function) if isinstance(node, ast.Assign) and len(node.targets) == 1]
+    texts = {ast.unparse(node.targets[0]): _text(node.value, {}) for node in named}
+    return {name: text for name, text in texts.items() if text.strip(HOLE)}
 
 
 def _functions(tree: ast.AST, owner: str = "") -> Iterator[tuple[str, Function]]:
@@ -123,8 +138,10 @@ def _messages() -> list[Message]:
             for node in _own_nodes(function):
                 if not (isinstance(node, ast.Call) and node.args and _is_message(node, file)):
                     continue
-                shared = _text(node.args[0], {})
-                texts = {_text(node.args[0], _told(function, call)) for call in _calls().get(name, [])} or {shared}
+                known = _phrases(function)
+                shared = _text(node.args[0], known)
+                calls = _calls().get(name, [])
+                texts = {_text(node.args[0], {**known, **_told(function, call)}) for call in calls} or {shared}
                 if ast.unparse(node.func) in LOGS:
                     texts = {re.sub(r"%[-+.\d]*[sdgfr]", HOLE, text) for text in texts}
                 found += [Message(text, shared) for text in sorted(texts)]
