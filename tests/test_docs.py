@@ -256,6 +256,13 @@ def test_every_test_that_is_named_exists() -> None:
     assert len(named) > 20
 
 
+@pytest.mark.parametrize("page", ["CONTRIBUTING.md", "docs/architecture.md"])
+def test_every_file_that_is_named_exists(page: str) -> None:
+    named = re.findall(r"`(?:imprint/)?([\w/]+(?:\.py|/))`", _prose(ROOT / page))
+    missing = [name for name in named if not [*(ROOT / "imprint").rglob(name.rstrip("/")), *ROOT.glob(name)]]
+    assert named and not missing
+
+
 def test_the_page_on_the_paper_covers_every_equation() -> None:
     page = (DOCS / "paper.md").read_text(encoding="utf-8")
     assert all(f"| Eq. {number} |" in page for number in range(1, 11))
