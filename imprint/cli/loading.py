@@ -122,7 +122,8 @@ class Objects:
             shared = ("batch_size", "collate_fn", "hash_data")
             options = {name: value for name, value in self.options.items() if name in shared}
             base = Plan.auto(self.task, self.data, self.sources, self.checkpoints, **options)
-            chosen = [name for name, value in vars(base).items() if value != getattr(Plan, name) and name not in given]
+            default = vars(Plan())
+            chosen = [name for name, value in vars(base).items() if value != default[name] and name not in given]
         try:
             return Plan.from_json({**(base or Plan()).to_json(), **given})
         except PlanError as error:

@@ -859,7 +859,7 @@ def test_ctrl_c_says_how_to_go_on_and_the_same_command_ends_in_the_same_imprints
         run.send_signal(signal.SIGINT)
         out, err = run.communicate(timeout=60)
     assert run.returncode == 130
-    assert not out and "the same call again goes on where broken stands" in err
+    assert not out and "the same call again resumes the simulation in broken" in err
     assert "Traceback" not in err and "broken holds an unfinished simulation" in command("inspect", "broken").err
 
     assert command(*given, "broken").code == 0

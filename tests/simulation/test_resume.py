@@ -228,7 +228,7 @@ def test_a_second_process_is_told_and_changes_nothing(tmp_path: Path) -> None:
 def test_an_interrupted_run_says_how_to_go_on(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING), pytest.raises(KeyboardInterrupt):
         run(tmp_path / "store", PLANS["tangent"], progress=dies_after(40, KeyboardInterrupt))
-    assert "the same call again goes on" in caplog.text
+    assert "the same call again resumes" in caplog.text
 
 
 def test_an_interruption_that_torch_has_made_an_error_of_is_one_again(tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from imprint import Plan, SimulationError, Sources, Store, StoreError, Task, attribute, simulate
-from imprint.simulation.engines.tangent import Tangent
+from imprint.simulation.engines.paths import PathEngine
 from imprint.store.manifest import FINGERPRINTS, SCHEMA
 from imprint.store.values import sealed
 
@@ -470,7 +470,7 @@ def test_an_interruption_before_steps_are_chosen_leaves_no_folder_behind(
     def interrupt(*arguments: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(Tangent, "settle", interrupt)
+    monkeypatch.setattr(PathEngine, "settle", interrupt)
     with pytest.raises(KeyboardInterrupt):
         _simulate(_task(), tmp_path / "store")
     assert not (tmp_path / "store").exists()
