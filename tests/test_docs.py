@@ -239,6 +239,14 @@ def test_every_function_that_is_named_exists(page: Path) -> None:
     assert [name for name in sorted(names) if not _exists(name)] == []
 
 
+def test_every_member_on_the_api_page_exists() -> None:
+    page = (DOCS / "api.md").read_text(encoding="utf-8")
+    members = re.findall(r"^::: (\S+)\n    options:\n      members: \[(.*)\]$", page, re.MULTILINE)
+    named = [f"{owner}.{name}" for owner, names in members for name in names.split(", ")]
+    assert len(named) > 30
+    assert [name for name in named if not _exists(name)] == []
+
+
 def test_a_name_that_does_not_exist_would_be_noticed() -> None:
     assert _exists("imprint.Plan.auto") and _exists("imprint.evaluation.metrics.lds")
     assert not _exists("imprint.Plan.nothing") and not _exists("imprint.evaluation.metrics.nothing")
