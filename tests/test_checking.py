@@ -3,7 +3,6 @@
 import gc
 import logging
 import math
-import os
 import re
 import shutil
 import tempfile
@@ -34,8 +33,7 @@ from imprint import (
     simulate,
 )
 from imprint.errors import TaskError
-from imprint.readout.reader import Kind
-from imprint.runtime import memory
+from imprint.readout.kernels import ReadoutName
 from imprint.simulation import estimate
 from tests.zoo import ZOO, Member
 
@@ -91,7 +89,7 @@ def test_check_says_what_simulate_and_attribute_do(name: str) -> None:
         assert found.estimate.bytes_per_source * len(store) == _row_bytes(store)
 
     assert isinstance(store, Store)  # of trajectories, from which everything can be read out
-    assert tuple(readout.name for readout in found.readouts) == get_args(Kind)
+    assert tuple(readout.name for readout in found.readouts) == get_args(ReadoutName)
     for readout in found.readouts:
         options: Any = {"readout": readout.name, "collate_fn": member.collate_fn, "progress": False}
         details = attribute(member.task, store, member.queries, **options).details
@@ -464,16 +462,3 @@ def test_a_check_can_be_read() -> None:
     member.data[0][3] = torch.nan
     text = str(checked(member, PLANS["tangent"]))
     assert text.startswith("problem: the loss of training example 3 is nan: look for NaN")
-
-
-@pytest.mark.parametrize(("limit", "left"), [("max", None), (str(3 << 30), 2 << 30), (str(1 << 30), 64 << 20)])
-def test_free_memory_is_what_a_container_leaves(
-    limit: str, left: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    machine = {"SC_AVPHYS_PAGES": 1 << 24, "SC_PAGE_SIZE": 1 << 12}
-    monkeypatch.setattr(os, "sysconf", machine.__getitem__)
-    monkeypatch.setattr(memory, "Path", lambda place: tmp_path if place == "/sys/fs/cgroup" else Path(place))
-    assert memory._free() == 1 << 36  # there is no such file
-    (tmp_path / "memory.max").write_text(f"{limit}\n")
-    (tmp_path / "memory.current").write_text(f"{1 << 30}\n")
-    assert memory._free() == (1 << 36 if left is None else left)

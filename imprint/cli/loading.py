@@ -21,6 +21,7 @@ from imprint.cli.experiment import PER_EXAMPLE, Experiment, close_matches
 from imprint.data import Data, as_tensors, is_columns, length_of
 from imprint.errors import ConfigurationError, ImprintError, PlanError, first_line
 from imprint.plan import Plan
+from imprint.runtime.threads import set_threads
 from imprint.sources import Sources
 from imprint.store.reading import DTYPES
 from imprint.task import Task
@@ -56,6 +57,7 @@ class Objects:
                 raise ConfigurationError(
                     f"the model cannot go to {self.experiment.device!r}: {first_line(error)}."
                 ) from error
+        set_threads(task.model)
         return task
 
     @cached_property

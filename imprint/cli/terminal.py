@@ -12,7 +12,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 from rich.text import Text
 
-from imprint.attribution.result import Top
+from imprint.attribution.top import Top
 from imprint.checking import Check, Possibility, shown_plan, size
 from imprint.cli.experiment import noted
 from imprint.display import for_terminal

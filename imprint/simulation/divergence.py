@@ -40,8 +40,8 @@ def refuse_losses(sources: Sources, losses: Tensor, examples: Tensor, step: int)
             "region where the loss is finite."
         )
     raise SimulationError(
-        f"the loss of training example {example}{owner} is {value} at step 0: look for NaN or infinity in that example, "
-        "or a loss that is undefined there."
+        f"the loss of training example {example}{owner} is {value} at step 0: look for NaN or infinity in that "
+        "example, or a loss that is undefined there."
     )
 
 

@@ -19,7 +19,7 @@ from typer.testing import CliRunner
 
 import imprint
 from imprint import Attribution, Plan, Sources, Store, StoreError, Task, attribute, simulate
-from imprint.attribution.result import Labels
+from imprint.attribution.labels import Labels
 from imprint.cli.app import app
 from imprint.cli.inspection import inspected
 from imprint.cli.terminal import console, shown_store, shown_top

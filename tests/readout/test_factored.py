@@ -15,7 +15,8 @@ from typer.testing import CliRunner
 from imprint import Plan, Sources, Store, Task, TaskError, attribute, check, self_influence, simulate
 from imprint.cli.app import app
 from imprint.cli.inspection import inspected
-from imprint.readout.reader import Kind, Reader, query_gradients
+from imprint.readout.kernels import ReadoutName, query_gradients
+from imprint.readout.reader import Reader
 from imprint.simulation import runner
 from imprint.tensors.vectors import Flat
 from tests.problems import known
@@ -27,7 +28,7 @@ PLAN = Plan(engine="spectral", steps=30, damping=0.05, directions=7)
 DENSE = replace(PLAN, form="dense")
 PROJECTED = replace(PLAN, form="projected")
 CPU = torch.device("cpu")
-READOUTS: tuple[Kind, ...] = ("jvp", "gradient", "central")
+READOUTS: tuple[ReadoutName, ...] = ("jvp", "gradient", "central")
 
 
 def columns(shape: tuple[int, ...] = (4,)) -> tuple[Tensor, Tensor]:
@@ -111,7 +112,7 @@ def with_the_weight(model: nn.Module, batch: Any) -> Tensor:
 @pytest.mark.parametrize("measure", [twice, with_the_weight])
 @pytest.mark.parametrize("readout", ["jvp", "gradient"])
 def test_a_measurement_that_uses_layers_in_its_own_way_is_read_right(
-    measure: Callable[[nn.Module, Any], Tensor], readout: Kind, caplog: pytest.LogCaptureFixture
+    measure: Callable[[nn.Module, Any], Tensor], readout: ReadoutName, caplog: pytest.LogCaptureFixture
 ) -> None:
     one = task(measure=measure)
     factored, dense = store(one), store(one, DENSE)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from imprint import Plan, Reader, Sources, Store, Task, attribute, simulate
 from imprint.data import Data
 from imprint.plan import Settings
-from imprint.readout.reader import Kind
+from imprint.readout.kernels import ReadoutName
 from imprint.simulation import engines
 from imprint.simulation.descent import Descent
 from imprint.simulation.engines import Work
@@ -167,7 +167,7 @@ def test_a_model_that_vmap_refuses_gets_the_same_imprints_and_scores(
 
 
 @pytest.mark.parametrize("readout", ["jvp", "central", "literal", "gradient"])
-def test_query_batches_and_chunks_of_sources_change_no_score(readout: Kind) -> None:
+def test_query_batches_and_chunks_of_sources_change_no_score(readout: ReadoutName) -> None:
     task, queries, store = problem().task, problem().queries, reference("two-sided")
     step = 1e-4 if readout == "central" else None
 
