@@ -16,17 +16,17 @@ from torch.utils.data import Subset
 from imprint.batches import map_tensors
 from imprint.data import Collate, HashData, as_tensors, is_columns, query_batches
 from imprint.errors import ImprintError, SimulationError, first_line
-from imprint.plan import Engine, Plan, State
-from imprint.readout.reader import Kind, Reader
+from imprint.plan import Plan, State
+from imprint.readout.kernels import ReadoutName
+from imprint.readout.reader import Reader
 from imprint.runtime.progress import duration
 from imprint.runtime.turns import settle_child
-from imprint.simulation.descent import FullBatch
+from imprint.simulation import engines
 from imprint.simulation.estimate import Estimate, estimate
 from imprint.simulation.inputs import Inputs
 from imprint.simulation.runner import simulate
-from imprint.simulation.settling import fit_batches
-from imprint.simulation.spectral import freeze, refuse_unstable
-from imprint.simulation.step import coarse_curvature
+from imprint.simulation.sizing import fit_batches
+from imprint.simulation.step_size import coarse_curvature
 from imprint.sources import Sources
 from imprint.store.files import nearest_folder
 from imprint.store.reading import Store
@@ -34,9 +34,7 @@ from imprint.task import Batch, Parameters, Task
 
 _EXAMPLES = 32  # on which engines and readouts are tried
 _QUERIES = 4
-_DIRECTIONS = 4
-_PATIENCE = 120.0  # seconds of a simulation up to which the curvature is measured as it will be
-_LOOKED = 50  # directions otherwise
+_PATIENCE = 120.0  # seconds of a simulation up to which checkpoints are looked at as closely as it will
 
 
 def size(count: float | None) -> str:
@@ -178,26 +176,30 @@ def check(
     expected: Estimate | None = None
     with task.evaluating(), _quiet():  # one thread at a time, as what is made quiet belongs to all of them
         if batch_size is None:
-            fit_batches(inputs, memory)
+            fit_batches(inputs, memory, engines.get(inputs.plan).rows_per_source(inputs.plan))
         state = inputs.state(inputs.first)
         inputs.examine()
         batch, count = _queries(inputs, queries, collate_fn)
         with coarse_curvature():
-            stores = {engine: _tried(inputs, state, data, engine, collate_fn) for engine in get_args(Engine)}
-        engines = tuple(_engine(name, found) for name, found in stores.items())
+            trials = {engine.name: engine.trial(inputs.plan) for engine in engines.registered()}
+            stores = {name: _tried(inputs, state, data, trial, collate_fn) for name, trial in trials.items()}
+        attempts = tuple(_engine(name, found) for name, found in stores.items())
         works = any(isinstance(found, Store) for found in stores.values())
         chosen = stores[inputs.plan.engine]
         stores = {inputs.plan.engine: chosen, **stores}  # readouts are tried on its own store, if there is one
-        readouts = tuple(_readout(task, stores, kind, batch, count) for kind in get_args(Kind)) if works else ()
+        paired = next(name for name, trial in trials.items() if trial.holds_pair)
+        readouts = (
+            tuple(_readout(task, stores, paired, kind, batch, count) for kind in get_args(ReadoutName)) if works else ()
+        )
         try:
             if isinstance(chosen, Exception):
                 raise chosen
             try:
                 expected = estimate(inputs, memory, out)
-            except SimulationError:  # if for its curvature, then by what more directions say of it
-                _refuse_zero_curvature(inputs, _LOOKED, memory)
+            except SimulationError:  # if for its curvature, then by what a closer look says of it
+                _look_ahead(inputs, memory, patient=False)
                 raise
-            _refuse_zero_curvature(inputs, None if expected.seconds <= _PATIENCE else _LOOKED, memory)
+            _look_ahead(inputs, memory, patient=expected.seconds <= _PATIENCE)
             problems += _obstacles(expected, out)
         except (ImprintError, torch.OutOfMemoryError) as error:
             problems.append(_told(error))
@@ -212,7 +214,7 @@ def check(
         sources=len(sources),
         checkpoints=sum(settings.weight > 0 for settings in inputs.settings),
         plan=inputs.plan,
-        engines=engines,
+        engines=attempts,
         readouts=readouts,
         estimate=expected,
         problems=tuple(problems),
@@ -220,21 +222,10 @@ def check(
     )
 
 
-def _tried(
-    inputs: Inputs, state: Parameters, data: Any, engine: Engine, collate_fn: Collate | None
-) -> Store | Exception:
-    """A store of one step of an engine on a few examples, or why there is none."""
+def _tried(inputs: Inputs, state: Parameters, data: Any, plan: Plan, collate_fn: Collate | None) -> Store | Exception:
+    """A store of one step of a plan on a few examples, or why there is none."""
     count = min(_EXAMPLES, len(inputs.data))
     few = map_tensors(lambda t: t[:count], data) if is_columns(data) else Subset(data, range(count))
-    options: dict[str, Any] = {"steps": 1, "lr": 1e-3}
-    if engine == "trajectories":
-        options["keep_pair"] = True
-    if engine == "spectral":
-        options |= {"lr": "auto", "damping": 1.0, "directions": _DIRECTIONS, "form": inputs.plan.form}
-    if engine == inputs.plan.engine:
-        kept = ("curvature", "dropout", "preconditioner", "momentum")
-        options |= {name: getattr(inputs.plan, name) for name in kept}
-    plan = Plan(engine=engine, **options)
     two = Sources.groups({index: [index] for index in range(min(2, count))})
     try:
         given: dict[str, Any] = {"checkpoints": [state], "collate_fn": collate_fn, "batch_size": count}
@@ -243,21 +234,11 @@ def _tried(
         return error
 
 
-def _refuse_zero_curvature(inputs: Inputs, directions: int | None, memory: int | str | None) -> None:
-    """Refuse infinitely many steps where the simulation would, by the curvature on so many directions or all of them.
-
-    The estimate knows a few of them, and with more the least curvature can only fall. It is measured where nothing
-    else keeps it from zero: without damping, and where the Hessian may be negative.
-    """
-    many = min(directions or inputs.plan.directions, inputs.plan.directions)
+def _look_ahead(inputs: Inputs, memory: int | str | None, patient: bool) -> None:
+    """Refuse what the simulation would refuse at any checkpoint, only later."""
     for index, settings in enumerate(inputs.settings):
-        safe = settings.damping > 0 and inputs.plan.seen_curvature == "gauss-newton"
-        if settings.steps != "infinite" or settings.weight == 0 or safe:
-            continue
-        descent = inputs.descent(index, inputs.state(index))
-        parts = FullBatch(descent.data, descent.dtype)
-        found = freeze(descent.task, descent.start, parts, inputs.plan.seen_curvature, many, memory=memory)
-        refuse_unstable(found, settings, 0.0, index)
+        if settings.weight > 0:
+            engines.at_checkpoint(inputs, index, inputs.state(index), memory).look_ahead(patient)
 
 
 def _told(error: Exception) -> str:
@@ -273,9 +254,14 @@ def _engine(name: str, found: Store | Exception) -> Possibility:
     return Possibility(name, True, _together(found.checkpoints[0].measured.one_by_one))
 
 
-def _readout(task: Task, stores: dict[Engine, Store | Exception], kind: Kind, batch: Batch, count: int) -> Possibility:
-    """Whether queries can be read out this way from a store, if it holds what the readout needs."""
-    found = stores["trajectories"] if kind == "literal" else next(s for s in stores.values() if isinstance(s, Store))
+def _readout(
+    task: Task, stores: dict[str, Store | Exception], paired: str, kind: ReadoutName, batch: Batch, count: int
+) -> Possibility:
+    """Whether queries can be read out this way from a store, if it holds what the readout needs.
+
+    paired: the engine whose store holds both perturbed end points.
+    """
+    found = stores[paired] if kind == "literal" else next(s for s in stores.values() if isinstance(s, Store))
     if isinstance(found, Exception):
         return Possibility(kind, False, _told(found))
     try:
@@ -285,7 +271,7 @@ def _readout(task: Task, stores: dict[Engine, Store | Exception], kind: Kind, ba
         return Possibility(kind, False, _told(error))
     if "fallback" in reader.details:
         return Possibility(kind, False, f"{reader.details['fallback']}; central takes its place")
-    needs = '; needs engine="trajectories" and keep_pair=True' if kind == "literal" else ""
+    needs = f'; needs engine="{paired}" and keep_pair=True' if kind == "literal" else ""
     return Possibility(kind, True, _together(reader.details.get("one_by_one")) + needs)
 
 

@@ -4,7 +4,7 @@ import dataclasses
 import math
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from torch import Tensor
@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     from imprint.sources import Sources
     from imprint.task import Task
 
-Engine = Literal["tangent", "trajectories", "spectral"]
 Curvature = Literal["hessian", "gauss-newton"]
 Form = Literal["factored", "dense", "projected"]
 Steps = int | Literal["infinite"]
@@ -28,6 +27,47 @@ Tensors = Mapping[str, Tensor] | str | os.PathLike[str]
 State = Tensors | tuple[Tensors, Tensors]
 """A checkpoint: a state dict or a .safetensors file; or a pair of one and of Adam's second moments, given likewise."""
 _choosers: list[Callable[..., "Plan"]] = []
+
+
+@dataclass(frozen=True)
+class EngineRules:
+    """What an engine makes of a plan; engines register theirs.
+
+    fields: of a plan, that belong to this engine and to those that name them too.
+    curvature: what `curvature="auto"` stands for; `second_order` says whether it is used at all.
+    infinite: whether it takes infinitely many steps.
+    perturbs: whether sources are up- and down-weighted by an ε.
+    trial: settings with which `check` tries the engine; `tried` are fields of the user's own plan that it tries too.
+    """
+
+    fields: frozenset[str] = frozenset()
+    curvature: Curvature = "hessian"
+    second_order: bool = True
+    infinite: bool = False
+    perturbs: bool = False
+    trial: Mapping[str, Any] = field(default_factory=dict)
+    tried: tuple[str, ...] = ()
+
+
+_engines: dict[str, EngineRules] = {}
+_default: list[str] = []
+
+
+def register_rules(name: str, rules: EngineRules, *, default: bool = False) -> None:
+    """Let plans name an engine."""
+    _engines[name] = rules
+    if default:
+        _default[:] = [name]
+
+
+def engine_names() -> tuple[str, ...]:
+    """Return the names of all engines."""
+    return tuple(_engines)
+
+
+def first_order_engine() -> str:
+    """Return the name of an engine that takes first derivatives only."""
+    return next(name for name, rules in _engines.items() if not rules.second_order)
 
 
 @dataclass(frozen=True)
@@ -83,7 +123,7 @@ class Plan:
     Settings(steps=200, lr=0.1, damping=0.0, weight=1.0)
     """
 
-    engine: Engine = "tangent"
+    engine: str = field(default_factory=lambda: _default[0])
     steps: Steps | tuple[Steps, ...] = 200
     lr: float | Literal["auto"] | tuple[float | Literal["auto"], ...] = "auto"
     damping: float | tuple[float, ...] = 0.0
@@ -105,10 +145,10 @@ class Plan:
     def __post_init__(self) -> None:
         for name, value in vars(self).copy().items():
             object.__setattr__(self, name, _plain(value))
-        _one_of("engine", self.engine, get_args(Engine))
+        _one_of("engine", self.engine, engine_names())
         _one_of("variant", self.variant, get_args(Variant))
         for steps in _each(self.steps):
-            endless = steps == "infinite" and self.engine == "spectral"
+            endless = steps == "infinite" and self.rules.infinite
             _require(endless or (_whole(steps) and steps >= 1), "steps", steps, "a whole number of at least 1")
         for lr in _each(self.lr):
             _require(lr == "auto" or _number(lr, above=0), "lr", lr, 'a positive number or "auto"')
@@ -117,9 +157,9 @@ class Plan:
         for weight in _each(self.weight):
             _require(_number(weight), "weight", weight, "a number of at least 0")
         _require(any(_each(self.weight)), "weight", self.weight, "positive for at least one checkpoint")
-        for field in ("batch_size", "source_sample"):
-            size = getattr(self, field)
-            _require(size is None or (_whole(size) and size >= 1), field, size, "None or at least 1")
+        for name in ("batch_size", "source_sample"):
+            size = getattr(self, name)
+            _require(size is None or (_whole(size) and size >= 1), name, size, "None or at least 1")
         _require(_whole(self.seed) and 0 <= self.seed < 2**63, "seed", self.seed, "a whole number from 0 to 2⁶³ − 1")
         _require(
             self.epsilon == "auto" or _number(self.epsilon, above=0),
@@ -129,9 +169,10 @@ class Plan:
         )
         if self.source_sample is not None and self.batch_size is None:
             raise PlanError("source_sample belongs to mini-batches: give batch_size too, or leave it out.")
-        for field, engines in _BELONGS.items():
-            if self.engine not in engines and getattr(self, field) != getattr(type(self), field):
-                raise PlanError(f"{field} belongs to {_quoted(engines)}; the {self.engine} engine has no such thing.")
+        for name in sorted(set().union(*(rules.fields for rules in _engines.values())) - self.rules.fields):
+            if getattr(self, name) != getattr(type(self), name):
+                owners = " or ".join(f'engine="{each}"' for each, rules in _engines.items() if name in rules.fields)
+                raise PlanError(f"{name} belongs to {owners}; the {self.engine} engine has no such thing.")
         _one_of("curvature", self.curvature, ("auto", *get_args(Curvature)))
         _require(self.preconditioner in (None, "adam"), "preconditioner", self.preconditioner, 'None or "adam"')
         _require(_number(self.momentum) and self.momentum < 1, "momentum", self.momentum, "at least 0 and below 1")
@@ -148,16 +189,19 @@ class Plan:
             raise PlanError(f"settings per checkpoint must be equally many, got {lengths}.")
 
     @property
+    def rules(self) -> EngineRules:
+        """What its engine makes of the plan."""
+        return _engines[self.engine]
+
+    @property
     def seen_curvature(self) -> Curvature:
         """The curvature that responses see."""
-        if self.curvature != "auto":
-            return self.curvature
-        return "gauss-newton" if self.engine == "spectral" else "hessian"
+        return self.rules.curvature if self.curvature == "auto" else self.curvature
 
     @property
     def perturbs(self) -> bool:
         """Whether sources are up- and down-weighted by an ε."""
-        return self.engine == "trajectories"
+        return self.rules.perturbs
 
     @property
     def holds_pair(self) -> bool:
@@ -204,7 +248,7 @@ class Plan:
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> "Plan":
         """The plan a manifest describes; unknown fields are errors."""
-        known = {field.name for field in dataclasses.fields(cls)}
+        known = {item.name for item in dataclasses.fields(cls)}
         for name in values:
             if name not in known:
                 raise PlanError(f"a plan has no field {name!r}; it has {', '.join(sorted(known))}.")
@@ -215,19 +259,6 @@ class Plan:
 def register_chooser(choose: Callable[..., Plan]) -> None:
     """Make `Plan.auto` ask this function; `simulation.auto` registers its own, and lies above this module."""
     _choosers.append(choose)
-
-
-_BELONGS: dict[str, tuple[Engine, ...]] = {
-    **dict.fromkeys(("variant", "epsilon", "accept_drift", "keep_pair"), ("trajectories",)),
-    **dict.fromkeys(("batch_size", "source_sample", "dropout"), ("tangent", "trajectories")),
-    **dict.fromkeys(("preconditioner", "momentum"), ("tangent", "trajectories")),
-    **dict.fromkeys(("directions", "form"), ("spectral",)),
-    "curvature": ("tangent", "spectral"),
-}
-
-
-def _quoted(engines: tuple[str, ...]) -> str:
-    return " or ".join(f'engine="{engine}"' for engine in engines)
 
 
 def _plain(value: Any) -> Any:

@@ -15,16 +15,17 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn import functional as F
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from imprint.batches import Batch as Batch
 from imprint.batches import own_containers
+from imprint.compat import math_attention
 from imprint.display import name_some
 from imprint.errors import TaskError
 from imprint.model.dropout import apply_dropout
 from imprint.model.measures import MEASURES, require_targets
 from imprint.model.replica import Replica
 from imprint.model.supported import refuse_unsupported
+from imprint.runtime.threads import warn_of_threads
 from imprint.runtime.turns import one_at_a_time
 
 Parameters = dict[str, Tensor]
@@ -238,10 +239,13 @@ class Task:
                 raise TaskError(f"checkpoint tensor {name!r} has shape {theirs}, the model's is {tuple(mine.shape)}.")
         return {name: state[name].detach().to(mine.device, mine.dtype, copy=True) for name, mine in own.items()}
 
-    def at(self, state: Mapping[str, Tensor]) -> tuple["Functional", Parameters]:
-        """Return the task as pure functions around `state`, and the selected parameters at `state`."""
+    def at(self, state: Mapping[str, Tensor], measure: PerExample | None = None) -> tuple["Functional", Parameters]:
+        """Return the task as pure functions around `state`, and the selected parameters at `state`.
+
+        measure: what to measure of a query instead of the task's own measurement.
+        """
         fixed = {name: tensor for name, tensor in state.items() if name not in self.names}
-        return Functional(self, fixed), {name: state[name] for name in self.names}
+        return Functional(self, fixed, measure=measure), {name: state[name] for name in self.names}
 
     def call(self, function: PerExample, state: Mapping[str, Tensor], batch: Batch) -> Tensor:
         """Call `function(model, batch)` with the tensors of `state` swapped into a copy of the model."""
@@ -258,19 +262,17 @@ class Task:
             if self._turn is turn and self._evaluates:  # an outer call has prepared everything
                 yield
                 return
+            warn_of_threads(self.model)
             if self._turn is not turn:  # a forked child may find the copy in the middle of a call
                 self._turn, self._replica = turn, Replica(self.model)
             current = self._replica.current(self._prepare)
             if self._host is None or self._host.model is not current:
                 self._host = _Host(current)
-            fast_path = torch.backends.mha.get_fastpath_enabled()
             try:
                 self._evaluates = True
-                torch.backends.mha.set_fastpath_enabled(False)
-                with sdpa_kernel(SDPBackend.MATH), self._evaluate_in_place():
+                with math_attention(), self._evaluate_in_place():
                     yield
             finally:
-                torch.backends.mha.set_fastpath_enabled(fast_path)
                 self._evaluates = False
 
     @property
@@ -323,11 +325,13 @@ class Functional:
     """A task as pure functions of its selected parameters; all other tensors of the model are `fixed`.
 
     noise: seeds of the dropout in losses and outputs, which is the same on every call; None for no dropout.
+    measure: F, if it differs from the task's own.
     """
 
     task: Task
     fixed: Parameters
     noise: tuple[int, ...] | None = None
+    measure: PerExample | None = None
 
     def losses(self, parameters: Mapping[str, Tensor], batch: Batch, count: int) -> Tensor:
         """Compute ℓ(θ; i) for the `count` examples of a batch, shape (count,)."""
@@ -350,7 +354,7 @@ class Functional:
 
     def measures(self, parameters: Mapping[str, Tensor], batch: Batch, count: int) -> Tensor:
         """Compute F(q; θ) for the `count` queries of a batch, shape (count,)."""
-        values = self.task.call(self.task.measure, {**self.fixed, **parameters}, batch)
+        values = self.task.call(self.measure or self.task.measure, {**self.fixed, **parameters}, batch)
         return _require_one_each(values, count, "measure", "query")
 
     def regulariser(self, parameters: Mapping[str, Tensor]) -> Tensor:

@@ -7,7 +7,7 @@ and the path is differentiated in reverse mode.
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +18,13 @@ from imprint.simulation.descent import minibatches
 from imprint.task import PerExample
 
 Columns = tuple[Tensor, Tensor]
+Known = TypeVar("Known")
+
+
+def known(figure: Known | None) -> Known:
+    """Return a figure that must have been measured."""
+    assert figure is not None
+    return figure
 
 
 class _Around(nn.Module):

@@ -200,15 +200,15 @@ def test_two_sources_of_one_name_are_both_inspected(tmp_path: Path) -> None:
     assert "press, id a (6), press, id b (4)" in shown
 
 
-@pytest.mark.parametrize("norms", [3, [1, 2], {"median": "large"}])
+@pytest.mark.parametrize("norms", [3, [1, 2], {"median": 1.0}, {"least": 1.0, "median": "large", "largest": 2.0}])
 def test_norms_that_are_no_figures_are_refused(norms: Any, tmp_path: Path) -> None:
     store = made(tmp_path / "store")
     file = store.path / "manifest.json"
     manifest = json.loads(file.read_text())
-    manifest["checkpoints"][0]["figures"]["norms"] = norms
+    manifest["checkpoints"][0]["measured"]["norms"] = norms
     manifest.pop("sha256")
     file.write_text(json.dumps(sealed(manifest)))
-    with pytest.raises(StoreError, match=r"checkpoints\[0\].figures.*norms.* must be"):
+    with pytest.raises(StoreError, match=r"checkpoints\[0\]\.measured\.norms.* (must be|is missing)"):
         inspect_store(Store(store.path))
 
 

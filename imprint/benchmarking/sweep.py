@@ -22,7 +22,7 @@ from imprint.evaluation.metrics import lds, loo
 from imprint.plan import Settings
 from imprint.runtime.progress import Advance, Progress
 from imprint.simulation.descent import FullBatch
-from imprint.simulation.spectral import Frozen, freeze, response
+from imprint.simulation.frozen import FrozenCurvature, freeze_curvature, respond
 from imprint.store.files import write
 from imprint.task import Parameters
 from imprint.tensors.rows import Rows, along, factorable, gradients
@@ -36,7 +36,7 @@ class ScoreParts:
     products: dot products of whole gradients, (queries, examples).
     """
 
-    frozen: Frozen
+    frozen: FrozenCurvature
     queries: Tensor
     examples: Tensor
     products: Tensor
@@ -48,7 +48,7 @@ class ScoreParts:
         functional, theta = task.at(task.complete(state))
         dtype = next(iter(theta.values())).dtype
         with task.evaluating():
-            frozen = freeze(functional, theta, FullBatch(data, dtype), "gauss-newton", directions)
+            frozen = freeze_curvature(functional, theta, FullBatch(data, dtype), "gauss-newton", directions)
             few = data.gather(torch.arange(min(4, len(data))))
             layers = factorable(functional, theta, few, min(4, len(data)))
             parts = [
@@ -72,7 +72,7 @@ class ScoreParts:
 
     def scores(self, settings: Settings, lr: float) -> Tensor:
         """Return s(b, q) under some settings, (queries, examples)."""
-        inside = response(self.frozen.values, settings, lr).to(self.products)
+        inside = respond(self.frozen.values, settings, lr).to(self.products)
         outside = self.frozen.outside(settings, lr)
         return -((self.queries * (inside - outside)) @ self.examples.T + outside * self.products)
 

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from imprint.batches import own_containers
 from imprint.checks.agreement import MOVED
+from imprint.compat import has_gradient_hooks
 from imprint.data import Data, spread_examples
 from imprint.display import count_of, name_some
 from imprint.errors import ImprintError, TaskError, first_line
@@ -94,7 +95,7 @@ def report_unselectable(task: Task, notices: Notices) -> None:
             f"complex parameters have no imprint, so their part of every effect is missing: {name_some(complex_ones)}. "
             "Store them as real parameters (torch.view_as_complex of a real tensor), or freeze them."
         )
-    hooked = [name for name, p in named.items() if name in task.names and p._backward_hooks]
+    hooked = [name for name, p in named.items() if name in task.names and has_gradient_hooks(p)]
     if hooked:
         notices.add(
             f"gradient hooks are not simulated, so imprints describe training without them: {name_some(hooked)}. Move "

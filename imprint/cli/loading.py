@@ -22,6 +22,7 @@ from imprint.cli.experiment import PER_EXAMPLE, Experiment, suggest_names
 from imprint.data import Data, as_tensors, is_columns, length_of
 from imprint.errors import ConfigurationError, ImprintError, PlanError, first_line
 from imprint.plan import Plan
+from imprint.runtime.threads import set_threads
 from imprint.sources import Sources
 from imprint.store.reading import DTYPES
 from imprint.task import Task
@@ -57,6 +58,7 @@ class Objects:
                 raise ConfigurationError(
                     f"the model cannot be moved to {self.experiment.device!r}: {first_line(error)}."
                 ) from error
+        set_threads(task.model)
         return task
 
     @cached_property
@@ -123,7 +125,8 @@ class Objects:
             shared = ("batch_size", "collate_fn", "hash_data")
             options = {name: value for name, value in self.options.items() if name in shared}
             base = Plan.auto(self.task, self.data, self.sources, self.checkpoints, **options)
-            chosen = [name for name, value in vars(base).items() if value != getattr(Plan, name) and name not in given]
+            default = vars(Plan())
+            chosen = [name for name, value in vars(base).items() if value != default[name] and name not in given]
         try:
             return Plan.from_json({**(base or Plan()).to_json(), **given})
         except PlanError as error:

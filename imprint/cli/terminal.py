@@ -12,11 +12,10 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 from rich.text import Text
 
-from imprint.attribution.result import Top
+from imprint.attribution.top import Top
 from imprint.checking import Check, shown_plan, size
 from imprint.cli.experiment import read_note
 from imprint.display import count_of, for_terminal, name_some
-from imprint.plan import Plan
 from imprint.runtime.progress import Advance, duration
 from imprint.store.values import is_number
 
@@ -72,11 +71,10 @@ def render_store(values: dict[str, Any]) -> RenderableType:
         ),
     )
     table = Table("checkpoint", *(str(index) for index in range(len(values["checkpoints"]))))
-    basis = any((checkpoint["decided"] or {}).get("directions") for checkpoint in values["checkpoints"])
-    curvature = Plan.from_json(values["plan"]).seen_curvature if basis else "hessian"  # a path's step is chosen by it
+    measured = next((c["measured"]["curvature_of"] for c in values["checkpoints"] if c["decided"]), "")
     for name, *cells in zip(_FIGURES, *(_figures(checkpoint) for checkpoint in values["checkpoints"]), strict=True):
         if name not in _SOMETIMES or set(cells) != {"–"}:
-            label = _CURVATURES[curvature] if name == "curvature" else name
+            label = _CURVATURES.get(measured, name) if name == "curvature" else name
             table.add_row(label, *map(cell, cells))
     return Group(head, table, *_render_warnings(values["warnings"]))
 

@@ -6,7 +6,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from imprint.attribution.result import Attribution, Labels, called
+from imprint.attribution.labels import Labels, describe_query
+from imprint.attribution.result import Attribution
 from imprint.errors import DataError
 from imprint.evaluation.statistics import ROUNDING, is_constant
 from imprint.evaluation.subsets import Subsets
@@ -111,8 +112,8 @@ def check_queries(result: Attribution, count: int, known: str | None) -> None:
     if result.queries != everyone:
         index = next(i for i in everyone if result.queries[i] != i)
         raise DataError(
-            f"the scores are not of all queries in their order: row {index} is {called(result.queries[index])}. Give "
-            "the whole attribution."
+            f"the scores are not of all queries in their order: row {index} is "
+            f"{describe_query(result.queries[index])}. Give the whole attribution."
         )
     mine = result.labels.fingerprints.get("queries")
     if mine and known and mine != known:

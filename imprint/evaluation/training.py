@@ -13,14 +13,16 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor, nn
 from torch.func import grad, vmap
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from imprint.batches import leaves, map_tensors
+from imprint.compat import has_batch_norm, math_attention
 from imprint.data import Data
 from imprint.errors import DataError, PlanError, TaskError
 from imprint.evaluation.subsets import DROPOUT, derive_seed
 from imprint.runtime.memory import activation_bytes, budget
 from imprint.task import Batch, Functional, Parameters, Task
+from imprint.tensors.batching import attempt, vectorise_or_loop
+from imprint.tensors.vectors import over_rows
 
 Optimiser = Literal["sgd", "adam", "adamw"]
 Schedule = Literal["constant", "linear", "cosine"]
@@ -185,7 +187,7 @@ def _train(
     descent = _Descent(functional, theta, frozen, training, same=same, whole=whole)
     shuffles = [torch.Generator().manual_seed(seed) for seed in orders or seeds]
     dropout, step = derive_seed(seeds[0], DROPOUT), 0
-    with _seed_torch(dropout), sdpa_kernel(SDPBackend.MATH):  # fused attention does not support vmap
+    with _seed_torch(dropout), math_attention():  # fused attention takes one model at a time
         for epoch in range(1, training.epochs + 1):
             examples, weights = _draw_epoch(subsets, shuffles, training, next(iter(theta.values())))
             for chosen, weight in zip(examples, weights, strict=True):
@@ -230,7 +232,12 @@ class _Descent:
 
     def step(self, batch: Batch, weights: Tensor) -> None:
         """Take one step of every model with examples in the batch; the others wait for the next epoch."""
-        downhill = self._gradients(self.theta, self._frozen, batch, weights)
+        downhill, reason = attempt(lambda: self._gradients(self.theta, self._frozen, batch, weights))
+        if downhill is None:
+            raise TaskError(
+                f"this model cannot be trained together with others ({reason}): give a function "
+                "train(subset, seed) that trains one."
+            )
         training = self._training
         active = (weights.sum(1) > 0).to(self._taken.dtype)
         rate = training.rate(self._taken, self._whole) * active
@@ -280,8 +287,12 @@ def _blend(state: Tensor, keep: float, new: Tensor, share: float, on: Tensor | N
 def measure_stack(task: Task, stacked: Parameters, batch: Batch, count: int) -> Tensor:
     """Measure F of the queries under every model of a stack, shape (models, queries)."""
     functional, _ = task.at(task.state())
+
+    def measure(vectorise: bool) -> Tensor:
+        return over_rows(lambda theta: functional.measures(theta, batch, count), stacked, vectorise=vectorise)  # type: ignore[no-any-return]
+
     with torch.no_grad(), task.evaluating():
-        return vmap(lambda theta: functional.measures(theta, batch, count))(stacked)
+        return vectorise_or_loop(measure)[0]
 
 
 def models_at_once(
@@ -312,7 +323,7 @@ def _refuse_unequal(models: Sequence[nn.Module], task_of: Callable[[nn.Module], 
     Buffers that are the same in every model and do not change, such as rotary frequencies and causal masks, are shared.
     """
     model = models[0]
-    alike = not any(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in model.modules())
+    alike = not has_batch_norm(model)
     if alike and (before := {name: buffer.detach().clone() for name, buffer in model.named_buffers()}):
         alike = all(_equal(before, dict(other.named_buffers())) for other in models[1:])
         with _seed_torch(0), torch.no_grad():

@@ -1,22 +1,25 @@
-"""What an export starts from: one checkpoint of a store, some of its sources, and their scores read the library's way.
+"""What an export starts from: one checkpoint of a store, some of its sources, and the library's own scores of them.
 
 `central` at given gains is what an exported artefact must reproduce, `exact` the derivative that both approximate, and
-`served` what an engine would find that keeps weights and adapters in a given precision.
+`served` what a serving engine would find with weights and adapters in a given precision.
 """
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
+from functools import cached_property, partial
 
 import torch
 from torch import Tensor
 
-from imprint.errors import ImprintError, ReadoutError, SourcesError, TaskError
+from imprint.errors import ReadoutError, SourcesError, TaskError
 from imprint.export.likelihood import is_log_likelihood, log_likelihood, widened
 from imprint.export.lora import Adapted, adapted_layers, weight_moves
-from imprint.readout.reader import Measure, along, between, dots, forward_only, query_gradients
+from imprint.readout.base import Base
+from imprint.readout.kernels import difference_scores, forward_only
 from imprint.store.reading import Store
-from imprint.task import Batch, Functional, Parameters, Task, require_task
+from imprint.task import Batch, Parameters, Task, require_task
+from imprint.tensors.batching import attempt, vectorise_or_loop
 
 Counted = tuple[int, Batch]
 _AT_ONCE = 16  # sources whose imprints are in memory at a time
@@ -38,7 +41,7 @@ class Point:
 
     @classmethod
     def of(cls, task: Task, store: Store, sources: Sequence[str] | None, checkpoint: int | None) -> "Point":
-        """The checkpoint with the most weight, or the one that is asked for, once task and store are known to fit."""
+        """Take the checkpoint with the most weight, or the given one, once task and store are known to fit."""
         require_task(task)
         if getattr(task, "compute", None):
             raise TaskError(f"the task computes in {task.compute}: export with a task made without compute=.")  # type: ignore[attr-defined]
@@ -57,7 +60,7 @@ class Point:
 
     @property
     def context(self) -> int | None:
-        """How many tokens the model takes, where its configuration tells."""
+        """How many tokens the model takes; None where its configuration does not say."""
         from imprint.language.presets import text_config  # brings transformers, which reading does without
 
         found: int | None = getattr(text_config(self.task.model), "max_position_embeddings", None)
@@ -70,37 +73,41 @@ class Point:
 
         return len(causal(self.task.model).get_input_embeddings().weight)
 
+    @cached_property
+    def base(self) -> Base:
+        """The checkpoint as `Reader` reads it."""
+        return Base(self.checkpoint, 1.0, *self.task.at(self.state))
+
     @property
     def theta(self) -> Parameters:
         """The selected parameters at the checkpoint."""
-        return {name: self.state[name] for name in self.task.names}
+        return self.base.theta
 
     def rounded(self, dtype: torch.dtype) -> Parameters:
-        """All tensors at the checkpoint, as an engine keeps them that computes in `dtype`."""
+        """Return all tensors at the checkpoint, as a serving engine holds them that computes in `dtype`."""
         return {name: t.to(dtype) if t.is_floating_point() else t for name, t in self.state.items()}
 
     def imprints(self, positions: Sequence[int]) -> Parameters:
-        """u_b of some of the chosen sources, stacked."""
+        """Return u_b of some of the chosen sources, stacked."""
         rows, device = [self.rows[position] for position in positions], self.task.device
         pieces = [self.store.imprints(self.checkpoint, row, row + 1, device) for row in rows]
         return {name: torch.cat([widened(piece[name]) for piece in pieces]) for name in self.task.names}
 
     def chunks(self) -> Iterator[tuple[list[int], Parameters]]:
-        """All chosen sources, a few at a time."""
+        """Yield the imprints of all chosen sources, a few at a time."""
         for start in range(0, len(self.rows), _AT_ONCE):
             positions = list(range(start, min(start + _AT_ONCE, len(self.rows))))
             yield positions, self.imprints(positions)
 
     def moves(self) -> Tensor:
-        """How far each imprint moves the adapted weights per unit, relative to them; shape (sources,)."""
+        """Return how far each imprint moves the adapted weights per unit, relative to them; shape (sources,)."""
         return torch.cat([weight_moves(self.layers, self.state, imprints) for _, imprints in self.chunks()])
 
     def refuse_measure(self, queries: list[Counted]) -> None:
         """Refuse a task whose measurement is not what the exported artefacts measure."""
-        functional, theta = self.task.at(self.state)
         with forward_only(self.task):
             for count, batch in queries:
-                values = functional.measures(theta, batch, count)
+                values = self.base.measure(batch, count)(self.theta)
                 if not bool(values.isfinite().all()):
                     raise ReadoutError(
                         "the log-likelihood of a query is not finite at the checkpoint: look for NaN in its weights, "
@@ -113,37 +120,32 @@ class Point:
                     )
 
     def central(self, queries: list[Counted], gains: Tensor) -> Tensor:
-        """[F(θ + c·u) − F(θ − c·u)]/2c of the task's own measurement, shape (queries, sources)."""
-        functional, theta = self.task.at(self.state)
+        """Return [F(θ + c·u) − F(θ − c·u)]/2c of the task's own measurement, shape (queries, sources)."""
 
         def read(imprints: Parameters, c: Tensor, count: int, batch: Batch, vectorise: bool) -> Tensor:
-            measure = _measure(functional, count, batch)
             steps = c.to(next(iter(imprints.values())).dtype)
-            return between(measure, theta, imprints, steps, steps, vectorise=vectorise).double()
+            return self.base.central(imprints, steps, batch, count, vectorise=vectorise).double()
 
         return self._scores(queries, gains, range(len(self.rows)), read)
 
     def exact(self, queries: list[Counted], positions: Sequence[int] | None = None) -> tuple[Tensor, str]:
-        """F'(θ)[u] by forward mode, shape (queries, sources), and "jvp"; where a model has none, by "gradient"."""
-        functional, theta = self.task.at(self.state)
+        """Return F'(θ)[u], shape (queries, sources), and its readout: "jvp", or "gradient" without forward mode."""
 
         def forward(imprints: Parameters, _: Tensor, count: int, batch: Batch, vectorise: bool) -> Tensor:
-            return along(_measure(functional, count, batch), theta, imprints, vectorise=vectorise).double()
+            return self.base.jvp(imprints, batch, count, vectorise=vectorise).double()
 
         def backward(imprints: Parameters, _: Tensor, count: int, batch: Batch, vectorise: bool) -> Tensor:
-            gradients = query_gradients(functional, theta, batch, count, vectorise=vectorise)
-            return dots(imprints, gradients).double()
+            return self.base.gradient(imprints, batch, count, vectorise=vectorise).double()
 
         chosen = range(len(self.rows)) if positions is None else positions
-        try:
-            return self._scores(queries, torch.ones(len(self.rows)), chosen, forward), "jvp"
-        except RuntimeError as error:
-            if isinstance(error, ImprintError | torch.OutOfMemoryError):
-                raise
-        return self._scores(queries, torch.ones(len(self.rows)), chosen, backward), "gradient"
+        gains = torch.ones(len(self.rows))
+        scores, _ = attempt(lambda: self._scores(queries, gains, chosen, forward))
+        if scores is not None:
+            return scores, "jvp"
+        return self._scores(queries, gains, chosen, backward), "gradient"
 
     def served(self, queries: list[Counted], gains: Tensor, positions: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """The central scores of an engine whose weights and adapters are in `dtype`, shape (queries, positions)."""
+        """Return central scores with weights and adapters in `dtype`, as a serving engine has them."""
         state = self.rounded(dtype)
         wide = torch.float64 if dtype == torch.float64 else torch.float32
         theta = {name: tensor.to(wide) for name, tensor in self.theta.items()}
@@ -154,7 +156,7 @@ class Point:
                 return self.task.call(log_likelihood, {**state, **rounded}, batch).double()
 
             moves, steps = {name: u.to(wide) for name, u in imprints.items()}, c.to(wide)
-            return between(measure, theta, moves, steps, steps, vectorise=vectorise)
+            return difference_scores(measure, theta, moves, steps, steps, vectorise=vectorise)
 
         return self._scores(queries, gains, positions, read)
 
@@ -165,7 +167,7 @@ class Point:
         positions: Sequence[int],
         read: Callable[[Parameters, Tensor, int, Batch, bool], Tensor],
     ) -> Tensor:
-        """`read` of all queries and of the sources at `positions`, by vmap, or by a loop where that fails."""
+        """Read all queries for the sources at `positions`, by `vmap` or in a loop."""
         blocks = []
         gains = gains.to(self.task.device)
         with forward_only(self.task):
@@ -174,19 +176,10 @@ class Point:
                 imprints = self.imprints(part)
                 columns = []
                 for count, batch in queries:
-                    try:
-                        column = read(imprints, gains[part], count, batch, True)
-                    except RuntimeError as error:
-                        if isinstance(error, ImprintError | torch.OutOfMemoryError):
-                            raise
-                        column = read(imprints, gains[part], count, batch, False)
+                    column, _ = vectorise_or_loop(partial(read, imprints, gains[part], count, batch))
                     columns.append(column.cpu())
                 blocks.append(torch.cat(columns, 1))
         return torch.cat(blocks).T
-
-
-def _measure(functional: Functional, count: int, batch: Batch) -> Measure:
-    return lambda theta: functional.measures(theta, batch, count)
 
 
 def _checkpoint(store: Store, asked: int | None) -> int:

@@ -19,13 +19,13 @@ from imprint.model.dropout import applies_dropout
 
 @contextmanager
 def checkpointing(blocks: Sequence[nn.Module]) -> Iterator[None]:
-    """For a while these blocks keep nothing but their inputs for a backward pass.
+    """Have these blocks keep nothing but their inputs for a backward pass, for a while.
 
-    Plain autograd does so. The transforms of torch.func cannot, and say it, so that trajectories run one by one.
+    Plain autograd supports this. The transforms of torch.func raise an error, so that sources run one by one.
     """
     before = [vars(block).get("forward") for block in blocks]
     for block in blocks:
-        block.forward = _recomputed(block, block.forward)
+        block.forward = _recompute(block, block.forward)
     try:
         yield
     finally:
@@ -36,7 +36,7 @@ def checkpointing(blocks: Sequence[nn.Module]) -> Iterator[None]:
                 block.forward = own
 
 
-def _recomputed(block: nn.Module, forward: Any) -> Any:
+def _recompute(block: nn.Module, forward: Any) -> Any:
     def call(*args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
             return forward(*args, **kwargs)

@@ -7,7 +7,8 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.dropout import _DropoutNd
+
+from imprint.compat import Dropout, forward_hooks
 
 _TOGETHER: dict[type[nn.Module], int] = {  # how many trailing dimensions share one decision
     nn.Dropout: 0,
@@ -19,15 +20,15 @@ _TOGETHER: dict[type[nn.Module], int] = {  # how many trailing dimensions share 
 _BLOCK = 32  # rows drawn together
 
 
-def dropouts(model: nn.Module) -> list[_DropoutNd]:
+def dropouts(model: nn.Module) -> list[Dropout]:
     """List the modules of a model that drop values in training."""
-    found = (module for module in model.modules() if isinstance(module, _DropoutNd))
+    found = (module for module in model.modules() if isinstance(module, Dropout))
     return [module for module in found if type(module) in _TOGETHER and 0 < module.p < 1]
 
 
 def applies_dropout(module: nn.Module) -> bool:
     """Tell whether `apply_dropout` is active on some part of a module."""
-    return any(isinstance(hook, _Draw) for part in module.modules() for hook in part._forward_hooks.values())
+    return any(isinstance(hook, _Draw) for part in module.modules() for hook in forward_hooks(part).values())
 
 
 @contextmanager
@@ -58,7 +59,7 @@ class _Draw:
         self._stream: torch.Generator | None = None
 
     def __call__(self, module: nn.Module, given: tuple[Any, ...], output: Tensor) -> Tensor:
-        assert isinstance(module, _DropoutNd)
+        assert isinstance(module, Dropout)
         rows, *others = output.shape[: output.dim() - _TOGETHER[type(module)]]
         if self._stream is None:
             self._stream = torch.Generator(output.device).manual_seed(self._seed)

@@ -14,6 +14,14 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from imprint.compat import (
+    forward_hooks,
+    forward_pre_hooks,
+    own_buffers,
+    own_parameters,
+    unsaved_buffers,
+    version_of,
+)
 from imprint.errors import ReliabilityWarning, first_line
 
 logger = logging.getLogger(__name__)
@@ -81,9 +89,10 @@ def _copy_structure(model: nn.Module) -> nn.Module:
     if mine.keys() != theirs.keys() or any(mine[name] is not theirs[name] for name in theirs):
         raise TypeError("its copy has parameters of its own")
     for module in made.modules():
-        for name in module._non_persistent_buffers_set:  # no checkpoint replaces them
-            if (buffer := module._buffers.get(name)) is not None:
-                module._buffers[name] = buffer.detach().clone()
+        buffers = own_buffers(module)
+        for name in unsaved_buffers(module):  # no checkpoint replaces them
+            if (buffer := buffers.get(name)) is not None:
+                buffers[name] = buffer.detach().clone()
     return made
 
 
@@ -113,13 +122,13 @@ def _structure(model: nn.Module) -> list[Any]:
     for module in model.modules():
         found.append(module)
         own = vars(module)
-        found += module._parameters.values()
-        for name, buffer in module._buffers.items():
+        found += own_parameters(module).values()
+        for name, buffer in own_buffers(module).items():
             found.append(buffer)
-            if name in module._non_persistent_buffers_set and buffer is not None and not buffer.is_inference():
-                found.append(buffer._version)
+            if name in unsaved_buffers(module) and buffer is not None and not buffer.is_inference():
+                found.append(version_of(buffer))
         found += [value for name, value in own.items() if name not in _OWN and isinstance(value, _PLAIN)]
-        for hooks in (module._forward_hooks, module._forward_pre_hooks):
+        for hooks in (forward_hooks(module), forward_pre_hooks(module)):
             found += hooks.values()
         config = own.get("config")
         if config is not None and hasattr(config, "__dict__"):

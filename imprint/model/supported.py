@@ -2,9 +2,9 @@
 
 import torch
 from torch import Tensor, nn
-from torch.jit._script import RecursiveScriptModule
 from torch.nn.parameter import is_lazy
 
+from imprint.compat import is_scripted, own_parameters
 from imprint.errors import TaskError
 
 
@@ -12,13 +12,13 @@ def refuse_unsupported(model: nn.Module) -> None:
     """Refuse scripted models, uninitialised or 8-bit values, and sparse gradients."""
     if not isinstance(model, nn.Module):
         raise TaskError(f"the model of a task must be a torch.nn.Module, got a {type(model).__name__}.")
-    if isinstance(model, RecursiveScriptModule):
+    if is_scripted(model):
         raise TaskError(
             "the model was scripted by torch.jit, so its parameters cannot be replaced by name: give the nn.Module it "
             "was scripted from."
         )
     for name, module in model.named_modules():
-        weight = dict(module._parameters.items()).get("weight")  # not the attribute, which a parametrisation computes
+        weight = dict(own_parameters(module)).get("weight")  # not the attribute, which a parametrisation computes
         if getattr(module, "sparse", False) is True and isinstance(weight, Tensor) and weight.requires_grad:
             raise TaskError(
                 f"module {name!r} ({type(module).__name__}) has sparse gradients, which cannot be simulated: set "

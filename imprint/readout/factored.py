@@ -1,4 +1,4 @@
-"""Reads factored imprints without multiplying them out.
+"""Read factored imprints without multiplying them out.
 
 A linear readout of u_b = Σ_i c_bi q_i + r_b is Σ_i c_bi F'[q_i] + F'[r_b]: derivatives along the basis are taken once
 for all sources, and those along the factors cost as little as the factors are.
@@ -10,10 +10,11 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from imprint.errors import first_line
+from imprint.errors import TaskError, first_line
 from imprint.runtime.turns import jvp
 from imprint.store.reading import Store
 from imprint.task import Batch, Functional, Parameters
+from imprint.tensors.batching import attempt
 from imprint.tensors.rows import Rows, along, forward_along, gradients
 from imprint.tensors.vectors import over_rows
 
@@ -32,20 +33,20 @@ class FactoredReadout:
         self._store, self._checkpoint = store, checkpoint
         self._functional, self._theta = functional, theta
         self._device = next(iter(theta.values())).device
-        self._kept = store.basis(checkpoint, self._device) if keep else None
+        self._kept_basis = store.basis(checkpoint, self._device) if keep else None
         self._last: tuple[Batch, Tensor, Rows | None] | None = None  # of the last batch, for its next chunk of sources
         self._rows: tuple[tuple[int, int], Rows] | None = None
 
     def multiplied_out(self, start: int, stop: int) -> Parameters:
-        """The imprints of some sources in full."""
+        """Return the imprints of some sources in full."""
         return replace(self._factored(start, stop), basis=self._basis).multiplied_out(self._theta)
 
     @property
     def _basis(self) -> Parameters:
-        return self._store.basis(self._checkpoint, self._device) if self._kept is None else self._kept
+        return self._store.basis(self._checkpoint, self._device) if self._kept_basis is None else self._kept_basis
 
     def forward(self, start: int, stop: int, batch: Batch, count: int) -> Tensor:
-        """F' of the queries along some imprints, by forward mode, shape (sources, queries)."""
+        """Score by forward mode, shape (sources, queries)."""
         rows = self._factored(start, stop)
         if self._last is None or self._last[0] is not batch:
             self._last = batch, self._along_basis(batch, count), None
@@ -54,7 +55,7 @@ class FactoredReadout:
         return inside if rows.only_basis else inside + self._forward(rows, batch, count)
 
     def backward(self, start: int, stop: int, batch: Batch, count: int) -> Tensor:
-        """The same from one gradient of each query."""
+        """Score by one gradient of each query, shape (sources, queries)."""
         rows = self._factored(start, stop)
         if self._last is None or self._last[0] is not batch:
             found = self._gradients(batch, count)
@@ -64,11 +65,13 @@ class FactoredReadout:
         inside = rows.coefficients @ seen
         return inside if rows.only_basis else inside + rows.dots(slopes, self._theta)
 
-    def serves(self, in_full: Callable[[Parameters], Tensor], forward: bool, batch: Batch, count: int) -> str | None:
-        """Why factors do not give what `in_full` gives of displacements in full; None if they do.
+    def why_unusable(
+        self, in_full: Callable[[Parameters], Tensor], forward: bool, batch: Batch, count: int
+    ) -> str | None:
+        """Return why factors do not give what `in_full` gives for displacements in full; None if they do.
 
-        A measurement may use a layer otherwise than the loss did, by which the layers were found: twice, or its
-        weight itself. Random factors show it.
+        Layers were chosen by how the loss uses them. A measurement may use one differently: twice, or its weight
+        itself. Random factors show it.
         """
         rows, draw = self._factored(0, 1), torch.Generator().manual_seed(0)
 
@@ -76,32 +79,33 @@ class FactoredReadout:
             return {n: torch.randn(t.shape, generator=draw, dtype=torch.float64).to(t) for n, t in tensors.items()}
 
         probe = Rows(drawn(rows.inputs), drawn(rows.outputs), drawn(rows.dense))
-        try:
+
+        def agree() -> bool:
             if rows.only_basis:
                 self._along_basis(batch, count) if forward else self._gradients(batch, count)
-                return None
+                return True
             if forward:
                 found = self._forward(probe, batch, count)
             else:
                 found = probe.dots(self._gradients(batch, count), self._theta)
             expected = in_full(probe.multiplied_out(self._theta))
-        except torch.OutOfMemoryError:
-            raise
-        except Exception as error:
+            return float((found - expected).norm()) <= _AGREEING * float(expected.norm())
+
+        try:
+            agreeing, reason = attempt(agree)
+        except TaskError as error:  # a layer that the measurement uses more than once
             return first_line(error)
-        if float((found - expected).norm()) <= _AGREEING * float(expected.norm()):
-            return None
-        return "the measurement uses linear layers in another way than the loss"
+        return "the measurement uses linear layers in another way than the loss" if agreeing is False else reason
 
     def _forward(self, rows: Rows, batch: Batch, count: int) -> Tensor:
         return forward_along(self._functional.measures, self._theta, batch, count, self._functional.task, rows)
 
     def _gradients(self, batch: Batch, count: int) -> Rows:
-        layers = self._store.checkpoints[self._checkpoint].layers
+        layers = self._store.checkpoints[self._checkpoint].choices.layers
         return gradients(self._functional.measures, self._theta, batch, count, self._functional.task, layers)
 
     def forget(self) -> None:
-        """The caller may have changed a batch in place."""
+        """Drop what was computed for the last batch, which the caller may have changed in place."""
         self._last = None
 
     def _factored(self, start: int, stop: int) -> Rows:
@@ -111,7 +115,7 @@ class FactoredReadout:
         return self._rows[1]
 
     def _along_basis(self, batch: Batch, count: int, at_once: int = 64) -> Tensor:
-        """F'[q_i] of every direction, shape (directions, queries)."""
+        """Return F'[q_i] for every direction of the basis, shape (directions, queries)."""
 
         def measure(theta: Parameters) -> Tensor:
             return self._functional.measures(theta, batch, count)

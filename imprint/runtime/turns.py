@@ -14,9 +14,8 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch._functorch import eager_transforms
-from torch.autograd import forward_ad
 
+from imprint.compat import is_in_forward_mode, jvp_depth, leave_forward_mode
 from imprint.errors import ConcurrencyError, ImprintError
 
 logger = logging.getLogger(__name__)
@@ -36,10 +35,7 @@ def _renew() -> None:
     global _turn, _depth
     _turn = _Turn(_turn.process)  # the rest is done once the child wants to compute
     _depth = 0
-    if hasattr(eager_transforms, "JVP_NESTING"):
-        eager_transforms.JVP_NESTING = 0
-    while forward_ad._current_level >= 0:
-        forward_ad.exit_dual_level()
+    leave_forward_mode()
 
 
 if hasattr(os, "register_at_fork"):
@@ -80,8 +76,7 @@ _depth = 0
 
 
 def _refuse_disturbance(*, entering: bool) -> None:
-    shared = entering and getattr(eager_transforms, "JVP_NESTING", _depth) > _depth
-    if shared or forward_ad._current_level < 0:
+    if (entering and jvp_depth(_depth) > _depth) or not is_in_forward_mode():
         raise ConcurrencyError(_DISTURBED)
 
 

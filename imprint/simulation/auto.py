@@ -40,10 +40,11 @@ from imprint.runtime.turns import jvp
 from imprint.simulation.curvature import curvature_product
 from imprint.simulation.derivatives import Weighted, regulariser_gradient_along, transposed
 from imprint.simulation.descent import Descent, FullBatch
-from imprint.simulation.frozen import together_or_alone
+from imprint.simulation.engines import Choice, registered
+from imprint.simulation.frozen import FrozenCurvature, attempt_products, freeze_curvature, sum_with_signs
 from imprint.simulation.inputs import Inputs
-from imprint.simulation.spectral import Frozen, freeze, signed_sum
-from imprint.simulation.step import TRIES, gauss_newton_at, walk
+from imprint.simulation.preflight import refuse_loss, why_not_together
+from imprint.simulation.step_size import TRIES, gauss_newton_at, walk
 from imprint.sources import Sources
 from imprint.task import Batch, Functional, Parameters, Task
 from imprint.tensors.vectors import Flat, over_rows
@@ -120,11 +121,11 @@ def look(descent: Descent, on_work: Callable[[int], None]) -> Look:
     """Measure what the choice needs at the checkpoint where a descent starts."""
     task, theta, data = descent.task, descent.start, descent.data
     batches, flat = FullBatch(data, descent.dtype), Flat(theta)
-    frozen = freeze(task, theta, batches, "gauss-newton", DIRECTIONS, on_product=on_work)
+    frozen = freeze_curvature(task, theta, batches, "gauss-newton", DIRECTIONS, on_product=on_work)
     basis = flat.vectors(frozen.basis)
     generator = torch.Generator().manual_seed(1)
     # the mean gradient of a random half of the data, less that of all, is (1/N) Σ_i ±g_i
-    sums = torch.stack([signed_sum(task, theta, batches, generator) / len(data) for _ in range(HALVES)])
+    sums = torch.stack([sum_with_signs(task, theta, batches, generator) / len(data) for _ in range(HALVES)])
     slope = flat.vector(descent.base_gradient(theta, batches, 0))
     inside, drift = sums @ basis.T, basis @ slope
     outside = sums - inside @ basis
@@ -150,7 +151,7 @@ def _trace(
     task: Functional,
     theta: Parameters,
     batches: Iterable[Weighted],
-    frozen: Frozen,
+    frozen: FrozenCurvature,
     basis: Tensor,
     generator: torch.Generator,
 ) -> float:
@@ -270,12 +271,16 @@ def plan_for(
 ) -> Plan:
     """`Plan.auto`."""
     options: dict[str, Any] = {"batch_size": batch_size, "collate_fn": collate_fn, "device": None, "dtype": None}
-    inputs = Inputs.checked(task, data, sources, Plan(engine="spectral"), checkpoints, hash_data=hash_data, **options)
+    inputs = Inputs.checked(
+        task, data, sources, Plan(curvature="gauss-newton"), checkpoints, hash_data=hash_data, **options
+    )
     bar = Progress("choosing", DIRECTIONS * len(inputs.states), "curvature products", progress)
     looks = []
     with task.evaluating(), closing(bar):
         for index in range(len(inputs.states)):
-            descent, _ = together_or_alone(inputs.descent(index, inputs.state(index)))
+            descent = inputs.descent(index, inputs.state(index))
+            refuse_loss(descent, FullBatch(descent.data, descent.dtype))
+            descent = replace(descent, vectorise=why_not_together(descent, attempt_products) is None)
             looks.append(look(descent, bar.advance))
             if not looks[-1].values[-1] > 0:
                 raise SimulationError(
@@ -287,20 +292,16 @@ def plan_for(
     shares = [float(f"{weight:.4g}") for weight in weights(looks)]
     for index, (damping, share) in enumerate(zip(dampings, shares, strict=True)):
         logger.info("checkpoint %d: damping %.3g, weight %.3g", index, damping, share)
-    if max(sources.sizes) == 1:
-        return Plan(engine="spectral", steps="infinite", damping=tuple(dampings), weight=tuple(shares))
-    with task.evaluating():
-        paths = [
-            path(inputs.descent(index, inputs.state(index)), damping, float(one.values[-1]))
-            for index, (damping, one) in enumerate(zip(dampings, looks, strict=True))
-        ]
-    return Plan(
-        steps=tuple(steps for steps, _ in paths),
-        lr=tuple(size for _, size in paths),
-        weight=tuple(shares),
-        curvature="gauss-newton",
-        dropout=bool(dropouts(task.model)),
-    )
+
+    def choose_paths() -> list[tuple[int, float]]:
+        with task.evaluating():
+            return [
+                path(inputs.descent(index, inputs.state(index)), damping, float(one.values[-1]))
+                for index, (damping, one) in enumerate(zip(dampings, looks, strict=True))
+            ]
+
+    choice = Choice(max(sources.sizes) > 1, tuple(dampings), tuple(shares), bool(dropouts(task.model)), choose_paths)
+    return next(plan for engine in registered() if (plan := engine.propose(choice)) is not None)
 
 
 register_chooser(plan_for)

@@ -5,7 +5,7 @@ from torch import Tensor
 
 from imprint.checks.agreement import MOVED, NOTICED, derivative_error, to_float64
 from imprint.data import Data
-from imprint.plan import Curvature
+from imprint.plan import Curvature, first_order_engine
 from imprint.runtime.notices import Notices
 from imprint.runtime.turns import jvp
 from imprint.simulation.derivatives import gradient, gradient_along
@@ -43,7 +43,7 @@ def report_curvature(functional: Functional, theta: Parameters, data: Data, kind
         notices.add(
             f"the curvature of the loss, by forward mode, is {100 * found:.2g}% off the differences of its gradients: "
             "look for .detach() in the loss and for custom autograd functions. Imprints are wrong by about as much; "
-            'engine="trajectories" uses gradients alone.'
+            f'engine="{first_order_engine()}" uses gradients alone.'
         )
 
 

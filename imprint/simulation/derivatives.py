@@ -56,12 +56,12 @@ def _plain_gradient(
 def gradient_along(
     task: Functional, theta: Parameters, weights: Tensor, batch: Batch, v: Parameters, d: Tensor
 ) -> Parameters:
-    """The forward derivative of `gradient` in (θ, c) along (v, d): H v + Σ_i d_i ∇ℓ_i."""
+    """Return the forward derivative of `gradient` in (θ, c) along (v, d): H v + Σ_i d_i ∇ℓ_i."""
 
-    def only_gradient(theta: Parameters, weights: Tensor) -> Parameters:
-        return gradient(task, theta, weights, batch)[0]
+    def objective(theta: Parameters, weights: Tensor) -> Tensor:
+        return (weights * task.losses(theta, batch, len(weights))).sum()
 
-    return jvp(only_gradient, (theta, weights), (v, d))[1]  # type: ignore[no-any-return]
+    return jvp(grad(objective), (theta, weights), (v, d))[1]  # type: ignore[no-any-return]
 
 
 def regulariser_gradient(task: Functional, theta: Parameters, *, plain: bool = False) -> Parameters:

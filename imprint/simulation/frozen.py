@@ -1,388 +1,178 @@
-"""Runs the spectral engine at a checkpoint: the curvature first, then the sources, shard by shard, into the store."""
+"""The curvature frozen at a checkpoint, and the response to every source on it, in closed form.
 
-import logging
+u_b = −S_T(H_λ) g_b with S_T(μ) = (1 − (1 − η(μ + λ))^T)/(μ + λ), or 1/(μ + λ) for T = ∞. A Lanczos basis has the
+leading directions of H; what a gradient has outside of it sees one more curvature, measured on just that part. So k
+products with H serve all sources, and each source costs one gradient.
+"""
+
 import math
-from collections.abc import Callable
-from dataclasses import dataclass, replace
-from functools import partial
-from typing import Any
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
-from imprint.errors import ImprintError, SimulationError, TaskError, first_line
-from imprint.plan import Settings
-from imprint.runtime.memory import budget, tensor_bytes
-from imprint.simulation.curvature import Spectrum, curvature_product
+from imprint.errors import SimulationError
+from imprint.plan import Curvature, Settings
+from imprint.simulation.curvature import ENDED, Basis, curvature_product, lanczos_basis
+from imprint.simulation.derivatives import Weighted, gradient
 from imprint.simulation.descent import Descent, FullBatch
-from imprint.simulation.inputs import Inputs
-from imprint.simulation.preflight import refuse_loss, why_not_together
-from imprint.simulation.settling import refitted
-from imprint.simulation.spectral import Frozen, freeze, imprints, projected, refuse_unstable
-from imprint.store.checkpoint import Checkpoint, Decided, File, Measured, Spread
-from imprint.store.reading import DTYPES, coefficients_dtype
-from imprint.store.tensorfile import layout
-from imprint.store.values import Value
-from imprint.store.writing import Writer
-from imprint.task import Parameters
-from imprint.tensors.rows import MULTIPLIED, Rows, along, factorable, gradients, orthonormal, parameters_of
-from imprint.tensors.vectors import Flat, six_digits
+from imprint.simulation.source_gradients import source_gradients
+from imprint.task import Functional, Parameters
+from imprint.tensors.rows import Rows
+from imprint.tensors.vectors import Flat
 
-logger = logging.getLogger(__name__)
-PASSES = 3  # over the data, in units of a gradient of every example, that a product with the curvature takes
-COPIES = 5  # of the numbers of a source that are alive at once: its gradient, its imprint, and what is written
-_SHARD = 4096  # sources in one file at most
-_FILE = 256, 64 << 20  # sources or bytes that a file has at least, however few sources are in memory at once
-_BESIDE = 4  # the part of the size of the basis that sources may take where the budget leaves them less
-_ROUNDING = 1e-5  # a share of squared lengths that rounding may make
-_TRIED = 32  # examples on which factors are tried
+_PROBES = 8  # random sums of all examples' gradients, on which the curvature outside the basis is measured
+_NOTHING = 1e-10  # share of the gradients below which nothing is outside the basis
 
 
 @dataclass(frozen=True)
-class Spectral:
-    """The spectral engine at one checkpoint: all that a run of it needs."""
+class FrozenCurvature:
+    """The curvature at a checkpoint.
 
-    inputs: Inputs
-    index: int
-    writer: Writer
-    memory: int | str | None
-    on_work: Callable[[int], None]
-    on_skip: Callable[[int], None]
+    values, basis: curvatures (directions,), and directions as a stack of parameters.
+    rest: the mean curvature that gradients see outside of the basis, and `share` how much of them lies there.
+    """
 
-    @property
-    def settings(self) -> Settings:
-        return self.inputs.settings[self.index]
+    values: Tensor
+    basis: Parameters
+    rest: float
+    share: float
 
     @property
-    def _stored(self) -> torch.dtype:
-        return DTYPES[self.inputs.stored_as]
+    def largest(self) -> float:
+        return max(float(self.values[-1]), self.rest if self.share > 0 else -math.inf)
 
     @property
-    def folder(self) -> str:
-        return f"checkpoint-{self.index:03}"
+    def smallest(self) -> float:
+        return min(float(self.values[0]), self.rest if self.share > 0 else math.inf)
 
-    def checkpoint(self) -> Checkpoint:
-        """Simulate and write the checkpoint."""
-        state = self.inputs.state(self.index)
-        descent = self.inputs.descent(self.index, state)
-        settled = self.writer.settled(self.index)
-        if settled is None:
-            descent, alone = together_or_alone(descent)
-            frozen = self._frozen(descent)
-            settled = self._settle(descent, frozen, alone)
-            self.writer.settle(self.index, settled)
-            fit = settled.choices.rows_at_once
-        else:
-            descent = replace(descent, vectorise=settled.choices.vectorised)
-            frozen = self._left(descent, settled) or self._frozen(descent)
-            fit = self._fit(descent, frozen, settled)
-        base = self._kept("base", self.inputs.without_fixed(state))
-        frozen, basis, turn = self._keep(descent, frozen, settled)
-        files, norms, whole = self._shards(descent, frozen, turn, settled, fit)
-        return replace(
-            settled,
-            base=base,
-            basis=basis if self._on_basis(settled) else None,
-            imprints=tuple(files),
-            measured=replace(
-                settled.measured,
-                rest=frozen.rest,
-                share=frozen.share,
-                drift=0.0,
-                norms=Spread.of(norms),
-                lost=self._lost(norms, whole, len(frozen.values)) if self._projected else None,
-            ),
-        )
-
-    def _on_basis(self, settled: Checkpoint) -> bool:
-        """Whether imprints are kept as combinations of the basis, with factors beside them or without."""
-        return bool(settled.choices.layers) or self._projected
+    def outside(self, settings: Settings, lr: float) -> float:
+        """S_T for what a gradient has outside of the basis."""
+        rest = torch.tensor([self.rest], dtype=torch.float64)
+        return float(respond(rest, settings, lr)) if self.share > 0 else 0.0
 
     @property
-    def _projected(self) -> bool:
-        return self.inputs.plan.form == "projected"
+    def rounding(self) -> float:
+        """Curvature that cannot be told from none."""
+        return _unknown(self.values, next(iter(self.basis.values())).dtype)
 
-    def _lost(self, norms: list[float], whole: list[float], directions: int) -> float:
-        """Return the share of their squared length that imprints lost by projection."""
-        kept, before = (sum(length**2 for length in lengths) for lengths in (norms, whole))
-        lost = max(1 - kept / before, 0.0) if before else 0.0
-        if lost > _ROUNDING:
-            logger.warning(
-                "checkpoint %d: on %d directions imprints lose %.2g of their squared length",
-                *(self.index, directions, lost),
-            )
-        return float(f"{lost:.4g}")
 
-    def _keep(self, descent: Descent, frozen: Frozen, settled: Checkpoint) -> tuple[Frozen, File, torch.Tensor | None]:
-        """Write the curvature, so that a killed run need not measure it again; what is read later is what counts now.
+def freeze_curvature(
+    task: Functional,
+    theta: Parameters,
+    batches: Iterable[Weighted],
+    kind: Curvature,
+    directions: int,
+    on_product: Callable[[int], None] = lambda products: None,
+    memory: int | str | None = None,
+) -> FrozenCurvature:
+    """Measure the curvature of the objective at θ, on `directions` of a Lanczos basis and in the mean outside of it."""
+    flat, product = Flat(theta), curvature_product(task, theta, batches, kind, memory)
+    generator = torch.Generator().manual_seed(0)
+    start = torch.randn(flat.size, generator=generator, dtype=torch.float64).to(flat.device, flat.dtype)
+    basis = lanczos_basis(
+        product, start, directions, on_product, lambda: sum_with_signs(task, theta, batches, generator)
+    )
+    rest, share = _outside(task, theta, batches, basis, product, generator)
+    return FrozenCurvature(basis.values, flat.parameters(basis.vectors), rest, share)
 
-        A basis that is rounded is orthonormal no more: imprints are found on the one nearest to it that is, and its
-        matrix leads their coefficients to what is kept. Imprints that are kept in full do without the basis: then the
-        file goes when the store is complete.
-        """
-        about = {"values": frozen.values.tolist(), "rest": frozen.rest, "share": frozen.share}
-        kept = self._cast(frozen.basis) if self._on_basis(settled) else frozen.basis
-        basis = {name: tensor.to(descent.dtype).contiguous() for name, tensor in kept.items()}
-        file, turn = self._kept(self._basis(settled), kept, about), None
-        if self._on_basis(settled) and self._rounds(descent):
-            basis, turn = orthonormal(basis)
-        return replace(frozen, basis=basis), file, turn
 
-    def _rounds(self, descent: Descent) -> bool:
-        """Whether the store keeps fewer digits than the parameters have."""
-        return self._stored.itemsize < descent.dtype.itemsize
+def _outside(
+    task: Functional,
+    theta: Parameters,
+    batches: Iterable[Weighted],
+    basis: Basis,
+    product: Callable[[Tensor], Tensor],
+    generator: torch.Generator,
+) -> tuple[float, float]:
+    """Σ_i r_iᵀ H r_i / Σ_i |r_i|² for what the examples' gradients have outside the basis, and Σ|r_i|²/Σ|g_i|².
 
-    def _left(self, descent: Descent, settled: Checkpoint) -> Frozen | None:
-        """The curvature as an earlier run has left it."""
-        name, directions = f"{self.folder}/{self._basis(settled)}.safetensors", settled.choices.directions or 0
-        stack = layout(descent.start, directions, self._stored if self._on_basis(settled) else None)
-        done = self.writer.done(name, None, stack, lambda about: _curvature(about, directions))
-        if done is None:
-            return None
-        self.on_skip(PASSES * len(self.inputs.data) * self.inputs.plan.directions)
-        (values, rest, share), found = done[1], self.writer.read(name, descent.data.device)
-        # copied to where tensors lie as they do when fresh: products of others differ in the last bits
-        basis = {name: found[name].to(descent.dtype, copy=True) for name in descent.start}
-        return Frozen(torch.tensor(values, dtype=torch.float64), basis, rest, share)
+    A sum of all gradients with random signs has the mean of both sums, so that a few of them estimate it.
+    """
+    bent, outer, whole = 0.0, 0.0, 0.0
+    for _ in range(_PROBES):
+        total = sum_with_signs(task, theta, batches, generator)
+        rest = basis.outside(total)
+        whole, outer = whole + float(total.double() @ total.double()), outer + float(rest.double() @ rest.double())
+        bent += float(rest.double() @ product(rest).double())
+    if outer <= _NOTHING * whole:
+        return 0.0, 0.0
+    mean = bent / outer
+    return (0.0 if abs(mean) <= _unknown(basis.values, basis.vectors.dtype) else mean), outer / whole
 
-    def _frozen(self, descent: Descent) -> Frozen:
-        """The curvature, measured."""
-        work = PASSES * len(self.inputs.data)
-        frozen = freeze(
-            descent.task,
-            descent.start,
-            FullBatch(descent.data, descent.dtype),
-            self.inputs.plan.seen_curvature,
-            self.inputs.plan.directions,
-            on_product=lambda products: self.on_work(products * work),
+
+def _unknown(values: Tensor, dtype: torch.dtype) -> float:
+    """Curvature that cannot be told from none, beside these; directions are found in float32 at least."""
+    return ENDED * torch.finfo(torch.promote_types(dtype, torch.float32)).eps * float(values.abs().max())
+
+
+def sum_with_signs(
+    task: Functional, theta: Parameters, batches: Iterable[Weighted], generator: torch.Generator
+) -> Tensor:
+    """Σ_i ±g_i with random signs, as one vector: its mean square is Σ_i |g_i|², in any metric."""
+    flat = Flat(theta)
+    total = torch.zeros(flat.size, device=flat.device, dtype=flat.dtype)
+    for part in batches:
+        signs = torch.randint(0, 2, (len(part),), generator=generator).to(part.weights) * 2 - 1
+        total += flat.vector(gradient(task, theta, signs, part.batch, plain=True)[0])
+    return total
+
+
+def respond(curvature: Tensor, settings: Settings, lr: float) -> Tensor:
+    """S_T(μ + λ), elementwise: what T steps of size η make of a gradient that sees curvature μ."""
+    damped = curvature.double() + settings.damping
+    if settings.steps == "infinite":
+        return 1 / damped
+    x = lr * damped
+    mild = x < 1  # where nothing must cancel, however small x is; a longer step overshoots and alternates
+    lost = -torch.expm1(settings.steps * torch.log1p(-torch.where(mild, x, 0.0)))
+    lost = torch.where(mild, lost, 1 - (1 - x) ** settings.steps)
+    return torch.where(x == 0, lr * settings.steps, lost / torch.where(x == 0, 1.0, damped))
+
+
+def make_imprints(
+    frozen: FrozenCurvature, gradients: Rows, seen: Tensor, settings: Settings, lr: float
+) -> tuple[Rows, Tensor]:
+    """Return u_b of sources from their gradients, in factored form, and how long each is.
+
+    seen: what the gradients have `along` the basis, (sources, directions).
+    """
+    inside, outside = respond(frozen.values, settings, lr), frozen.outside(settings, lr)
+    coefficients = (-(inside - outside)).to(seen) * seen
+    moved = gradients.scaled(-outside)
+    found = Rows(moved.inputs, moved.outputs, moved.dense, coefficients, frozen.basis)
+    like = {name: directions[0] for name, directions in frozen.basis.items()}
+    return found, found.lengths(like, -outside * seen)
+
+
+def project_imprints(frozen: FrozenCurvature, seen: Tensor, settings: Settings, lr: float) -> tuple[Rows, Tensor]:
+    """Return what u_b of sources has on the basis, from what their gradients have there, and how long that is."""
+    coefficients = -respond(frozen.values, settings, lr).to(seen) * seen
+    return Rows({}, {}, {}, coefficients, frozen.basis), coefficients.double().norm(dim=1)
+
+
+def refuse_unstable(frozen: FrozenCurvature, settings: Settings, lr: float, index: int) -> None:
+    """A frozen recursion that grows without bound is refused."""
+    top, lowest = frozen.largest + settings.damping, frozen.smallest
+    if abs(lowest) <= frozen.rounding:  # a zero, of either sign
+        lowest = 0.0
+    if settings.steps == "infinite" and not lowest + settings.damping > frozen.rounding:
+        raise SimulationError(
+            f"checkpoint {index}: infinitely many steps need positive curvature, and with a damping of "
+            f"{settings.damping:.3g} it goes down to {lowest + settings.damping:.3g}: give a damping above "
+            f"{frozen.rounding - lowest:.2g}, or a number of steps."
         )
-        self.on_skip((self.inputs.plan.directions - len(frozen.values)) * work)
-        return frozen
-
-    def _settle(self, descent: Descent, frozen: Frozen, alone: str | None) -> Checkpoint:
-        """How the sources are simulated, with the figures that decided it."""
-        settings = self.settings
-        curvature = Spectrum(frozen.smallest, frozen.largest)
-        step = curvature.step(settings.damping) if settings.lr == "auto" else settings.lr
-        refuse_unstable(frozen, settings, step, self.index)
-        layers = layers_of(descent)
-        if self.index == self.inputs.first:
-            warn_of_memory(descent, len(frozen.values), self.memory)
-        decided = Decided(
-            step,
-            rows_at_once(descent, len(frozen.values), layers, self.memory),
-            rows_in_memory(descent, len(frozen.values), layers, self.memory),
-            descent.vectorise,
-            directions=len(frozen.values),
-            layers=layers,
-        )
-        measured = Measured(
-            curvature=(curvature.smallest, curvature.largest),
-            stability=curvature.growth(step, settings.damping),
-            one_by_one=alone,
-            rest=frozen.rest,
-            share=frozen.share,
-        )
-        return replace(Checkpoint.planned(settings), decided=decided, measured=measured)
-
-    def _fit(self, descent: Descent, frozen: Frozen, settled: Checkpoint) -> int:
-        rows = settled.choices.rows_at_once
-        if self.memory is None:
-            return rows
-        return refitted(
-            rows, rows_in_memory(descent, len(frozen.values), settled.choices.layers, self.memory), self.memory
+    if settings.steps != "infinite" and lr * top > 2:
+        raise SimulationError(
+            f"checkpoint {index}: steps of lr={lr:.3g} are too long for curvature {top:.3g} and would diverge: "
+            f'a step below {2 / top:.2g} holds, lr="auto" takes half of that.'
         )
 
-    def _shards(
-        self, descent: Descent, frozen: Frozen, turn: torch.Tensor | None, settled: Checkpoint, fit: int
-    ) -> tuple[list[File], list[float], list[float]]:
-        """The files of all sources, of which `fit` are in memory at once; how long imprints are, and were in full."""
-        files: list[File] = []
-        norms: list[float] = []
-        whole: list[float] = []
-        rows = settled.choices.rows_per_file
-        for number, start in enumerate(range(0, len(self.inputs.sources), rows)):
-            chunk = self.inputs.sources.rows(start, start + rows)
-            name, span = f"{self.folder}/imprints-{number:05}.safetensors", (start, start + len(chunk))
-            done = self.writer.done(name, span, None, partial(_lengths, count=len(chunk)))
-            if done is not None:
-                self.on_skip(sum(chunk.sizes))
-                files.append(done[0])
-                norms += done[1][0]
-                whole += done[1][1]
-                continue
-            pieces = [chunk.rows(first, first + fit) for first in range(0, len(chunk), fit)]
-            parts = [self._imprints(descent.with_sources(piece), frozen, turn, settled) for piece in pieces]
-            tensors = parts[0][0]
-            if len(parts) > 1:
-                tensors = {key: torch.cat([part[key] for part, _, _ in parts]) for key in tensors}
-            lengths = [length for _, lengths, _ in parts for length in lengths]
-            before = [length for _, _, before in parts for length in before]
-            about = {"norms": lengths, **({"whole": before} if self._projected else {})}
-            files.append(self.writer.tensors(name, tensors, span, about))
-            norms += lengths
-            whole += before
-            self.on_work(sum(chunk.sizes))
-        return files, norms, whole
 
-    def _imprints(
-        self, descent: Descent, frozen: Frozen, turn: torch.Tensor | None, settled: Checkpoint
-    ) -> tuple[Parameters, list[float], list[float]]:
-        """The tensors that keep the imprints of some sources; how long each is, and was before it was projected."""
-        slopes = source_gradients(descent, settled.choices.layers)
-        outside = frozen.outside(self.settings, settled.choices.lr)
-        if turn is not None and not self._projected and outside:
-            # what lies along sharp directions cancels between factors and coefficients: the rounded ones must agree
-            slopes = slopes.rounded(self._stored, -outside)
-        seen = along(slopes, frozen.basis)
-        found, whole = imprints(frozen, slopes, seen, self.settings, settled.choices.lr)
-        lengths = whole
-        if self._projected:
-            found, lengths = projected(frozen, seen, self.settings, settled.choices.lr)
-        if turn is not None and found.coefficients is not None:
-            found = replace(found, coefficients=found.coefficients @ turn)
-        tensors = self._cast(found.tensors() if self._on_basis(settled) else found.multiplied_out(descent.start))
-        if settled.choices.layers and not self._projected and found.coefficients is not None:
-            tensors["coefficients"] = found.coefficients.to(coefficients_dtype(self._stored))
-        for identity, length in zip(descent.sources.ids, whole.tolist(), strict=True):
-            if not math.isfinite(length):
-                raise SimulationError(
-                    f"the imprint of source {identity!r} is not finite: its gradient is not, or its response has "
-                    f"grown beyond all numbers where curvature is negative (down to {frozen.smallest:.3g}). Take "
-                    "fewer steps, or some damping."
-                )
-        # six digits, as of the path engines: the last ones depend on where tensors lie in memory
-        return tensors, six_digits(lengths.tolist()), six_digits(whole.tolist())
-
-    def _kept(self, kind: str, tensors: Parameters, about: dict[str, Any] | None = None) -> File:
-        """A file of this checkpoint, as an earlier run has left it or written now."""
-        name = f"{self.folder}/{kind}.safetensors"
-        done = self.writer.done(name, None, layout(tensors), Value.mapping)
-        return done[0] if done else self.writer.tensors(name, tensors, about=about)
-
-    def _cast(self, tensors: Parameters) -> Parameters:
-        return {name: tensor.to(self._stored) for name, tensor in tensors.items()}
-
-    def _basis(self, settled: Checkpoint) -> str:
-        """The name of the file with the curvature: a part of the store, or one that goes when it is complete."""
-        return "basis" if self._on_basis(settled) else "snapshot"
-
-
-def _curvature(about: Value, directions: int) -> tuple[tuple[float, ...], float, float]:
-    """What the file of a basis says: the curvatures along its directions, that of the rest, and its share."""
-    known = about.record("values", "rest", "share")
-    if len(values := known["values"].numbers()) != directions:
-        known["values"].refuse(f"{directions} curvatures, one for each direction")
-    return values, known["rest"].number(), known["share"].number()
-
-
-def _lengths(about: Value, count: int) -> tuple[list[float], list[float]]:
-    """What the file of so many sources says: how long their imprints are, and were before they were projected."""
-    known = about.mapping()
-    norms = known.get("norms", Value(None, about.file, "norms"))
-    found = list(norms.numbers()), list(known.get("whole", norms).numbers())
-    if {len(lengths) for lengths in found} != {count}:
-        norms.refuse(f"{count} lengths, one for each source")
-    return found
-
-
-def together_or_alone(descent: Descent) -> tuple[Descent, str | None]:
-    """The descent for many sources at once if `vmap` takes the model; otherwise one by one, and the reason."""
-    refuse_mixed(descent.start)
-    refuse_loss(descent, FullBatch(descent.data, descent.dtype))
+def attempt_products(descent: Descent) -> None:
+    """Take a product with the curvature on one batch and the gradients of all sources, to see whether that works."""
     batch = [next(iter(FullBatch(descent.data, descent.dtype)))]
-
-    def attempt(trial: Descent) -> None:
-        product = curvature_product(trial.task, trial.start, batch, trial.plan.seen_curvature)
-        product(Flat(trial.start).vector(trial.start))
-        trial.source_gradients(trial.start, 0, per_row=False)
-
-    reason = why_not_together(descent, attempt)
-    return replace(descent, vectorise=reason is None), reason
-
-
-def refuse_mixed(theta: Parameters) -> None:
-    """Refuse parameters that do not make one vector."""
-    (first, one), *others = theta.items()
-    for name, other in others:
-        if other.dtype != one.dtype:
-            raise TaskError(
-                f"parameter {first!r} is {one.dtype} and {name!r} is {other.dtype}: the spectral engine takes selected "
-                'parameters of one dtype. Convert the model, select fewer, or take engine="tangent".'
-            )
-
-
-def layers_of(descent: Descent) -> tuple[str, ...]:
-    """The linear layers whose parts of an imprint are kept as products; none where imprints are kept in full.
-
-    That is where the plan says so, where sources are groups, and where it fails (logged).
-    """
-    if descent.plan.form != "factored" or max(descent.sources.sizes) > 1:
-        return ()
-    some, two = (torch.arange(min(count, descent.n)) for count in (_TRIED, 2))
-    try:
-        found = factorable(descent.task, descent.start, descent.data.gather(some), len(some))
-        gradients(descent.task.losses, descent.start, descent.data.gather(two), len(two), descent.task.task, found)
-    except (ImprintError, torch.OutOfMemoryError):
-        raise
-    except Exception as error:
-        logger.warning(
-            "gradients of single examples cannot be taken apart, imprints are kept in full: %s", first_line(error)
-        )
-        return ()
-    return found
-
-
-def source_gradients(descent: Descent, layers: tuple[str, ...]) -> Rows:
-    """∇ℓ_b of each source; in factors where there are `layers`, which takes sources of one example each."""
-    if not layers:
-        return Rows({}, {}, descent.source_gradients(descent.start, 0, per_row=False))
-    examples = torch.tensor([int(members[0]) for members in descent.sources.members])
-    task = descent.task
-    parts = [
-        gradients(task.losses, descent.start, descent.data.gather(piece), len(piece), task.task, layers)
-        for piece in torch.split(examples, descent.data.batch_size)
-    ]
-    return Rows.joined(parts)
-
-
-def values_of_a_row(descent: Descent, directions: int, layers: tuple[str, ...]) -> int:
-    """How many numbers keep the imprint of a source, or make it where it is projected afterwards."""
-    covered = {name for layer in layers for name in parameters_of(layer)}
-    factors = sum(sum(descent.start[parameters_of(layer)[0]].shape) for layer in layers)
-    dense = sum(p.numel() for name, p in descent.start.items() if name not in covered)
-    return factors + dense + (directions if layers else 0)
-
-
-def rows_at_once(descent: Descent, directions: int, layers: tuple[str, ...], memory: int | str | None) -> int:
-    """How many sources are in one file: those in memory at once, or more, so that files are not too many."""
-    sources, size = _FILE
-    size = min(size, budget(memory, descent.data.device) // 4)  # a file is put together in memory
-    each = values_of_a_row(descent, directions, layers) * descent.dtype.itemsize
-    rows = max(rows_in_memory(descent, directions, layers, memory), min(sources, size // each))
-    return min(rows, len(descent.sources))
-
-
-def rows_in_memory(descent: Descent, directions: int, layers: tuple[str, ...], memory: int | str | None) -> int:
-    """How many sources fit the memory budget together, beside the basis.
-
-    Factors are multiplied out to be compared with the basis, MULTIPLIED rows at a time, or all where fewer fit.
-    """
-    room, out = _room(descent, directions, memory), 2 * tensor_bytes(descent.start) if layers else 0
-    room = max(room, directions * tensor_bytes(descent.start) // _BESIDE)
-    each = COPIES * values_of_a_row(descent, directions, layers) * descent.dtype.itemsize
-    fit = max(room // (each + out), (room - MULTIPLIED * out) // each)
-    return int(max(1, min(fit, len(descent.sources), _SHARD)))
-
-
-def warn_of_memory(descent: Descent, directions: int, memory: int | str | None) -> None:
-    """Say that the basis does not fit the memory budget, where it does not."""
-    if _room(descent, directions, memory) < 0:
-        logger.warning(
-            "the basis of %d directions takes %d bytes, more than the memory budget: going on with few sources at once",
-            *(directions, directions * tensor_bytes(descent.start)),
-        )
-
-
-def _room(descent: Descent, directions: int, memory: int | str | None) -> int:
-    """Bytes of the budget that the basis leaves."""
-    return budget(memory, descent.data.device) - directions * tensor_bytes(descent.start)
+    product = curvature_product(descent.task, descent.start, batch, descent.plan.seen_curvature)
+    product(Flat(descent.start).vector(descent.start))
+    source_gradients(descent, descent.start, 0)

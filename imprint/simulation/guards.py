@@ -8,8 +8,6 @@ from collections.abc import Sequence
 from statistics import median
 from typing import TYPE_CHECKING
 
-from torch import nn
-
 from imprint.errors import ReliabilityWarning
 from imprint.simulation.curvature import Spectrum, longer
 from imprint.store.checkpoint import Spread
@@ -20,11 +18,6 @@ if TYPE_CHECKING:
 _SCALES = 0.1, 1000.0  # of recorded √v̂ beside estimated: gradients shrink while a model learns, and do not grow
 _LARGER = 30.0  # times the others' imprints, in the weights of the mean
 _SHOWN = 4  # names in a message
-
-
-def has_batch_norm(model: nn.Module) -> bool:
-    """Whether a model normalises by statistics of its batch in training mode and by running ones in evaluation mode."""
-    return any(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in model.modules())
 
 
 def unfelt_moments(index: int, found: "Compared", batch_norm: bool) -> ReliabilityWarning | None:

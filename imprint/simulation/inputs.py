@@ -12,6 +12,7 @@ import torch
 
 from imprint.batches import describe_batch
 from imprint.checks.soundness import examine
+from imprint.compat import has_batch_norm
 from imprint.data import Collate, Data, HashData, spread_examples
 from imprint.errors import DataError, PlanError, ReliabilityWarning, SimulationError
 from imprint.model.dropout import dropouts
@@ -19,8 +20,9 @@ from imprint.plan import Plan, Settings, State
 from imprint.runtime.notices import Notices
 from imprint.simulation.curvature_check import report_curvature
 from imprint.simulation.descent import Descent
-from imprint.simulation.guards import has_batch_norm, moments_scale, unfelt_moments
-from imprint.simulation.preconditioner import BATCHES, COMPARED, Preconditioner, compare, estimated_moments
+from imprint.simulation.guards import moments_scale, unfelt_moments
+from imprint.simulation.moments import BATCHES, COMPARED, estimate_moments
+from imprint.simulation.preconditioner import Preconditioner, compare
 from imprint.simulation.preflight import Result, check_device, own, refuse_nonfinite, warn_half_precision
 from imprint.simulation.states import States
 from imprint.sources import Sources, require_sources
@@ -93,7 +95,7 @@ class Inputs:
         """Try the task on a few examples: refuse what would be silently wrong, and keep what else is to be known."""
         state = self.state(self.first)
         examine(self.task, state, self.data, self.notices)
-        if self.plan.engine != "trajectories":  # which uses gradients alone
+        if self.plan.rules.second_order:
             kind = self.plan.seen_curvature
             report_curvature(*self.task.at(state), self.data, kind, self.notices)
 
@@ -131,7 +133,7 @@ class Inputs:
         """A checkpoint; one that is skipped may hold anything."""
         return self.state(index) if self.settings[index].weight > 0 else self.states[index]
 
-    def descent(self, index: int, state: Parameters, on_step: Callable[[int], None] = lambda rows: None) -> Descent:
+    def descent(self, index: int, state: Parameters) -> Descent:
         """The descent of all sources from a checkpoint; a step size that the plan leaves open stands at 1."""
         functional, theta = self.task.at(state)
         settings = self.settings[index]
@@ -145,7 +147,6 @@ class Inputs:
             1 if settings.steps == "infinite" else settings.steps,
             lr=step,
             damping=settings.damping,
-            on_step=on_step,
         )
         return replace(descent, preconditioner=self._preconditioner(index, descent))
 
@@ -159,12 +160,12 @@ class Inputs:
             return None
         recorded = self.states.moments(index)
         if recorded is not None:
-            found = compare(recorded, estimated_moments(descent, COMPARED))
+            found = compare(recorded, estimate_moments(descent, COMPARED))
             self.notice(unfelt_moments(index, found, has_batch_norm(self.task.model)))
             self.notice(moments_scale(index, found))
             return Preconditioner.adam(found.moments, "recorded")
         logger.info("checkpoint %d: second moments are estimated from the gradients of %d batches", index, BATCHES)
-        return Preconditioner.adam(estimated_moments(descent), "estimated")
+        return Preconditioner.adam(estimate_moments(descent), "estimated")
 
     def _moments(self, index: int) -> str | None:
         """A hash of the second moments that came with a checkpoint; None where none are wanted, or none came."""
@@ -243,8 +244,8 @@ def _refuse_plan(task: Task, plan: Plan) -> None:
     if plan.seen_curvature == "gauss-newton" and task.outputs is None:
         raise PlanError(
             "the Gauss–Newton curvature needs to see the model's outputs: give the task outputs= and output_loss= "
-            "instead of loss= (Task.classifier and Task.regression do), or a plan that does without it, such as Plan() "
-            'or Plan(engine="spectral", curvature="hessian"), in place of "auto" too.'
+            "instead of loss= (Task.classifier and Task.regression do), or a plan that does without it, such as "
+            f'Plan(engine="{plan.engine}", curvature="hessian"), in place of "auto" too.'
         )
     if plan.dropout and not dropouts(task.model):
         raise PlanError("dropout=True asks for dropout along the path, and the model has no dropout module.")

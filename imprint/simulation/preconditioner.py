@@ -5,20 +5,14 @@ from gradients there. The descent divides every step by M; plain gradient descen
 """
 
 from dataclasses import dataclass
-from itertools import islice
 from typing import Literal
 
 import torch
 
 from imprint.errors import SimulationError
-from imprint.simulation.descent import Descent, minibatches
-from imprint.simulation.preflight import refuse_loss
 from imprint.task import Parameters
 
 _ADAMS = 1e-8  # what Adam adds to √v̂
-BATCHES = 16  # of which squared gradients are averaged
-COMPARED = 4  # batches that recorded moments are compared with: a factor of thirty shows on few
-_LARGEST = 64  # examples in one of them, where the plan's steps take the full batch, whose gradient may vanish
 _UNFELT = 1e-3**0.5  # √(1 − β₂) of Adam's β₂ = 0.999: after a gradient g, its √v̂ is no less than this times |g|
 
 
@@ -80,30 +74,3 @@ def compare(recorded: Parameters, estimated: Parameters) -> Compared:
     unfelt = {name: (recorded[name] > 0) & (r < _UNFELT * median) for name, r in ratios.items()}
     kept = {name: torch.where(unfelt[name], 0.0, v) for name, v in recorded.items()}
     return Compared(kept, {name: n for name, found in unfelt.items() if (n := int(found.sum()))}, median)
-
-
-def estimated_moments(descent: Descent, batches: int = BATCHES) -> Parameters:
-    """The mean of squared gradients of the objective over mini-batches, where the descent starts."""
-    size = descent.plan.batch_size
-    if size is None or descent.is_full_batch:
-        size = max(1, min(_LARGEST, descent.n // 4))
-    total = {
-        name: torch.zeros_like(p, dtype=torch.promote_types(p.dtype, torch.float32))
-        for name, p in descent.start.items()
-    }
-    for index, examples in enumerate(islice(minibatches(descent.n, size, descent.plan.seed), batches)):
-        parts = descent.weighted(examples)
-        if index == 0:
-            refuse_loss(descent, parts)
-        slope = descent.base_gradient(descent.start, parts, 0, draw=index)
-        if not all(bool(tensor.isfinite().all()) for tensor in slope.values()):
-            descent.refuse_gradients(parts)
-        for name, tensor in total.items():
-            tensor += slope[name].to(tensor.dtype).square() / batches
-    for name, tensor in total.items():
-        if not bool(tensor.isfinite().all()):
-            raise SimulationError(
-                f"the second moments of parameter {name!r} cannot be estimated: squares of its gradients are not "
-                "finite. Are the losses scaled by a large number?"
-            )
-    return total

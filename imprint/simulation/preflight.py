@@ -8,11 +8,14 @@ from typing import Any, TypeVar
 
 import torch
 
-from imprint.errors import DataError, SimulationError, TaskError, first_line
+from imprint.errors import DataError, ImprintError, SimulationError, TaskError, first_line
+from imprint.plan import first_order_engine
 from imprint.simulation.derivatives import Weighted
 from imprint.simulation.descent import Descent
+from imprint.simulation.divergence import refuse_gradients, refuse_losses
 from imprint.sources import Sources
 from imprint.task import Parameters, Task
+from imprint.tensors.batching import attempt
 
 logger = logging.getLogger(__name__)
 Result = TypeVar("Result")
@@ -57,17 +60,17 @@ def refuse_loss(descent: Descent, parts: Iterable[Weighted]) -> None:
                 "loss function failed on the first batch", descent.task.losses, descent.start, part.batch, len(part)
             )
             if not bool(losses.isfinite().all()):
-                descent.refuse_losses(losses, part.examples, 0)
+                refuse_losses(descent.sources, losses, part.examples, 0)
         if descent.task.task.regulariser is not None:
             own("regulariser failed", descent.task.regulariser, descent.start)
     try:
         slope = descent.base_gradient(descent.start, parts, 0)
-    except (TaskError, DataError, SimulationError, torch.OutOfMemoryError):
+    except (ImprintError, torch.OutOfMemoryError):
         raise
     except Exception as error:
         raise TaskError(f"the {descent.plan.engine} engine cannot differentiate this model: {error}") from error
     if not all(bool(tensor.isfinite().all()) for tensor in slope.values()):
-        descent.refuse_gradients(parts)
+        refuse_gradients(descent.task, descent.start, descent.data, descent.sources, parts)
 
 
 def own(what: str, call: Callable[..., Result], *given: Any) -> Result:
@@ -90,13 +93,15 @@ def _hint(error: Exception) -> str:
 def why_not_together(descent: Descent, simulate: Callable[[Descent], object]) -> str | None:
     """Why `vmap` does not take this model, so that sources are simulated in a loop (logged); None if it does."""
     trial = first_step(descent, descent.sources.smallest(2))  # which are differentiated together, if anything is
-    reason = _failure(lambda: simulate(replace(trial, vectorise=True)))
+    _, reason = attempt(lambda: simulate(replace(trial, vectorise=True)))
     if reason is None:
         return None
-    alone = _failure(lambda: simulate(replace(trial, vectorise=False)))
+    _, alone = attempt(lambda: simulate(replace(trial, vectorise=False)))
     if alone is not None:
         engine = descent.plan.engine
-        hint = ' engine="trajectories" needs first derivatives only.' if engine != "trajectories" else ""
+        hint = (
+            f' engine="{first_order_engine()}" needs first derivatives only.' if descent.plan.rules.second_order else ""
+        )
         raise TaskError(f"the {engine} engine cannot differentiate this model: {alone.rstrip('.')}.{hint}")
     logger.warning("vmap does not take this model, sources are simulated one by one: %s", reason)
     return reason
@@ -105,15 +110,4 @@ def why_not_together(descent: Descent, simulate: Callable[[Descent], object]) ->
 def first_step(descent: Descent, sources: Sources) -> Descent:
     """The beginning of a descent for some of its sources, to see what comes of it."""
     plan = replace(descent.plan, accept_drift=descent.plan.variant == "mirrored")
-    return replace(descent, plan=plan, sources=sources, steps=1, on_step=lambda rows: None)
-
-
-def _failure(attempt: Callable[[], object]) -> str | None:
-    """Why an attempt fails; errors written for the user, and a lack of memory, are not failures of the transform."""
-    try:
-        attempt()
-    except (SimulationError, TaskError, DataError, torch.OutOfMemoryError):
-        raise
-    except Exception as error:
-        return first_line(error)
-    return None
+    return replace(descent, plan=plan, sources=sources, steps=1)

@@ -4,7 +4,8 @@ import json
 import logging
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing, contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -17,26 +18,27 @@ from imprint.plan import Plan, Settings, State
 from imprint.runtime.memory import Peak
 from imprint.runtime.progress import Advance, Progress
 from imprint.runtime.turns import settle_child
-from imprint.simulation.choices import check_choices
-from imprint.simulation.curvature import Spectrum
-from imprint.simulation.descent import Descent, joined
-from imprint.simulation.engines import sides, simulated
-from imprint.simulation.frozen import PASSES, Spectral
-from imprint.simulation.guards import outweighing, too_long
+from imprint.simulation import engines
+from imprint.simulation.checkpoint_files import CheckpointFiles
+from imprint.simulation.engines import Chunk, Engine
+from imprint.simulation.guards import outweighing
 from imprint.simulation.inputs import Inputs
-from imprint.simulation.settling import advised, fit_batches, refitted, rows_at_once, settled
+from imprint.simulation.path import Hooks
+from imprint.simulation.sizing import fit_batches, refit
 from imprint.simulation.snapshot import Snapshot
+from imprint.simulation.taking_over import check_choices
 from imprint.sources import Sources
-from imprint.store.checkpoint import Decided, Spread
+from imprint.store.checkpoint import Checkpoint, File, Measured, Spread
 from imprint.store.fingerprint import how_hashed, partly_hashed
-from imprint.store.manifest import MANIFEST
+from imprint.store.manifest import DTYPES, FINGERPRINTS, LONGEST, MANIFEST, Manifest, Probes
 from imprint.store.probing import see
-from imprint.store.reading import DTYPES, FINGERPRINTS, LONGEST, Checkpoint, File, Manifest, Probes, Store, describe
+from imprint.store.reading import Store, coefficients_dtype, describe
+from imprint.store.records import read
 from imprint.store.tensorfile import layout
 from imprint.store.values import Value, parsed
 from imprint.store.writing import Writer, compared_data, difference
 from imprint.task import Parameters, Task
-from imprint.tensors.vectors import minus, norm, row_norms, scale, six_digits
+from imprint.tensors.vectors import row_norms, six_digits
 
 logger = logging.getLogger(__name__)
 
@@ -88,79 +90,86 @@ def simulate(
         replay = Store.of(replay)
         plan = replay.manifest.plan if plan is None else plan
         batch_size = replay.manifest.execution.get("batch_size") if batch_size is None else batch_size
+    options: dict[str, Any] = {"batch_size": batch_size, "collate_fn": collate_fn, "hash_data": hash_data}
     if plan == "auto":
-        given = (task, data, sources, checkpoints)
-        plan = Plan.auto(*given, batch_size=batch_size, collate_fn=collate_fn, hash_data=hash_data, progress=progress)
-    inputs = Inputs.checked(
-        task,
-        data,
-        sources,
-        plan,
-        checkpoints,
-        batch_size=batch_size,
-        collate_fn=collate_fn,
-        device=device,
-        dtype=dtype,
-        hash_data=hash_data,
-    )
+        plan = Plan.auto(task, data, sources, checkpoints, progress=progress, **options)
+    inputs = Inputs.checked(task, data, sources, plan, checkpoints, device=device, dtype=dtype, **options)
     _refuse_note(note)
     started, peak = time.monotonic(), Peak(task.device)
     with task.evaluating():
         if batch_size is None:
-            fit_batches(inputs, memory)
+            fit_batches(inputs, memory, engines.get(inputs.plan).rows_per_source(inputs.plan))
         request = inputs.request()
         writer = Writer(out, request, inputs.seen, check_choices)
         if writer.finished:
             return writer.finished
-        if told := partly_hashed(how_hashed(writer.request["data"]), len(inputs.data)):
-            inputs.notices.add(told)  # of what is resumed, too
+        if partial := partly_hashed(how_hashed(writer.request["data"]), len(inputs.data)):
+            inputs.notices.add(partial)  # of what is resumed, too
         resumed = writer.settled(inputs.first) is not None
-        bar = Progress("simulating", *_work(inputs), progress)
-        try:
+        with _resumable(writer), closing(_count_work(inputs, progress)) as bar:
             inputs.examine()
             if replay is not None:
                 _take_over(replay, request, writer, inputs)
             run = _Run(inputs, memory, writer, bar)
-            done = tuple(run.checkpoint(index, settings) for index, settings in enumerate(inputs.settings))
+            done: tuple[Checkpoint, ...] = ()
+            for index, settings in enumerate(inputs.settings):
+                done = (*done, run.checkpoint(index, settings))
             inputs.notice(outweighing([c.weight for c in done], [c.measured.norms for c in done]))
-            manifest = Manifest(
-                n=len(inputs.data),
-                dtype=inputs.stored_as,
-                plan=inputs.plan,
-                parameters=describe(task),
-                fixed=request["fixed"],
-                fingerprints={name: writer.request[name] for name in FINGERPRINTS},
-                sources=writer.sources(sources),
-                probes=run.probes(done),
-                checkpoints=done,
-                execution={
-                    "device": str(task.device),
-                    "threads": torch.get_num_threads(),
-                    "batch_size": inputs.data.batch_size,
-                },
-                cost={"seconds": time.monotonic() - started, "peak_bytes": peak.bytes, "resumed": resumed},
-                note=note,
-                warnings=inputs.notices.messages,
-            )
-            return writer.finish(manifest)
-        except BaseException as error:
-            by_key = isinstance(error, KeyboardInterrupt) or "RuntimeError: KeyboardInterrupt" in str(error)
-            if writer.stop(by_key or not isinstance(error, Exception)):  # such as SystemExit, from a signal's handler
-                logger.warning("stopped: the same call again goes on where %s stands", writer.path)
-            if by_key:  # within its own code torch makes a RuntimeError of it
-                raise KeyboardInterrupt from error
-            raise
-        finally:
-            bar.close()
+            cost = {"seconds": time.monotonic() - started, "peak_bytes": peak.bytes, "resumed": resumed}
+            return writer.finish(_manifest(inputs, writer, request, done, run.probes(done), cost, note))
 
 
-def _work(inputs: Inputs) -> tuple[int, str]:
-    """How much there is to do, and in what."""
+def _manifest(
+    inputs: Inputs,
+    writer: Writer,
+    request: dict[str, Any],
+    checkpoints: tuple[Checkpoint, ...],
+    probes: Probes | None,
+    cost: dict[str, Any],
+    note: Any,
+) -> Manifest:
+    """Put together everything that is known of a finished simulation."""
+    return Manifest(
+        n=len(inputs.data),
+        dtype=inputs.stored_as,
+        plan=inputs.plan,
+        parameters=describe(inputs.task),
+        fixed=request["fixed"],
+        fingerprints={name: writer.request[name] for name in FINGERPRINTS},
+        sources=writer.sources(inputs.sources),
+        probes=probes,
+        checkpoints=checkpoints,
+        execution={
+            "device": str(inputs.task.device),
+            "threads": torch.get_num_threads(),
+            "batch_size": inputs.data.batch_size,
+        },
+        cost=cost,
+        note=note,
+        warnings=inputs.notices.messages,
+    )
+
+
+@contextmanager
+def _resumable(writer: Writer) -> Iterator[None]:
+    """Leave the folder of a simulation that fails or is interrupted so that the same call resumes it."""
+    try:
+        yield
+    except BaseException as error:
+        by_key = isinstance(error, KeyboardInterrupt) or "RuntimeError: KeyboardInterrupt" in str(error)
+        if writer.stop(by_key or not isinstance(error, Exception)):  # such as SystemExit, from a signal's handler
+            logger.warning("stopped: the same call again resumes the simulation in %s", writer.path)
+        if by_key:  # within its own code torch makes a RuntimeError of it
+            raise KeyboardInterrupt from error
+        raise
+
+
+def _count_work(inputs: Inputs, progress: bool | Advance) -> Progress:
+    """Make a progress line for the work of all checkpoints."""
+    engine, plan = engines.get(inputs.plan), inputs.plan
     used = [settings for settings in inputs.settings if settings.weight > 0]
-    if inputs.plan.engine == "spectral":
-        one = PASSES * len(inputs.data) * inputs.plan.directions + sum(inputs.sources.sizes)
-        return one * len(used), "example gradients"
-    return len(inputs.sources) * sides(inputs.plan) * sum(settings.path for settings in used), "source-steps"
+    units = [engine.shared_units(plan, len(inputs.data)) + engine.units(plan, s, inputs.sources) for s in used]
+    return Progress("simulating", sum(units), engine.unit, progress)
 
 
 def _refuse_note(note: Any) -> None:
@@ -188,147 +197,172 @@ def _take_over(replay: Store, request: dict[str, Any], writer: Writer, inputs: I
         check_choices(checkpoint, index, before, replace(plain, field=f"checkpoints[{index}]"))
         if found is None:
             writer.settle(index, replace(checkpoint, base=None, imprints=(), midpoints=(), basis=None))
-        elif _choices(found) != _choices(checkpoint):
+        elif found.choices != checkpoint.choices:
             raise StoreError(
                 f"{writer.path} holds an unfinished simulation that chose other steps than {replay.path}: give another "
                 "folder."
             )
 
 
-def _choices(checkpoint: Checkpoint) -> Decided:
-    return checkpoint.choices
-
-
-@dataclass(frozen=True)
 class _Run:
-    """A simulation under way."""
+    """A simulation under way: every checkpoint, every chunk of sources."""
 
-    inputs: Inputs
-    memory: int | str | None
-    writer: Writer
-    bar: Progress
+    def __init__(self, inputs: Inputs, memory: int | str | None, writer: Writer, bar: Progress) -> None:
+        self.inputs, self.memory, self.writer, self.bar = inputs, memory, writer, bar
+        self._reached = 0  # units of work that are behind, whoever did them
 
     def checkpoint(self, index: int, settings: Settings) -> Checkpoint:
         """Simulate and write one checkpoint."""
         if settings.weight == 0:
             return Checkpoint.planned(settings)
-        if self.inputs.plan.engine == "spectral":
-            skip, advance = self.bar.skip, self.bar.advance
-            return Spectral(self.inputs, index, self.writer, self.memory, advance, skip).checkpoint()
-        state = self.inputs.state(index)
-        descent = self.inputs.descent(index, state, self.bar.advance)
-        checkpoint = self.writer.settled(index)
-        fresh = checkpoint is None
-        if checkpoint is None:
-            checkpoint = settled(descent, settings, index, self.memory)
+        state, files = self.inputs.state(index), CheckpointFiles(self.writer, index)
+        engine = engines.at_checkpoint(self.inputs, index, state, self.memory, files, self.bar.advance, self.bar.skip)
+        settled = self.writer.settled(index)
+        if settled is None:
+            engine.settle()
+            checkpoint = replace(Checkpoint.planned(settings), decided=engine.choices, measured=engine.measured)
             self.writer.settle(index, checkpoint)
-        decided = checkpoint.choices
-        assert checkpoint.measured.curvature is not None
-        momentum, curvature = self.inputs.plan.momentum, Spectrum(*checkpoint.measured.curvature)
-        self.inputs.notice(too_long(index, decided.lr, descent.shift, momentum, curvature))
-        descent = replace(descent, on_skip=self.bar.skip, lr=decided.lr, vectorise=decided.vectorised)
-        descent = advised(descent, curvature)
-        fit = decided.rows_at_once
-        if not fresh and self.memory is not None:
-            fit = refitted(fit, rows_at_once(descent, self.memory, decided.epsilon, fit), self.memory)
-        return self._simulate(checkpoint, descent, state, f"checkpoint-{index:03}", fit)
-
-    def _simulate(
-        self, checkpoint: Checkpoint, descent: Descent, state: Parameters, folder: str, fit: int
-    ) -> Checkpoint:
-        shards: list[_Shard] = []
-        rows = checkpoint.choices.rows_per_file
-        for number, start in enumerate(range(0, len(self.inputs.sources), rows)):
-            chunk = descent.with_sources(self.inputs.sources.rows(start, start + rows))
-            shard = self._finished_shard(chunk, state, folder, number, start)
-            if shard is None:
-                shard = self._shard(checkpoint, chunk, state, folder, number, start, fit)
-            else:
-                self.bar.skip(chunk.steps * len(chunk.sources) * sides(self.inputs.plan))
-            shards.append(shard)
-        linearity = [value for shard in shards for value in shard.linearity]
-        measured = replace(
-            checkpoint.measured,
-            drift=shards[0].drift,
-            norms=Spread.of([value for shard in shards for value in shard.norms]),
-            linearity=Spread.of(linearity) if linearity else None,
-        )
+        else:
+            engine.take_over(settled.choices, settled.measured)
+        engine.warn(self.inputs.notices.add)
+        basis = engine.prepare()
+        self._reach(engine.shared_units(engine.plan, len(self.inputs.data)), fresh=settled is None)
+        fit = engine.choices.rows_at_once
+        if settled is not None and self.memory is not None:
+            fit = refit(fit, engine.rows_that_fit(fit), self.memory)
+        shards = list(self._shards(engine, files, state, fit))
         return replace(
-            checkpoint,
+            Checkpoint.planned(settings),
+            decided=engine.choices,
+            measured=_summarise(engine, shards),
             base=shards[0].base,
             imprints=tuple(shard.imprints for shard in shards),
             midpoints=tuple(shard.midpoints for shard in shards if shard.midpoints is not None),
-            measured=measured,
+            basis=basis,
         )
 
-    def _shard(
-        self, checkpoint: Checkpoint, chunk: Descent, state: Parameters, folder: str, number: int, start: int, fit: int
-    ) -> "_Shard":
-        """Simulate a chunk of sources and write it. The imprints come last: where they are, all of it is."""
-        parts = []
-        for first in range(0, len(chunk.sources), fit):
-            place = self.writer.snapshot(folder)
-            snapshot = None if place is None else Snapshot(place, start + first)
-            part = replace(chunk.with_sources(chunk.sources.rows(first, first + fit)), snapshot=snapshot)
-            parts.append(simulated(part, checkpoint.choices.epsilon))
-        result = joined(parts)
-        span = (start, start + len(chunk.sources))
-        base, midpoints = None, None
-        if number == 0:
-            kept = self.inputs.without_fixed({**state, **result.base})
-            base = self.writer.tensors(f"{folder}/base.safetensors", kept)
-        if result.midpoints is not None:
-            name = f"{folder}/midpoints-{number:05}.safetensors"
-            midpoints = self.writer.tensors(name, self._cast(result.midpoints), span)
-        # six digits: the last ones depend on where tensors lie in memory, and a resumed store is the same to the bit
-        norms = six_digits(row_norms(result.imprints).tolist())
-        linearity = six_digits(result.linearity)
-        (drift,) = six_digits([norm(minus(result.end, chunk.start)) / scale(chunk.start, chunk.task)])
-        about = {"linearity": linearity, "norms": norms, "drift": drift}
-        name = f"{folder}/imprints-{number:05}.safetensors"
-        imprints = self.writer.tensors(name, self._cast(result.imprints), span, about)
-        if snapshot is not None:
-            snapshot.clear()
-        return _Shard(imprints, linearity, norms, drift, base, midpoints)
+    def _shards(self, engine: Engine, files: CheckpointFiles, state: Parameters, fit: int) -> "Iterator[_Shard]":
+        """Simulate the sources file by file; those that an earlier run has finished are taken from it."""
+        rows = engine.choices.rows_per_file
+        for number, start in enumerate(range(0, len(self.inputs.sources), rows)):
+            sources = self.inputs.sources.rows(start, start + rows)
+            place = _Place(files, number, (start, start + len(sources)))
+            shard = self._find(engine, place, state)
+            found = shard is not None
+            if shard is None:
+                chunk, snapshots = self._simulate(engine, place, sources, fit)
+                shard = self._write(place, state, chunk)
+                for snapshot in snapshots:
+                    snapshot.clear()
+            self._reach(engine.units(engine.plan, engine.work.settings, sources), fresh=not found)
+            yield shard
 
-    def _finished_shard(
-        self, chunk: Descent, state: Parameters, folder: str, number: int, start: int
-    ) -> "_Shard | None":
-        """What an earlier run has left of this chunk, if it finished it."""
-        rows = len(chunk.sources)
-        span, stack = (start, start + rows), layout(chunk.start, rows, DTYPES[self.inputs.stored_as])
+    def _simulate(self, engine: Engine, place: "_Place", sources: Sources, fit: int) -> tuple[Chunk, list[Snapshot]]:
+        """Simulate the sources of a file, so many at once; return also where their state was kept meanwhile."""
+        chunks, snapshots = [], []
+        for first in range(0, len(sources), fit):
+            if path := self.writer.snapshot(place.files.folder):
+                snapshots.append(Snapshot(path, place.rows[0] + first))
+            hooks = Hooks(self.bar.advance, self.bar.skip, snapshots[-1] if snapshots else None)
+            chunks.append(engine.simulate(engine.descent.with_sources(sources.rows(first, first + fit)), hooks))
+        return engines.join(chunks), snapshots
+
+    def _write(self, place: "_Place", state: Parameters, chunk: Chunk) -> "_Shard":
+        """Write the imprints of a file. They come last: where they are, all of it is."""
+        base, midpoints = None, None
+        if place.number == 0:
+            base = place.files.write("base", self.inputs.without_fixed({**state, **chunk.base}))
+        if chunk.midpoints is not None:
+            midpoints = place.files.write(place.name("midpoints"), self._cast(chunk.midpoints), place.rows)
+        norms = row_norms(chunk.imprints).tolist() if chunk.norms is None else chunk.norms
+        # six digits: the last ones depend on where tensors lie in memory, and a resumed store is the same to the bit
+        (drift,) = six_digits([chunk.drift])
+        figures = Figures(drift, *(tuple(six_digits(values)) for values in (norms, chunk.linearity, chunk.whole)))
+        tensors = self._cast(chunk.imprints, chunk.exact)
+        imprints = place.files.write(place.name("imprints"), tensors, place.rows, asdict(figures))
+        return _Shard(imprints, figures, base, midpoints)
+
+    def _find(self, engine: Engine, place: "_Place", state: Parameters) -> "_Shard | None":
+        """Find what an earlier run has left of a file of imprints, if it finished it."""
+        count, keeps_pair = place.rows[1] - place.rows[0], self.inputs.plan.keep_pair
         base = midpoints = None
-        if number == 0:
-            whole = layout(self.inputs.without_fixed({**state, **chunk.start}))
-            base = self.writer.done(f"{folder}/base.safetensors", None, whole, Value.mapping)
-        if self.inputs.plan.keep_pair:
-            midpoints = self.writer.done(f"{folder}/midpoints-{number:05}.safetensors", span, stack, Value.mapping)
-        name = f"{folder}/imprints-{number:05}.safetensors"
-        imprints = self.writer.done(name, span, stack, lambda about: _measured(about, rows))
-        if imprints is None or (number == 0) != bool(base) or self.inputs.plan.keep_pair != bool(midpoints):
+        if place.number == 0:
+            whole = layout(self.inputs.without_fixed({**state, **engine.descent.start}))
+            base = place.files.find("base", None, whole, Value.mapping)
+        if keeps_pair:
+            stack = layout(engine.descent.start, count, engine.work.stored)
+            midpoints = place.files.find(place.name("midpoints"), place.rows, stack, Value.mapping)
+        imprints = place.files.find(place.name("imprints"), place.rows, engine.layout(count), Figures.reader(count))
+        if imprints is None or (place.number == 0) != bool(base) or keeps_pair != bool(midpoints):
             return None
-        file, (linearity, norms, drift) = imprints
-        return _Shard(file, linearity, norms, drift, base[0] if base else None, midpoints[0] if midpoints else None)
+        return _Shard(*imprints, base[0] if base else None, midpoints[0] if midpoints else None)
+
+    def _reach(self, units: int, *, fresh: bool) -> None:
+        """Bring the progress to where so much more work is behind."""
+        self._reached += units
+        if (left := self._reached - self.bar.done) > 0:
+            (self.bar.advance if fresh else self.bar.skip)(left)
+
+    def _cast(self, tensors: Parameters, exact: frozenset[str] = frozenset()) -> Parameters:
+        stored = DTYPES[self.inputs.stored_as]
+        return {name: t.to(coefficients_dtype(stored) if name in exact else stored) for name, t in tensors.items()}
 
     def probes(self, checkpoints: tuple[Checkpoint, ...]) -> Probes | None:
         """Keep a few training examples, with their losses where the first checkpoint is read out."""
         index = next(k for k, checkpoint in enumerate(checkpoints) if checkpoint.weight > 0)
-        base = self.writer.read(f"checkpoint-{index:03}/base.safetensors", self.inputs.task.device)
+        base = CheckpointFiles(self.writer, index).load("base", self.inputs.task.device)
         examples = self.writer.request["probes"]["examples"]
         batch = self.inputs.data.gather(torch.tensor(examples))
         return self.writer.probes(batch, see(*self.inputs.task.at({**self.inputs.fixed, **base}), batch, len(examples)))
 
-    def _cast(self, tensors: Parameters) -> Parameters:
-        return {name: tensor.to(DTYPES[self.inputs.stored_as]) for name, tensor in tensors.items()}
+
+def _summarise(engine: Engine, shards: "list[_Shard]") -> Measured:
+    """Add what was measured on the imprints to what was measured before."""
+    norms, linearity, whole = (
+        [value for shard in shards for value in getattr(shard.figures, name)]
+        for name in ("norms", "linearity", "whole")
+    )
+    return replace(
+        engine.measured,
+        drift=shards[0].figures.drift,
+        norms=Spread.of(norms),
+        linearity=Spread.of(linearity) if linearity else None,
+        lost=engine.lose(norms, whole),
+    )
 
 
-def _measured(about: Value, rows: int) -> tuple[list[float], list[float], float]:
-    """What the file of a chunk of so many sources says was measured on it."""
-    values = about.record("linearity", "norms", "drift")
-    linearity, norms = (list(values[name].numbers()) for name in ("linearity", "norms"))
-    if len(norms) != rows or len(linearity) not in (0, rows):
-        about.fail(f"norms and linearity must be of {rows} sources")
-    return linearity, norms, values["drift"].number()
+@dataclass(frozen=True)
+class _Place:
+    """Where a chunk of sources goes: the number of its file, and its rows."""
+
+    files: CheckpointFiles
+    number: int
+    rows: tuple[int, int]
+
+    def name(self, what: str) -> str:
+        return f"{what}-{self.number:05}"
+
+
+@dataclass(frozen=True)
+class Figures:
+    """What the file of some sources says about their imprints: as many numbers as sources, or none."""
+
+    drift: float
+    norms: tuple[float, ...]
+    linearity: tuple[float, ...]
+    whole: tuple[float, ...]
+
+    @classmethod
+    def reader(cls, count: int) -> Callable[[Value], "Figures"]:
+        """Return a function that reads the figures of so many sources."""
+
+        def read_figures(about: Value) -> Figures:
+            found = read(cls, about)
+            if len(found.norms) != count or {len(found.linearity), len(found.whole)} - {0, count}:
+                about.fail(f"its figures must be of {count} sources")
+            return found
+
+        return read_figures
 
 
 @dataclass(frozen=True)
@@ -336,8 +370,6 @@ class _Shard:
     """The files of one chunk of sources, and what was measured on it."""
 
     imprints: File
-    linearity: list[float]
-    norms: list[float]
-    drift: float
+    figures: Figures
     base: File | None
     midpoints: File | None

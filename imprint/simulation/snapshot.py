@@ -26,7 +26,7 @@ _LONGEST = 3.0  # seconds to write one; where it takes longer, they are kept mor
 
 
 @dataclass(frozen=True)
-class Moment:
+class PathState:
     """Where a descent stands before step `step`: the base path, one row per trajectory, and the growth reference.
 
     kept, kept_rows: the directions of the last step, if there is momentum.
@@ -35,17 +35,17 @@ class Moment:
     step: int
     base: Parameters
     rows: Parameters
-    pull: Tensor
+    pull: Tensor | None
     kept: Parameters
     kept_rows: Parameters
 
-    def misfit(self, start: "Moment", steps: int) -> str | None:
+    def misfit(self, start: "PathState", steps: int) -> str | None:
         """Why a descent of so many steps that starts at `start` cannot come here, in words."""
         if not start.step <= self.step <= steps:
             return f"it is of step {self.step} of {steps}"
         count = len(next(iter(start.rows.values())))
-        if self.pull.shape != (count,) or not self.pull.is_floating_point():
-            return f"its pull is {tuple(self.pull.shape)} of {self.pull.dtype}, not one number for each row"
+        if self.pull is None or self.pull.shape != (count,) or not self.pull.is_floating_point():
+            return f"its pull is {_look(self.pull)}, not one number for each row"
         for kind in _STACKS:
             mine, expected = getattr(self, kind), getattr(start, kind)
             for name in sorted(mine.keys() | expected.keys()):
@@ -55,45 +55,53 @@ class Moment:
         return None
 
 
-def _look(tensor: Tensor) -> str:
-    return f"{tuple(tensor.shape)} of {tensor.dtype}"
+def _look(tensor: Tensor | None) -> str:
+    return "missing" if tensor is None else f"{tuple(tensor.shape)} of {tensor.dtype}"
 
 
 class Snapshot:
-    """Keeps the latest moment of the chunk of sources that starts at row `start`."""
+    """Keeps the latest state of the chunk of sources that starts at row `start`."""
 
     def __init__(self, path: Path, start: int, clock: Callable[[], float] = time.monotonic) -> None:
         self._path, self._start, self._clock = path, start, clock
         self._last, self._took = clock(), 0.0
+        self._used = False
 
-    def keep(self, moment: Moment) -> None:
-        """Write the moment if the last one is old enough. It is insurance: a full disk does not stop the run."""
+    def keep(self, state: PathState) -> None:
+        """Write the state if the last one is old enough. It is insurance: a full disk does not stop the run."""
         begin = self._clock()
         if begin - self._last < SECONDS * max(1.0, self._took / _LONGEST):
             return
-        tensors = {"pull": moment.pull.cpu()}
+        assert state.pull is not None
+        tensors = {"pull": state.pull.cpu()}
         for kind in _STACKS:
-            tensors |= {f"{kind}/{name}": t.cpu().contiguous() for name, t in getattr(moment, kind).items()}
-        about = {"step": moment.step, "start": self._start, "sha256": _checksum(moment.step, self._start, tensors)}
+            tensors |= {f"{kind}/{name}": t.cpu().contiguous() for name, t in getattr(state, kind).items()}
+        about = {"step": state.step, "start": self._start, "sha256": _checksum(state.step, self._start, tensors)}
         metadata = {"imprint": json.dumps(about)}
         try:
             write(self._path, lambda path: save(tensors, path, metadata))
+            self._used = True
         except StoreError as error:
             logger.warning("no snapshot was kept, the simulation goes on without: %s", error)
         self._last = self._clock()
         self._took = self._last - begin
 
-    def restore(self, device: torch.device, count: int) -> Moment | None:
-        """The moment that was kept, if it is of this chunk, of `count` rows, and as it was written."""
-        moment = self._read(device)
-        same = moment is not None and all(tensor.shape[:1] == (count,) for tensor in moment.rows.values())
-        return moment if same else None
+    def restore(self, start: PathState, steps: int) -> PathState | None:
+        """Return the state that was kept, if it is of this chunk and on a path of so many steps from `start`."""
+        state = self._read(next(iter(start.base.values())).device)
+        count = len(next(iter(start.rows.values())))
+        if state is None or any(tensor.shape[:1] != (count,) for tensor in state.rows.values()):
+            return None
+        if different := state.misfit(start, steps):
+            self._refuse(different)
+            return None
+        self._used = True
+        return state
 
-    def refuse(self, reason: str) -> None:
-        """Say that a moment is not gone on from."""
+    def _refuse(self, reason: str) -> None:
         logger.warning("%s is damaged, its chunk starts over: %s", self._path, reason)
 
-    def _read(self, device: torch.device) -> Moment | None:
+    def _read(self, device: torch.device) -> PathState | None:
         if not self._path.is_file():
             return None
         try:
@@ -105,7 +113,7 @@ class Snapshot:
             if checksum != _checksum(step, start, tensors):
                 raise ValueError("it differs from its checksum")
         except (OSError, SafetensorError, MemoryError, StoreError, ValueError, KeyError, TypeError) as error:
-            self.refuse(first_line(error))
+            self._refuse(first_line(error))
             return None
         if start != self._start:
             return None
@@ -114,11 +122,12 @@ class Snapshot:
             start = f"{kind}/"
             return {name.removeprefix(start): t.to(device) for name, t in tensors.items() if name.startswith(start)}
 
-        return Moment(step=step, pull=pull, **{kind: stack(kind) for kind in _STACKS})
+        return PathState(step=step, pull=pull, **{kind: stack(kind) for kind in _STACKS})
 
     def clear(self) -> None:
-        """The chunk is done: forget it."""
-        self._path.unlink(missing_ok=True)
+        """Remove the state of a chunk that is done, if this one was kept or restored."""
+        if self._used:
+            self._path.unlink(missing_ok=True)
 
 
 def _checksum(step: int, start: int, tensors: Parameters) -> str:

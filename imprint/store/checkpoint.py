@@ -3,32 +3,36 @@
 import re
 from dataclasses import dataclass, field
 from statistics import median
-from typing import Literal
+from typing import Annotated, Literal
 
-from imprint.plan import Settings, Steps
-from imprint.store.records import Checksum, Count, NotNegative, Positive, read
+from imprint.plan import Curvature, Settings, Steps
+from imprint.store.records import Checksum, Count, NotNegative, Positive
 from imprint.store.values import Value
 
 INSIDE = re.compile(r"(?!\.)[\w.-]+(/(?!\.)[\w.-]+)*", re.ASCII)  # relative, and of parts that do not begin with a dot
+
+
+def _read_path(value: Value) -> str:
+    if not INSIDE.fullmatch(path := value.text()):
+        value.refuse("a path inside the store, of letters, digits, '_', '-', '.' and '/'")
+    return path
+
+
+def _read_rows(value: Value) -> tuple[int, int]:
+    rows = value.wholes()
+    if len(rows) != 2 or rows[0] >= rows[1]:
+        value.refuse("the first row and the one after the last")
+    return rows[0], rows[1]
 
 
 @dataclass(frozen=True)
 class File:
     """A file of the store, relative to its folder; `rows` are the sources it holds, where it holds some."""
 
-    path: str
+    path: Annotated[str, _read_path]
     sha256: Checksum
     bytes: int
-    rows: tuple[int, int] | None = None
-
-    @classmethod
-    def from_json(cls, value: Value) -> "File":
-        file, values = read(cls, value), value.mapping()
-        if not INSIDE.fullmatch(file.path):
-            values["path"].refuse("a path inside the store, of letters, digits, '_', '-', '.' and '/'")
-        if file.rows is not None and file.rows[0] >= file.rows[1]:
-            values["rows"].refuse("the first row and the one after the last")
-        return file
+    rows: Annotated[tuple[int, int], _read_rows] | None = None
 
 
 @dataclass(frozen=True)
@@ -68,7 +72,8 @@ class Decided:
 class Measured:
     """Figures that were measured on the way. They describe a simulation; nothing is computed from them.
 
-    curvature: the smallest and the largest that was met; `stability` is by how much a step multiplies some direction.
+    curvature: the smallest and the largest that was met, of the matrix `curvature_of`.
+    stability: by how much a step multiplies some direction.
     one_by_one: why sources were not simulated together, where they were not.
     moments: where a preconditioner's second moments come from; `unmoved` is the share of values it left alone.
     epsilon_disagreement: how far imprints at ε and 2ε differ, by ε, where it was chosen.
@@ -79,6 +84,7 @@ class Measured:
     """
 
     curvature: tuple[float, float] | None = None
+    curvature_of: Curvature | None = None
     stability: float | None = None
     one_by_one: str | None = None
     moments: Literal["recorded", "estimated"] | None = None

@@ -59,9 +59,7 @@ class Probes:
         losses = list(values["losses"].numbers())
         _check_moved(values["moved"], len(losses))
         precision = values["precision"].positive()
-        return cls(
-            File.from_json(values["file"]), values["structure"].content, losses, values["moved"].content, precision
-        )
+        return cls(read(File, values["file"]), values["structure"].content, losses, values["moved"].content, precision)
 
 
 @dataclass(frozen=True)
@@ -130,7 +128,7 @@ class Manifest:
             parameters=values["parameters"].content,
             fixed=values["fixed"].content,
             fingerprints=values["fingerprints"].content,
-            sources=File.from_json(values["sources"]),
+            sources=read(File, values["sources"]),
             probes=None if values["probes"].content is None else Probes.from_json(values["probes"]),
             checkpoints=tuple(read(Checkpoint, item) for item in values["checkpoints"].items()),
             execution=values["execution"].content,

@@ -26,6 +26,7 @@ import torch
 from torch import Tensor, nn
 
 from imprint.batches import is_columnar, leaves, map_tensors
+from imprint.compat import has_convolutions
 from imprint.data import Data, spread_examples
 from imprint.task import Batch, Functional, Parameters, Task
 from imprint.tensors.noise import draw_noise, move_parameters
@@ -316,7 +317,7 @@ def _precision(task: Task) -> Iterator[list[float]]:
 def _tensor_float(model: nn.Module) -> bool:
     """Whether a GPU may multiply with ten bits: in convolutions and recurrent layers by default."""
     try:
-        deep = any(isinstance(m, nn.modules.conv._ConvNd | nn.RNNBase) for m in model.modules())
+        deep = has_convolutions(model) or any(isinstance(m, nn.RNNBase) for m in model.modules())
         return bool(torch.backends.cuda.matmul.allow_tf32) or (deep and bool(torch.backends.cudnn.allow_tf32))
     except RuntimeError:  # newer settings are in use, which the older ones refuse to tell
         return True

@@ -19,9 +19,10 @@ from torch import nn
 
 from imprint.batches import is_columnar, map_tensors
 from imprint.errors import StoreError, first_line
+from imprint.store.checkpoint import Checkpoint, File
 from imprint.store.files import sha256
 from imprint.store.fingerprint import of_tensors, sum_of_bits
-from imprint.store.manifest import DTYPES, FINGERPRINTS, LONGEST, MANIFEST, SCHEMA, Checkpoint, File, Manifest, Probes
+from imprint.store.manifest import DTYPES, FINGERPRINTS, LONGEST, MANIFEST, SCHEMA, Manifest, Probes
 from imprint.store.probing import SPREAD, Seen, other_loss, see, see_losses
 from imprint.store.structure import rebuilt
 from imprint.store.values import read_json, shown

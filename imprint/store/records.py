@@ -4,6 +4,7 @@
 that type. A method of `Value` in an annotation narrows it: `Annotated[float, Value.positive]`.
 """
 
+from collections.abc import Callable
 from dataclasses import fields, is_dataclass
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
@@ -15,7 +16,13 @@ Positive = Annotated[float, Value.positive]
 NotNegative = Annotated[float, Value.at_least_zero]
 Count = Annotated[int, lambda value: value.whole(1)]
 Checksum = Annotated[str, Value.checksum]
-_READERS = {bool: Value.flag, int: Value.whole, float: Value.number, str: Value.text, Any: lambda value: value.content}
+_READERS: dict[Any, Callable[[Value], Any]] = {
+    bool: Value.flag,
+    int: Value.whole,
+    float: Value.number,
+    str: Value.text,
+    Any: lambda value: value.content,
+}
 
 
 def read(kind: type[Record], value: Value) -> Record:

@@ -27,6 +27,7 @@ from safetensors.torch import load_file
 from imprint.data import spread_examples
 from imprint.errors import DataError, StoreError, first_line
 from imprint.sources import Sources
+from imprint.store.checkpoint import Checkpoint, File
 from imprint.store.files import (
     LOCK,
     Lock,
@@ -43,8 +44,6 @@ from imprint.store.manifest import (
     MANIFEST,
     SCHEMA,
     SOURCES,
-    Checkpoint,
-    File,
     Manifest,
     Probes,
     check_request,
@@ -374,7 +373,7 @@ def _listed(place: Path) -> Iterator[File]:
     for number, line in enumerate(lines, 1):
         checksum, _, text = line.partition(b" ")
         if checksum == _checksum(text).encode():
-            yield File.from_json(parsed(text, place))
+            yield read(File, parsed(text, place))
         elif number < len(lines):
             raise StoreError(f"{place} is damaged in line {number}: delete it to have the finished shards made again.")
 

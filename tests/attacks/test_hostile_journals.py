@@ -69,8 +69,9 @@ def settled(**changes: Any) -> Attack:
 
     def change(scene: Scene) -> None:
         first = {**scene.manifest["checkpoints"][0], "base": None, "imprints": [], "midpoints": []}
-        figures = {**first["figures"], **changes.get("figures", {})}
-        journal(checkpoints=[{**first, **changes, "figures": figures}])(scene)
+        for name, value in changes.items():
+            first[name] = {**first[name], **value} if isinstance(value, dict) else value
+        journal(checkpoints=[first])(scene)
         for path in scene.gift.glob("checkpoint-*"):
             shutil.rmtree(path)
 
@@ -78,17 +79,17 @@ def settled(**changes: Any) -> Attack:
 
 
 SETTLED = {
-    "rows at once of 0": settled(figures={"rows_at_once": 0}),
-    "rows at once of 2⁶²": settled(figures={"rows_at_once": 2**62}),
-    "an lr of 1e300": settled(lr=1e300),
+    "rows at once of 0": settled(decided={"rows_at_once": 0}),
+    "rows at once of 2⁶²": settled(decided={"rows_at_once": 2**62}),
+    "an lr of 1e300": settled(decided={"lr": 1e300}),
     "steps of 10¹²": settled(steps=10**12),
-    "an ε of 1e-300": settled(epsilon=1e-300),
-    "an ε of null": settled(epsilon=None),
-    "a curvature of one number": settled(figures={"curvature": [1.0]}),
-    "an enormous curvature": settled(figures={"curvature": [-1e300, 1e300]}),
-    "vectorised of text": settled(figures={"vectorised": "no"}),
+    "an ε of 1e-300": settled(decided={"epsilon": 1e-300}),
+    "an ε of null": settled(decided={"epsilon": None}),
+    "a curvature of one number": settled(measured={"curvature": [1.0]}),
+    "an enormous curvature": settled(measured={"curvature": [-1e300, 1e300]}),
+    "vectorised of text": settled(decided={"vectorised": "no"}),
     "a weight of 0": settled(weight=0.0),
-    "layers": settled(layers=["first"]),
+    "layers": settled(decided={"layers": ["first"]}),
 }
 
 
@@ -97,18 +98,20 @@ def test_a_forged_journal_harms_nothing(attack: Attack, bases: Bases, tmp_path: 
     assert not attacked(attack, bases, tmp_path)
 
 
-def without_figure(name: str) -> Attack:
+def without_figure(part: str, name: str) -> Attack:
     def change(scene: Scene) -> None:
         first = {**scene.manifest["checkpoints"][0], "base": None, "imprints": [], "midpoints": []}
-        figures = {key: value for key, value in first["figures"].items() if key != name}
-        journal(checkpoints=[{**first, "figures": figures}])(scene)
+        figures = {key: value for key, value in first[part].items() if key != name}
+        journal(checkpoints=[{**first, part: figures}])(scene)
 
     return Attack(change, WRITE, forged=True)
 
 
-@pytest.mark.parametrize("name", ["rows_at_once", "vectorised", "curvature"])
-def test_a_forged_journal_that_lacks_a_figure_harms_nothing(name: str, bases: Bases, tmp_path: Path) -> None:
-    assert not attacked(without_figure(name), bases, tmp_path)
+@pytest.mark.parametrize(
+    ("part", "name"), [("decided", "rows_at_once"), ("decided", "vectorised"), ("measured", "curvature")]
+)
+def test_a_forged_journal_that_lacks_a_figure_harms_nothing(part: str, name: str, bases: Bases, tmp_path: Path) -> None:
+    assert not attacked(without_figure(part, name), bases, tmp_path)
 
 
 # --- files that are counted as done

@@ -69,7 +69,7 @@ def put(*path: Any, value: Any = None, key: bool = False) -> Callable[[str], Cal
     return change
 
 
-FIGURES = ("checkpoints", 0, "figures")
+FIGURES = ("checkpoints", 0, "measured")
 PLACES: dict[str, Callable[[str], Callable[[Scene], None]]] = {
     "created": put("created"),
     "versions.torch": put("versions", "torch"),
@@ -94,7 +94,7 @@ PLACES: dict[str, Callable[[str], Callable[[Scene], None]]] = {
     "a frozen parameter": put("fixed", key=True, value=lambda text: "0" * 64),
     "a path": put("checkpoints", 0, "imprints", 0, "path"),
     "a checksum": put("checkpoints", 0, "imprints", 0, "sha256"),
-    "a layer": put("checkpoints", 0, "layers", value=lambda text: [text]),
+    "a layer": put("checkpoints", 0, "decided", "layers", value=lambda text: [text]),
     "a probe": put("probes", "structure", value=lambda text: {"tensor": text}),
     "an unknown field": put(key=True, value=lambda text: 1),
     "the schema": put("schema"),

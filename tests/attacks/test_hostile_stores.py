@@ -50,17 +50,18 @@ FIELDS: dict[tuple[Any, ...], tuple[Any, ...]] = {
     ("checkpoints",): ([], {}, None, [[]], [None] * 3),
     (*CHECKPOINT, "weight"): (-1.0, 1e308, "1", None, 0.0),
     (*CHECKPOINT, "steps"): (0, -2, 0.5, "infinite", 2**63),
-    (*CHECKPOINT, "lr"): (-0.1, "0.1", 1e-320),
-    (*CHECKPOINT, "epsilon"): (0, -1, None, "auto"),
-    (*CHECKPOINT, "layers"): (["first"], [5], None, ["../first"]),
+    (*CHECKPOINT, "decided", "lr"): (-0.1, "0.1", 1e-320),
+    (*CHECKPOINT, "decided", "epsilon"): (0, -1, None, "auto"),
+    (*CHECKPOINT, "decided", "layers"): (["first"], [5], None, ["../first"]),
     (*CHECKPOINT, "basis"): ({}, {"path": "sources.json", "sha256": "0" * 64, "bytes": 1, "rows": None}),
-    (*CHECKPOINT, "figures"): ([], None, "figures", {}),
-    (*CHECKPOINT, "figures", "norms"): ([1.0], "many", 5, {"median": []}, {"median": {"a": 1}}, {"median": "1"}),
-    (*CHECKPOINT, "figures", "linearity"): ([1.0], {"median": "1"}, {"median": None}, 5),
-    (*CHECKPOINT, "figures", "curvature"): ([1], ["a", "b"], {}, [1e308, -1e308]),
-    (*CHECKPOINT, "figures", "lost"): ([], {}, "most", True),
-    (*CHECKPOINT, "figures", "rows_at_once"): (0, 2**63, "5"),
-    (*CHECKPOINT, "figures", "directions"): (0, "3", 2**62),
+    (*CHECKPOINT, "decided"): ([], None, "lr", {}),
+    (*CHECKPOINT, "measured"): ([], None, "norms", {}),
+    (*CHECKPOINT, "measured", "norms"): ([1.0], "many", 5, {"median": []}, {"median": {"a": 1}}, {"median": "1"}),
+    (*CHECKPOINT, "measured", "linearity"): ([1.0], {"median": "1"}, {"median": None}, 5),
+    (*CHECKPOINT, "measured", "curvature"): ([1], ["a", "b"], {}, [1e308, -1e308]),
+    (*CHECKPOINT, "measured", "lost"): ([], {}, "most", True),
+    (*CHECKPOINT, "decided", "rows_at_once"): (0, 2**63, "5"),
+    (*CHECKPOINT, "decided", "directions"): (0, "3", 2**62),
     (*SHARD, "path"): (
         *("/etc/passwd", "../outside/victim.txt", "checkpoint-000/../../x", "", ".", "a\0b", "C:\\x", "//x/y", "~/x"),
         *("manifest.json", "sources.json", "checkpoint-000", "checkpoint-000/", ".imprint.lock", "a" * 300, "a/" * 999),
@@ -112,7 +113,7 @@ def widened(count: int) -> Callable[[Scene], None]:
     def change(scene: Scene) -> None:
         values = scene.manifest
         values["parameters"] |= {f"p{i}": {"shape": [1], "dtype": "torch.float32"} for i in range(count)}
-        values["checkpoints"][0]["figures"] |= {f"f{i}": i for i in range(count)}
+        values["checkpoints"][0]["measured"]["epsilon_disagreement"] |= {f"f{i}": i for i in range(count)}
         values["versions"] |= {f"v{i}": "1" for i in range(count)}
         scene.write_manifest(values)
 

@@ -264,13 +264,13 @@ def factored_tensors(kind: str, change: Change) -> Attack:
 
 OTHERS = {
     "no basis": factored("basis", value=None),
-    "no layers": factored("layers", value=[]),
-    "layers twice": factored("layers", value=["first", "first"]),
-    "layers that overlap": factored("layers", value=["first", "last", "first"]),
-    "a layer that is none": factored("layers", value=["shift"]),
-    "no directions": factored("figures", value={}),
-    "2⁶² directions": factored("figures", "directions", value=2**62),
-    "directions as text": factored("figures", "directions", value="3"),
+    "no layers": factored("decided", "layers", value=[]),
+    "layers twice": factored("decided", "layers", value=["first", "first"]),
+    "layers that overlap": factored("decided", "layers", value=["first", "last", "first"]),
+    "a layer that is none": factored("decided", "layers", value=["shift"]),
+    "no directions": factored("decided", value=None),
+    "2⁶² directions": factored("decided", "directions", value=2**62),
+    "directions as text": factored("decided", "directions", value="3"),
     "NaN in a basis": factored_tensors("basis", lambda t: put(t, NAN)),
     "a basis of fewer directions": factored_tensors("basis", lambda t: {k: v[:1] for k, v in t.items()}),
     "a basis without a tensor": factored_tensors("basis", lambda t: dict(list(t.items())[1:])),
@@ -287,16 +287,16 @@ OTHERS = {
     "an enormous batch": Attack(set_field(("execution", "batch_size"), 2**62), steps=REPLAY, forged=True),
     "a batch as text": Attack(set_field(("execution", "batch_size"), "5"), steps=REPLAY, forged=True),
     "rows at once, of a replay": Attack(
-        set_field((*CHECKPOINT, "figures", "rows_at_once"), 2**62), steps=REPLAY, forged=True
+        set_field((*CHECKPOINT, "decided", "rows_at_once"), 2**62), steps=REPLAY, forged=True
     ),
-    "no rows at once, of a replay": Attack(set_field((*CHECKPOINT, "figures"), {}), steps=REPLAY, forged=True),
+    "no rows at once, of a replay": Attack(set_field((*CHECKPOINT, "decided"), {}), steps=REPLAY, forged=True),
     "vectorised as text, of a replay": Attack(
-        set_field((*CHECKPOINT, "figures", "vectorised"), "no"), steps=REPLAY, forged=True
+        set_field((*CHECKPOINT, "decided", "vectorised"), "no"), steps=REPLAY, forged=True
     ),
     "an enormous curvature, of a replay": Attack(
-        set_field((*CHECKPOINT, "figures", "curvature"), [-1e308, 1e308]), steps=REPLAY, forged=True
+        set_field((*CHECKPOINT, "measured", "curvature"), [-1e308, 1e308]), steps=REPLAY, forged=True
     ),
-    "an enormous lr, of a replay": Attack(set_field((*CHECKPOINT, "lr"), 1e308), steps=REPLAY, forged=True),
+    "an enormous lr, of a replay": Attack(set_field((*CHECKPOINT, "decided", "lr"), 1e308), steps=REPLAY, forged=True),
 }  # fmt: skip
 
 

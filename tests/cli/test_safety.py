@@ -7,6 +7,7 @@ import re
 import shlex
 import sys
 from collections.abc import Callable
+from dataclasses import asdict
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from typer.testing import CliRunner
 
 import imprint
 from imprint import Attribution, Plan, Sources, Store, StoreError, Task, attribute, simulate
-from imprint.attribution.result import Labels
+from imprint.attribution.labels import Labels
 from imprint.cli.app import app
 from imprint.cli.inspection import inspect_store
 from imprint.cli.terminal import console, render_store, render_top
@@ -205,7 +206,7 @@ def test_everything_of_a_forged_manifest_is_shown_clean(tmp_path: Path) -> None:
     def change(values: dict[str, Any]) -> None:
         values["created"] = HOSTILE
         values["versions"]["torch"] = HOSTILE
-        values["checkpoints"][0]["figures"]["one_by_one"] = HOSTILE
+        values["checkpoints"][0]["measured"]["one_by_one"] = HOSTILE
 
     forge(store.path, change)
     result = CliRunner().invoke(app, ["inspect", str(store.path)], env={"COLUMNS": "400"})
@@ -443,6 +444,6 @@ def test_linearity_is_kept_to_six_digits_as_other_figures_are(tmp_path: Path) ->
     plan = Plan(engine="trajectories", steps=2, lr=0.1, epsilon=1.0)
     sources = Sources.by_label([0, 1, 2] * 3)
     store = simulate(task(), DATA, sources, plan, out=tmp_path / "store", progress=False)
-    figures = store.checkpoints[0].figures
-    values = [*figures["linearity"].values(), *figures["norms"].values(), figures["drift"]]
-    assert values and all(value == float(f"{value:.6g}") for value in values)
+    measured = asdict(store.checkpoints[0].measured)
+    values = [*measured["linearity"].values(), *measured["norms"].values(), measured["drift"]]
+    assert all(value == float(f"{value:.6g}") for value in values)

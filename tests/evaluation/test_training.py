@@ -128,7 +128,7 @@ class Encoder(nn.Module):
 
 
 def gpt2() -> nn.Module:
-    transformers = pytest.importorskip("transformers", reason="transformers is not installed: the extra `hf` has it")
+    transformers = pytest.importorskip("transformers", reason="the extra `language` is not installed")
     return transformers.GPT2LMHeadModel(  # type: ignore[no-any-return]
         transformers.GPT2Config(
             **{"vocab_size": 7, "n_positions": 5, "n_embd": 8, "n_layer": 2, "n_head": 2, "bos_token_id": 0},
@@ -140,7 +140,7 @@ def gpt2() -> nn.Module:
 
 
 def llama() -> nn.Module:
-    transformers = pytest.importorskip("transformers", reason="transformers is not installed: the extra `hf` has it")
+    transformers = pytest.importorskip("transformers", reason="the extra `language` is not installed")
     return transformers.LlamaForCausalLM(  # type: ignore[no-any-return]
         transformers.LlamaConfig(
             **{"vocab_size": 7, "hidden_size": 8, "intermediate_size": 12, "max_position_embeddings": 5},
@@ -265,6 +265,20 @@ def test_measurements_of_a_stack_are_those_of_its_models() -> None:
     model = PERCEPTRON.build()
     model.load_state_dict({name: tensor[1] for name, tensor in stack.items()})
     torch.testing.assert_close(losses[1], F.cross_entropy(model(x), y, reduction="none").detach())
+
+
+def test_a_measurement_that_vmap_cannot_run_is_taken_of_one_model_after_the_other() -> None:
+    def largest(model: nn.Module, batch: Batch) -> Tensor:
+        outputs: Tensor = model(batch[0])
+        return outputs.amax(1) if outputs.sum().item() else outputs.amin(1)
+
+    stack = PERCEPTRON.together(SUBSETS, SEEDS, TRAINING)
+    x, y = PERCEPTRON.data
+    plain, looped = (
+        measure_stack(Task.classifier(PERCEPTRON.build(), measure=measure), stack, (x, y), len(x))
+        for measure in (lambda model, batch: model(batch[0]).amax(1), largest)
+    )
+    torch.testing.assert_close(looped, plain)
 
 
 def test_recorded_epochs_are_states_on_the_way() -> None:
@@ -437,6 +451,16 @@ def test_models_with_batch_norm_are_refused(layer: nn.Module) -> None:
 def test_models_with_buffers_that_are_not_constant_are_refused(build: Callable[[], nn.Module]) -> None:
     with pytest.raises(TaskError, match=r"buffers that depend on training or on the seed.*train\(subset, seed\)"):
         Kind(build, PERCEPTRON.data).together(SUBSETS, SEEDS, TRAINING)
+
+
+def test_models_that_vmap_cannot_run_are_refused_with_the_reason() -> None:
+    def losses(model: nn.Module, batch: Batch) -> Tensor:
+        values = F.cross_entropy(model(batch[0]), batch[1], reduction="none")
+        return values if values.sum().item() > 0 else -values
+
+    kind = Kind(PERCEPTRON.build, PERCEPTRON.data, lambda model: Task(model, losses))
+    with pytest.raises(TaskError, match=r"cannot be trained in one batch.*RuntimeError.*train\(subset, seed\)"):
+        kind.together(SUBSETS, SEEDS, TRAINING)
 
 
 def at_once(width: int, memory: str) -> int:

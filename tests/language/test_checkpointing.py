@@ -9,6 +9,7 @@ from imprint import Plan, TaskError, attribute
 from imprint.language import Completions, task
 from tests.language.models import MODELS, documents, gpt2, tokenizer
 from tests.language.test_task import close, imprints, simulated
+from tests.problems import known
 
 PLAN = Plan(engine="trajectories", steps=3, lr=0.05, epsilon=1.0)
 
@@ -20,7 +21,7 @@ def test_imprints_are_those_of_a_model_that_keeps_everything(kind: str) -> None:
     thrifty.gradient_checkpointing_enable()
     stores = [simulated(task(model), documents().columns, PLAN) for model in (plain, thrifty)]
     close(imprints(stores[0]), imprints(stores[1]), 1e-10)
-    assert "takes plain autograd only" in stores[1].checkpoints[0].measured.one_by_one
+    assert "takes plain autograd only" in known(stores[1].checkpoints[0].measured.one_by_one)
 
 
 def test_blocks_run_twice_for_a_gradient_and_once_for_a_value() -> None:

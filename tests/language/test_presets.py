@@ -14,6 +14,7 @@ from imprint.language import Completions, LanguageTask, task
 from imprint.language.presets import adapter_names, blocks, orthonormal_rows
 from tests.language.models import LABELS, MODELS, documents, gpt2, llama, tokenizer
 from tests.language.test_task import close, imprints, losses, scores, simulated
+from tests.problems import known
 
 QUERIES = Completions(["the cat"], [" sat on the mat"], tokenizer()).columns
 
@@ -185,7 +186,7 @@ def test_differences_take_their_step_from_the_model_where_b_is_zero_or_nearly_so
     store = simulated(adapted, documents().columns, plan)
     exact, differences = (scores(adapted, store, QUERIES, readout=readout) for readout in ("jvp", "central"))
     torch.testing.assert_close(differences, exact, rtol=1e-3, atol=1e-3 * float(exact.abs().max()))
-    assert store.checkpoints[0].measured.drift < 1
+    assert known(store.checkpoints[0].measured.drift) < 1
 
 
 def test_an_adapter_follows_adam_by_moments_that_are_estimated(

@@ -137,7 +137,7 @@ def test_attention_is_as_it_was_loaded_before_and_after_and_makes_no_difference(
         store = simulated(language, documents().columns)
         result = attribute(language, store, queries(), progress=False)
         assert result.details == {"readout": "jvp"}
-        assert "one_by_one" not in store.checkpoints[0].figures
+        assert store.checkpoints[0].measured.one_by_one is None
         assert model.config._attn_implementation == attention
         assert model.training
         found.append(result.scores)

@@ -14,7 +14,9 @@ from imprint.recorder import second_moments
 from imprint.simulation.curvature import Spectrum
 from imprint.simulation.guards import moments_scale, outweighing, too_long, unfelt_moments
 from imprint.simulation.preconditioner import compare
+from imprint.store.checkpoint import Spread
 from imprint.store.reading import Store
+from tests.problems import known
 
 Columns = tuple[Tensor, Tensor]
 SOURCES = Sources.by_label([index % 4 for index in range(90)])
@@ -74,7 +76,7 @@ def test_biases_that_training_does_not_feel_stay_where_they_are() -> None:
     plan = Plan(preconditioner="adam", steps=3, lr=1e-3)
     with pytest.warns(ReliabilityWarning, match="48 values of 0.bias, 3.bias are left where they are"):
         store = simulated(model, plan, checkpoints=[(model.state_dict(), moments)])
-    assert store.checkpoints[0].measured.curvature[1] < 1e5  # of M⁻¹H; by rounding it would be above 10⁷
+    assert known(store.checkpoints[0].measured.curvature)[1] < 1e5  # of M⁻¹H; by rounding it would be above 10⁷
     imprints = store.imprints(0, 0, 4, torch.device("cpu"))
     assert all(not bool(imprints[name].any()) for name in biases)
     assert all(bool(imprints[name].any()) for name in ("0.weight", "1.bias", "6.bias"))
@@ -156,13 +158,13 @@ def test_a_step_is_too_long_beyond_twice_the_inverse_curvature() -> None:
 
 
 def test_a_checkpoint_that_outweighs_the_others_is_named() -> None:
-    ordinary = [{"norms": {"median": size}} for size in (300.0, 60.0, 20.0)]
+    ordinary = [Spread(size, size, size) for size in (300.0, 60.0, 20.0)]
     assert outweighing([1, 1, 1], ordinary) is None
     assert outweighing([1], ordinary[:1]) is None
-    large = [*ordinary, {"norms": {"median": 17_000.0}}]
+    large = [*ordinary, Spread(1.0, 17_000.0, 1e6)]
     assert "checkpoint 3: its imprints are 283 times as large" in str(outweighing([1, 1, 1, 1], large))
     assert outweighing([1, 1, 1, 0.01], large) is None
-    assert outweighing([1, 1, 1, 0], [*ordinary, {}]) is None
+    assert outweighing([1, 1, 1, 0], [*ordinary, None]) is None
 
 
 def test_the_checkpoints_of_an_ordinary_run_do_not_outweigh_each_other() -> None:

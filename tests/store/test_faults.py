@@ -297,11 +297,15 @@ def test_a_changed_manifest_of_a_factored_store_is_refused_or_gives_finite_score
 
 
 FACTORED_WRONG: dict[str, tuple[tuple[Any, ...], Any, str]] = {
-    "no basis": (("basis",), None, r"checkpoints\[0\]\.basis and checkpoints\[0\]\.layers belong together"),
-    "no layers": (("layers",), [], r"checkpoints\[0\]\.basis and checkpoints\[0\]\.layers belong together"),
-    "another layer": (("layers",), ["7"], "'7' is no linear layer of its parameters"),
-    "no directions": (("figures",), {}, r"checkpoints\[0\]\.figures\['directions'\] is missing"),
-    "other directions": (("figures", "directions"), 2, "does not fit the manifest: tensor .* is .*, not"),
+    "no basis": (("basis",), None, r"checkpoints\[0\]\.basis and checkpoints\[0\]\.decided\.layers belong together"),
+    "no layers": (
+        ("decided", "layers"),
+        [],
+        r"checkpoints\[0\]\.basis and checkpoints\[0\]\.decided\.layers belong together",
+    ),
+    "another layer": (("decided", "layers"), ["7"], "'7' is no linear layer of its parameters"),
+    "no directions": (("decided", "directions"), None, r"checkpoints\[0\]\.basis has no place without directions"),
+    "other directions": (("decided", "directions"), 2, "does not fit the manifest: tensor .* is .*, not"),
     "half a step": (("steps",), 0.5, r"checkpoints\[0\]\.steps must be a whole number"),
 }
 
@@ -318,9 +322,9 @@ def test_what_is_wrong_with_a_factored_checkpoint_is_named(
 
 def test_a_basis_belongs_to_the_spectral_engine(copied: Path) -> None:
     file = {"path": "checkpoint-000/basis.safetensors", "sha256": "0" * 64, "bytes": 1, "rows": None}
-    rewrite(copied, "checkpoints", 0, "layers", value=["0"])
+    rewrite(copied, "checkpoints", 0, "decided", "layers", value=["0"])
     rewrite(copied, "checkpoints", 0, "basis", value=file)
-    with pytest.raises(StoreError, match=r"checkpoints\[0\]\.basis has no place in this plan"):
+    with pytest.raises(StoreError, match=r"checkpoints\[0\]\.basis has no place without directions"):
         Store(copied)
 
 
@@ -341,7 +345,7 @@ WRONG: dict[str, tuple[tuple[Any, ...], Any, str]] = {
     "weights of nothing": (("plan", "weight"), [0.0, 0.0, 0.0], "plan: weight must be positive for at least one"),
     "other weight": (("checkpoints", 0, "weight"), 3.0, r"checkpoints\[0\]\.weight is 3\.0, by the plan it is 1\.0"),
     "too few settings": (("plan", "steps"), [2, 2], "plan: settings per checkpoint must be equally many"),
-    "no epsilon": (("checkpoints", 0, "epsilon"), None, r"checkpoints\[0\]\.epsilon is None, by the plan it is 1\.0"),
+    "no epsilon": (("checkpoints", 0, "decided", "epsilon"), None, r"decided\.epsilon is None, by the plan it is 1\.0"),
     "no base": (("checkpoints", 0, "base"), None, r"checkpoints\[0\]\.base is missing"),
     "no shards": (SHARD, [], r"checkpoints\[0\]\.imprints is missing"),
     "no midpoints": (("checkpoints", 2, "midpoints"), [], r"checkpoints\[2\]\.midpoints is missing"),
@@ -380,9 +384,9 @@ WRONG: dict[str, tuple[tuple[Any, ...], Any, str]] = {
         "probes.structure must be one tensor, value, dict, list or tuple",
     ),
     "curvature": (
-        ("checkpoints", 0, "figures", "curvature"),
+        ("checkpoints", 0, "measured", "curvature"),
         [1],
-        r"\['curvature'\] must be the smallest and the largest",
+        r"checkpoints\[0\]\.measured\.curvature must be 2 values, got \[1\]",
     ),
     "versions": (("versions",), {"python": "3"}, "versions.torch is missing"),
 }
@@ -719,7 +723,7 @@ def full_disk(place: str) -> None:
 @mounting
 def test_a_full_disk_names_the_file_and_the_run_goes_on_once_there_is_room(tmp_path: Path) -> None:
     told = run_apart("full_disk", tmp_path, mounts=True)
-    for name in ("unfinished.json", "unfinished.files", "midpoints", "imprints", "probes", "manifest.json"):
+    for name in ("unfinished.json", "unfinished.files", "midpoints", "imprints", "manifest.json"):
         assert f"/{name}" in told, f"the disk was never full at {name}"
     assert "/snapshot" not in told  # which is not needed to go on
 

@@ -15,6 +15,7 @@ from imprint.benchmarking.sweep import sweep as run_sweep
 from imprint.cli.commands.options import AsJson
 from imprint.cli.terminal import console, errors, escape_markup, redirect_prints
 from imprint.errors import ConfigurationError
+from imprint.runtime.threads import set_threads
 from imprint.store.files import write
 
 SettingName = Annotated[str, typer.Argument(metavar="SETTING", help=f"A built-in setting: {', '.join(SETTINGS)}.")]
@@ -49,6 +50,7 @@ def bench(
     """
     with redirect_prints():
         benchmark = Bench(load_protocol(setting, device), out)
+        set_threads(benchmark.protocol.build_task().model)
         methods: dict[str, Method] = {"Imprint": imprints()}
         if ten:
             methods["Imprint, ten runs"] = imprints(runs=10)
@@ -92,6 +94,7 @@ def sweep(
     """
     with redirect_prints():
         benchmark = Bench(load_protocol(setting, device), out)
+        set_threads(benchmark.protocol.build_task().model)
         last = len(benchmark.protocol.epochs) - 1
         if checkpoint > last:
             raise ConfigurationError(f"{setting} has checkpoints 0 to {last}, not {checkpoint}.")

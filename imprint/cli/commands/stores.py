@@ -170,12 +170,13 @@ def simulate(
         experiment = merge_with_store(experiment, recorded, _LOADED, context)
     if experiment.out is None:
         raise ConfigurationError("no folder is given for the store: add --out runs/NAME.")
-    if replay is not None:
-        _use_threads_of(replay)
     if (Path(experiment.out) / MANIFEST).is_file():
         errors.print(f"{escape_markup(experiment.out)} is complete; only checking that it matches", soft_wrap=True)
     with redirect_prints():
         objects = Objects(experiment)
+        _ = objects.task  # which sets the number of threads
+    if replay is not None:
+        _use_threads_of(replay)
     note: dict[str, Any] = {"command": experiment.to_json()}
     shown: tuple[str, ...] = ()
     if checking and not Path(experiment.out).exists():

@@ -1,0 +1,124 @@
+"""Wrap every interface of torch that torch may change without notice, one short function each.
+
+All were seen to work with torch 2.11 and 2.13. A function says what happens where its interface is gone, if it can do
+without. The others import a name or read an attribute that torch has had for many versions, and fail without it.
+"""
+
+from collections.abc import Iterator, MutableMapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._functorch import eager_transforms
+from torch.autograd import forward_ad
+from torch.jit._script import RecursiveScriptModule
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.conv import _ConvNd
+from torch.nn.modules.dropout import _DropoutNd
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map
+
+__all__ = ["Dropout", "TorchDispatchMode", "tree_map"]  # as they are
+
+Dropout = _DropoutNd
+"""The base of the dropout layers, which has the probability `p`."""
+
+
+@contextmanager
+def math_attention() -> Iterator[None]:
+    """Compute attention by plain matrix products for a while.
+
+    Fused attention and the encoder's fast path have no rules for forward mode and `vmap`.
+    """
+    fast_path = torch.backends.mha.get_fastpath_enabled()
+    try:
+        torch.backends.mha.set_fastpath_enabled(False)
+        with sdpa_kernel(SDPBackend.MATH):
+            yield
+    finally:
+        torch.backends.mha.set_fastpath_enabled(fast_path)
+
+
+def is_in_forward_mode() -> bool:
+    """Return whether a level of forward mode is open; torch has one for the whole process.
+
+    Without torch's counter the answer is yes, and a disturbance by another thread goes unnoticed.
+    """
+    return bool(getattr(forward_ad, "_current_level", 0) >= 0)
+
+
+def jvp_depth(default: int) -> int:
+    """Return how many calls of `torch.func.jvp` are open in the process; the default where torch does not count."""
+    return int(getattr(eager_transforms, "JVP_NESTING", default))
+
+
+def leave_forward_mode() -> None:
+    """Close every level of forward mode: a forked child inherits those of its parent's threads.
+
+    Without torch's counters nothing is closed, and a child forked in the middle of a readout must not read out.
+    """
+    if hasattr(eager_transforms, "JVP_NESTING"):
+        eager_transforms.JVP_NESTING = 0
+    while getattr(forward_ad, "_current_level", -1) >= 0:
+        forward_ad.exit_dual_level()
+
+
+def has_values(tensor: Tensor) -> bool:
+    """Return whether numbers can be read from a tensor: outside transforms, and not while a model is traced.
+
+    Where torch does not tell transformed tensors, none has: checks of values are left out.
+    """
+    wrapped = getattr(torch._C._functorch, "is_functorch_wrapped_tensor", lambda tensor: True)
+    return not wrapped(tensor) and not torch.compiler.is_compiling()
+
+
+def is_scripted(model: nn.Module) -> bool:
+    """Return whether a model was made by `torch.jit.script` or `torch.jit.trace`."""
+    return isinstance(model, RecursiveScriptModule)
+
+
+def has_batch_norm(model: nn.Module) -> bool:
+    """Return whether a model has batch normalisation of any kind."""
+    return any(isinstance(module, _BatchNorm) for module in model.modules())
+
+
+def has_convolutions(model: nn.Module) -> bool:
+    """Return whether a model has convolutions of any kind."""
+    return any(isinstance(module, _ConvNd) for module in model.modules())
+
+
+def own_parameters(module: nn.Module) -> MutableMapping[str, Tensor | None]:
+    """Return the table of a module's own parameters, without what a parametrisation computes."""
+    return module._parameters  # type: ignore[return-value]
+
+
+def own_buffers(module: nn.Module) -> MutableMapping[str, Tensor | None]:
+    """Return the table of a module's own buffers, which may be written to."""
+    return module._buffers
+
+
+def unsaved_buffers(module: nn.Module) -> set[str]:
+    """Return the names of a module's own buffers that no state dict holds."""
+    return module._non_persistent_buffers_set
+
+
+def forward_hooks(module: nn.Module) -> MutableMapping[int, Any]:
+    """Return the table of a module's own forward hooks, which may be written to."""
+    return module._forward_hooks
+
+
+def forward_pre_hooks(module: nn.Module) -> MutableMapping[int, Any]:
+    """Return the table of a module's own hooks before its forward pass."""
+    return module._forward_pre_hooks
+
+
+def has_gradient_hooks(parameter: Tensor) -> bool:
+    """Return whether hooks change the gradient of a parameter."""
+    return bool(parameter._backward_hooks)
+
+
+def version_of(tensor: Tensor) -> int:
+    """Return how often a tensor was written to in place; tensors made in inference mode do not count."""
+    return tensor._version

@@ -1,0 +1,51 @@
+"""The files of one checkpoint while it is simulated: written in the store's precision, found again after a kill."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+
+from imprint.store.checkpoint import File
+from imprint.store.tensorfile import Layout, layout
+from imprint.store.values import Value
+from imprint.store.writing import Writer
+from imprint.task import Parameters
+
+Result = TypeVar("Result")
+
+
+@dataclass(frozen=True)
+class CheckpointFiles:
+    """The files in the folder of checkpoint number `index`."""
+
+    writer: Writer
+    index: int
+
+    @property
+    def folder(self) -> str:
+        return f"checkpoint-{self.index:03}"
+
+    def write(
+        self, name: str, tensors: Parameters, rows: tuple[int, int] | None = None, about: dict[str, Any] | None = None
+    ) -> File:
+        """Write tensors, with plain values `about` them."""
+        return self.writer.tensors(self._path(name), tensors, rows, about)
+
+    def find(
+        self, name: str, rows: tuple[int, int] | None, expected: Layout | None, read: Callable[[Value], Result]
+    ) -> tuple[File, Result] | None:
+        """Find a file that an earlier run has written, with what `read` makes of the values about it."""
+        return self.writer.done(self._path(name), rows, expected, read)
+
+    def keep(self, name: str, tensors: Parameters, about: dict[str, Any] | None = None) -> File:
+        """Write tensors unless an earlier run has."""
+        found = self.find(name, None, layout(tensors), Value.mapping)
+        return found[0] if found else self.write(name, tensors, about=about)
+
+    def load(self, name: str, device: torch.device) -> Parameters:
+        """Read the tensors of a file."""
+        return self.writer.read(self._path(name), device)
+
+    def _path(self, name: str) -> str:
+        return f"{self.folder}/{name}.safetensors"

@@ -1,0 +1,112 @@
+"""The step size, from the curvature the descent will meet and not only from where it starts.
+
+Curvature rises along a training path, by a factor of ten from an early checkpoint. A step that suits the start then
+leaves the stable range half-way, and the response grows without bound; so the unperturbed path is walked first, at the
+cost of about one source's gradient steps, and the step follows the sharpest point on it.
+"""
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import replace
+
+import torch
+
+from imprint.errors import SimulationError
+from imprint.simulation.curvature import Spectrum, curvature_product, lanczos, spectrum
+from imprint.simulation.derivatives import Weighted
+from imprint.simulation.descent import Descent
+from imprint.task import Parameters
+from imprint.tensors.vectors import Flat
+
+Look = Callable[[Descent, Parameters, Iterable[Weighted], int], Spectrum]
+LOOKS = (1 / 16, 1 / 8, 1 / 4, 1 / 2, 1.0)  # shares of the path at which curvature is measured
+LOOK_ITERATIONS = 15
+_START_ITERATIONS: ContextVar[int] = ContextVar("products with the curvature where a descent starts", default=30)
+TRIES = 10
+_UPHILL = 0.1  # share by which a path may end above where it began: mini-batches are noisy
+
+
+def starting_curvature(descent: Descent) -> Spectrum:
+    """Of the objective the descent starts with: the full batch, or the sharpest of its first two mini-batches."""
+    batches = descent.batches()
+    looks, products = 1 if descent.is_full_batch else min(2, descent.steps), _START_ITERATIONS.get()
+    return _widest([curvature_at(descent, descent.start, next(batches), products) for _ in range(looks)])
+
+
+@contextmanager
+def coarse_curvature() -> Iterator[None]:
+    """Measure the starting curvature by two products: for trials with a given step, whose figures nobody reads."""
+    token = _START_ITERATIONS.set(2)
+    try:
+        yield
+    finally:
+        _START_ITERATIONS.reset(token)
+
+
+def curvature_at(descent: Descent, theta: Parameters, parts: Iterable[Weighted], iterations: int = 30) -> Spectrum:
+    """The extremes of the curvature H that responses see at θ, to which damping adds; or those of M⁻¹(H + λI)."""
+    if descent.preconditioner is None:
+        return spectrum(descent.task, theta, parts, iterations)
+    diagonal = descent.preconditioner.diagonal
+    return spectrum(descent.task, theta, parts, iterations, preconditioner=diagonal, damping=descent.damping)
+
+
+def gauss_newton_at(descent: Descent, theta: Parameters, parts: Iterable[Weighted], iterations: int = 30) -> Spectrum:
+    """The extremes of the Gauss–Newton matrix at θ."""
+    flat = Flat(theta)
+    product = curvature_product(descent.task, theta, list(parts), "gauss-newton")
+    start = torch.randn(flat.size, generator=torch.Generator().manual_seed(0)).to(flat.device, flat.dtype)
+    return lanczos(product, start, iterations, tolerance=1e-2)
+
+
+def choose_step(descent: Descent, start: Spectrum, tick: Callable[[], None] = lambda: None) -> tuple[float, Spectrum]:
+    """Return a step of 1/(|μ| + λ) for the sharpest curvature on the path it makes, and the extremes met there.
+
+    With momentum it is longer, by as much as steps may be.
+    Under a preconditioner μ is a curvature of M⁻¹(H + λI), and the step 1/|μ|.
+    """
+    assumed = start
+    for _ in range(TRIES):
+        step = assumed.step(descent.shift, descent.plan.momentum)
+        along = walk(replace(descent, lr=step), tick=tick)
+        if along is None:  # not even the unperturbed path holds at this step
+            assumed = Spectrum(8 * assumed.smallest, 8 * assumed.largest)
+        elif along.largest <= 1.25 * assumed.largest:
+            return step, _widest([start, along])
+        else:
+            assumed = _widest([assumed, along])
+    raise SimulationError(
+        f'lr="auto" found no step at which training goes downhill from here, down to {step:.2g}: give lr a number, or '
+        "take another checkpoint."
+    )
+
+
+def walk(descent: Descent, look: Look = curvature_at, tick: Callable[[], None] = lambda: None) -> Spectrum | None:
+    """Curvature extremes along the unperturbed path; None if it goes uphill or to where losses are not finite."""
+    looks = {max(1, round(share * descent.steps)) for share in LOOKS}
+    theta, kept = {name: p.clone() for name, p in descent.start.items()}, descent.at_rest(descent.start)
+    found = []
+    reference = next(descent.batches())
+    begin = _mean_loss(descent, theta, reference)
+    for step, parts in enumerate(descent.batches(), start=1):
+        try:
+            descent.move_(theta, descent.base_gradient(theta, parts, step), kept)
+            tick()
+            if step in looks:
+                if _mean_loss(descent, theta, reference) - begin > _UPHILL * max(abs(begin), 1e-3):
+                    return None
+                found.append(look(descent, theta, parts, LOOK_ITERATIONS))
+        except SimulationError:
+            return None
+    return _widest(found)
+
+
+def _mean_loss(descent: Descent, theta: Parameters, parts: Iterable[Weighted]) -> float:
+    with torch.no_grad():
+        losses = [(part.weights * descent.task.losses(theta, part.batch, len(part))).sum() for part in parts]
+    return float(torch.stack(losses).sum())
+
+
+def _widest(spectra: list[Spectrum]) -> Spectrum:
+    return Spectrum(min(s.smallest for s in spectra), max(s.largest for s in spectra))
