@@ -242,7 +242,7 @@ def test_the_same_simulation_again_leaves_the_store_as_it_is(command: Command, h
     before = Path("runs/news/manifest.json").read_bytes()
     again = command("simulate", "model.py:task", "--out", "runs/news")
     assert again.code == 0 and "Store runs/news" in again.out
-    assert "runs/news is only checking that it matches; it is only compared\n" in again.err
+    assert "runs/news is complete; only checking that it matches\n" in again.err
     assert Path("runs/news/manifest.json").read_bytes() == before
 
 
@@ -417,7 +417,7 @@ def test_scores_are_written_whole_or_not_at_all(
 
 
 def test_a_damaged_store_is_found(command: Command, here: Path, tmp_path: Path) -> None:
-    assert command("verify", "runs/news").out.startswith("runs/news: all files are as they were written (")
+    assert command("verify", "runs/news").out.startswith("runs/news: all files match their checksums (")
     shutil.copytree("runs/news", tmp_path / "store")
     shard = tmp_path / "store" / "checkpoint-000" / "imprints-00000.safetensors"
     shard.write_bytes(shard.read_bytes()[:-1] + b"x")
@@ -486,7 +486,7 @@ def test_queries_may_be_named_in_a_configuration_file(command: Command, here: Pa
     (tmp_path / "ask.toml").write_text('queries = "ask.py:asked"\n')
     given = ("attribute", "runs/news", *TASK, "--config", tmp_path / "ask.toml")
     assert len(command(*given, "--json").values["queries"]) == 15
-    assert command(*given).out.endswith("… and 3 more queries: --out writes all of them.\n")
+    assert command(*given).out.endswith("… and 3 more queries: write all of them with --out.\n")
 
 
 # --- replays
@@ -564,7 +564,7 @@ def test_a_store_made_by_python_asks_for_the_task(command: Command, here: Path, 
         refused = command(*arguments)
         flag = "--task " if arguments[0] == "attribute" else ""
         assert refused.code == 1
-        assert f"store was made by Python code and names no task: give {flag}FILE.py:task." in refused.err
+        assert f"store was made from Python and names no task: give {flag}FILE.py:task." in refused.err
     assert command("attribute", tmp_path / "store", "--task", "model.py:task").code == 0
 
 
@@ -577,13 +577,13 @@ ERRORS = {
     "no file": ("check nothing.py:task", "there is no file nothing.py"),
     "no module": ("check nothing.at.all:task", "there is no module nothing.at.all"),
     "no such name": ("check model.py:tsk", "there is no 'tsk'; did you mean task?"),
-    "another type": ("check model.py:plan", "model.py:plan is no imprint.Task: it has type Plan"),
-    "no sources": ("check model.py:task --sources queries", "queries is no imprint.Sources: it has type tuple"),
+    "another type": ("check model.py:plan", "model.py:plan is a Plan, not an imprint.Task"),
+    "no sources": ("check model.py:task --sources queries", "queries is a tuple, not an imprint.Sources"),
     "no plan field": ("check model.py:task -p step=3", "a plan has no field 'step'"),
     "no value": ("check model.py:task -p steps", "expected NAME=VALUE"),
     "a bad value": ("check model.py:task -p steps=many", "steps must be a whole number of at least 1, got 'many'"),
     "values for other checkpoints": ("check model.py:task -p steps=1,2", "steps has 2 values, but there are 1"),
-    "no such device": ("check model.py:task --device gpu", "the model cannot go to 'gpu'"),
+    "no such device": ("check model.py:task --device gpu", "the model cannot be moved to 'gpu'"),
     "no such dtype": ("check model.py:task --dtype int8", "dtype must be one of float32, bfloat16, float64"),
     "no configuration": ("check --config nothing.toml", "nothing.toml cannot be read"),
     "a checkpoint of torch.save": ("check model.py:task -c model.py -c b.pt", "What torch.save wrote is not taken"),
@@ -658,7 +658,7 @@ def test_an_error_of_the_library_has_a_traceback_if_one_is_asked_for(
 def test_an_error_that_is_not_the_users_hides_nothing(
     command: Command, here: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("imprint.cli.commands.stores.inspected", lambda store: dict[str, int]()["missing"])
+    monkeypatch.setattr("imprint.cli.commands.stores.inspect_store", lambda store: dict[str, int]()["missing"])
     monkeypatch.setattr("imprint.cli.app.user_frames", lambda error: [])  # the line above is in a test, no user's file
     monkeypatch.setattr(sys, "argv", ["imprint", "inspect", "runs/news"])
     with pytest.raises(KeyError):
@@ -675,7 +675,7 @@ def test_a_ready_made_setting_is_checked_simulated_and_attributed_by_its_name(co
     assert made.values["sources"] == 12
     found = command("attribute", "runs/digits", "--json")
     assert len(found.values["queries"]) == 837
-    assert "the task is digits, by which the store was made" in found.err
+    assert "using the task that the store was made with: digits" in found.err
     again = command("simulate", "digits", *small, "--out", "runs/digits")
     assert again.code == 0 and "only checking that it matches" in again.err  # its model is the same every time
     assert command("simulate", "--from", "runs/digits", "--no-check", "--out", "runs/again").code == 0
@@ -686,7 +686,7 @@ def test_a_ready_made_setting_is_checked_simulated_and_attributed_by_its_name(co
 def test_cuda_without_cuda_is_an_error_of_ours(command: Command, here: Path) -> None:
     failed = command("simulate", "model.py:task", "-o", "nowhere", "--device", "cuda")
     assert failed.code == 1
-    assert failed.err.startswith("error: the model cannot go to 'cuda': ") and failed.err.count("\n") == 1
+    assert failed.err.startswith("error: the model cannot be moved to 'cuda': ") and failed.err.count("\n") == 1
 
 
 def test_scores_of_another_kind_are_refused_before_work_begins(command: Command, here: Path) -> None:
@@ -717,7 +717,7 @@ def test_a_terminal_is_shown_a_bar_and_a_log_gets_lines() -> None:
 @pytest.fixture
 def small_digits(monkeypatch: pytest.MonkeyPatch) -> None:
     """The benchmark of digits in a form that takes seconds."""
-    monkeypatch.setattr("imprint.cli.commands.bench.protocol", lambda name, device: little_digits())
+    monkeypatch.setattr("imprint.cli.commands.bench.load_protocol", lambda name, device: little_digits())
 
 
 def test_a_benchmark_leaves_a_table_a_picture_and_json(command: Command, empty: Path, small_digits: None) -> None:
@@ -742,10 +742,10 @@ def test_a_benchmark_leaves_a_table_a_picture_and_json(command: Command, empty: 
 @pytest.mark.parametrize(
     ("line", "says"),
     [
-        ("bench cifar -o new", "there is no setting 'cifar': use one of digits, mnist-mlp, mnist-lr."),
-        ("sweep cifar -o new", "there is no setting 'cifar': use one of digits, mnist-mlp, mnist-lr."),
+        ("bench cifar -o new", "setting 'cifar' is unknown: use one of digits, mnist-mlp, mnist-lr."),
+        ("sweep cifar -o new", "setting 'cifar' is unknown: use one of digits, mnist-mlp, mnist-lr."),
         ("sweep digits --checkpoint 9 -o new", "digits has checkpoints 0 to 4, not 9."),
-        ("bench digits --path -o new", "no path is settled for digits: leave out --path."),
+        ("bench digits --path -o new", "digits has no plan for a path: omit --path."),
         ("bench digits -o other", "other holds another benchmark: give a new folder."),
         ("bench digits -o file", "file is a file: give a folder for the store."),
     ],
