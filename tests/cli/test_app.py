@@ -730,7 +730,7 @@ def test_a_benchmark_leaves_a_table_a_picture_and_json(command: Command, empty: 
 
     shown = command("bench", "digits", "--runs", 1, "-o", "bench/digits")  # all is there
     assert shown.code == 0 and "Imprint" in shown.out and "A perfect predictor would reach" in shown.out
-    assert "Kept in bench/digits: results.md, results.png, results.json." in shown.err
+    assert "Written to bench/digits: results.md, results.png, results.json." in shown.err
 
     swept = command("sweep", "digits", "--checkpoint", 1, "--directions", 5, "-o", "bench/digits", "--json").values
     assert len(swept) == len(GRID) and {point["steps"] for point in swept} >= {1, 3000, None}
