@@ -299,7 +299,7 @@ def query_batches(
         data = Data(queries, device=device, batch_size=batch_size, collate_fn=collate_fn)
         if (query := data.changing_example()) is not None:
             warnings.warn(
-                f"query {query} is another one each time it is read: the scores are those of queries that cannot be "
+                f"query {query} changes each time it is read: the scores are those of queries that cannot be "
                 "read again. Give queries as they are measured, without random augmentation, and a collate_fn that "
                 "changes none in place.",
                 ReliabilityWarning,

@@ -214,7 +214,7 @@ def test_a_loss_that_is_nan_is_found_wherever_it_is() -> None:
 
 def test_mirrored_trajectories_off_the_optimum_are_refused() -> None:
     plan = Plan(engine="trajectories", variant="mirrored", steps=2, lr=0.1)
-    assert "mirrored trajectories hold at an optimum only" in refused(classifier(), plan)
+    assert "mirrored trajectories are valid only at an optimum" in refused(classifier(), plan)
 
 
 def test_a_step_that_runs_away_comes_with_advice() -> None:

@@ -213,7 +213,7 @@ def _simulated(data: Any, **options: Any) -> Store:
 @pytest.mark.parametrize("collate_fn", [None, _masked], ids=["augmented", "masked"])
 def test_training_data_that_is_drawn_at_each_reading_is_refused(collate_fn: Any, plan: Any) -> None:
     data = _Augmented(fixed=collate_fn is not None)
-    with pytest.raises(DataError, match=r"example 0 is another one each time it is read.*seeded by the index"):
+    with pytest.raises(DataError, match=r"example 0 changes each time it is read.*seeded by the index"):
         _simulated(data, plan=plan, collate_fn=collate_fn)
 
 
@@ -253,7 +253,7 @@ def test_a_tensor_dataset_that_augments_is_read_and_not_unpacked() -> None:
 
 
 def test_queries_that_are_drawn_at_each_reading_trigger_a_warning() -> None:
-    with pytest.warns(ReliabilityWarning, match="query 0 is another one each time it is read"):
+    with pytest.warns(ReliabilityWarning, match="query 0 changes each time it is read"):
         query_batches(_Augmented(), device=CPU, batch_size=8, collate_fn=None)
 
 

@@ -393,7 +393,7 @@ def _known_data(
         given = Data(data, device=task.device, batch_size=batch_size, collate_fn=collate_fn)
     if given is not None and (example := given.changing_example()) is not None:
         raise DataError(
-            f"training example {example} is another one each time it is read, as with random augmentation: give the "
+            f"training example {example} changes each time it is read, as with random augmentation: give the "
             "data without it, or leave data out."
         )
     if not isinstance(train, Together):
