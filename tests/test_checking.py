@@ -319,7 +319,7 @@ def test_a_loss_that_is_never_the_same_is_refused() -> None:
         return values + torch.rand(1, generator=noise)
 
     member = classifier()._replace(task=Task(nn.Linear(4, 3), loss))
-    with pytest.raises(TaskError, match=r"asked again.*draws random numbers"):
+    with pytest.raises(TaskError, match=r"on the second.*draws random numbers"):
         checked(member, PLANS["trajectories"])
 
 

@@ -137,7 +137,7 @@ class LanguageTask(Task):
         return state
 
     @contextmanager
-    def _prepared(self, model: nn.Module) -> Iterator[None]:
+    def _prepare(self, model: nn.Module) -> Iterator[None]:
         """Compute attention step by step, and recompute blocks if the model has gradient checkpointing on.
 
         Fused attention has no forward mode, and torch's own fallback takes no autocast under `vmap`.

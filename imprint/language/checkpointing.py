@@ -14,7 +14,7 @@ from torch.func import functional_call
 from torch.utils.checkpoint import checkpoint
 
 from imprint.errors import TaskError
-from imprint.model.dropout import draws
+from imprint.model.dropout import applies_dropout
 
 
 @contextmanager
@@ -40,7 +40,7 @@ def _recompute(block: nn.Module, forward: Any) -> Any:
     def call(*args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
             return forward(*args, **kwargs)
-        if draws(block):  # by hooks that are gone when it is computed again
+        if applies_dropout(block):  # by hooks that are gone when it is computed again
             raise TaskError(
                 "the model's gradient checkpointing computes blocks again without the dropout that Plan(dropout=True) "
                 "has drawn for them: model.gradient_checkpointing_disable() turns it off."

@@ -33,6 +33,7 @@ from torch.func import grad, vjp
 from imprint.data import Collate, HashData
 from imprint.errors import SimulationError
 from imprint.model.dropout import dropouts
+from imprint.model.measures import find_targets, margin
 from imprint.plan import Plan, State, register_chooser
 from imprint.runtime.progress import Advance, Progress
 from imprint.runtime.turns import jvp
@@ -45,7 +46,7 @@ from imprint.simulation.inputs import Inputs
 from imprint.simulation.preflight import find_why_not_vmap, refuse_loss
 from imprint.simulation.step_size import TRIES, measure_gauss_newton, walk
 from imprint.sources import Sources
-from imprint.task import Batch, Functional, Parameters, Task, margin, targets
+from imprint.task import Batch, Functional, Parameters, Task
 from imprint.tensors.vectors import Flat, over_rows
 
 logger = logging.getLogger(__name__)
@@ -188,7 +189,7 @@ def _differentiate_outputs(
     """
     with torch.no_grad():
         z = task.outputs(theta, batch)
-    wanted = targets(batch)
+    wanted = find_targets(batch)
     if z.dim() == 2 and z.shape[1] > 1 and wanted is not None and not wanted.is_floating_point() and wanted.dim() == 1:
         unit, classes = 1.0, wanted
     else:

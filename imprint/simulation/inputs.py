@@ -10,10 +10,10 @@ from typing import Any, get_args
 
 import torch
 
-from imprint.batches import shown_batch
+from imprint.batches import describe_batch
 from imprint.checks.soundness import examine
 from imprint.compat import has_batch_norm
-from imprint.data import Collate, Data, HashData
+from imprint.data import Collate, Data, HashData, spread_examples
 from imprint.errors import DataError, PlanError, ReliabilityWarning, SimulationError
 from imprint.model.dropout import dropouts
 from imprint.plan import Plan, Settings, State
@@ -27,7 +27,7 @@ from imprint.simulation.preflight import Result, check_device, own, refuse_nonfi
 from imprint.simulation.states import States
 from imprint.sources import Sources, require_sources
 from imprint.store.fingerprint import of_data, of_sources, of_tensors, partly_hashed
-from imprint.store.probing import Seen, choose_probes, module_settings, regulariser_values, see, spread_examples
+from imprint.store.probing import Seen, choose_probes, module_settings, regulariser_values, see
 from imprint.store.reading import DTYPES, describe
 from imprint.task import Functional, Parameters, Task, require_task
 
@@ -226,7 +226,7 @@ class Inputs:
         return found
 
     def _own_loss(self, call: Callable[..., Result], *given: Any) -> Result:
-        few = shown_batch(self.data.gather(spread_examples(len(self.data))))
+        few = describe_batch(self.data.gather(spread_examples(len(self.data))))
         return own(
             f"loss function failed on a few examples, called as loss(model, batch) with batch = {few}",
             call,

@@ -49,7 +49,7 @@ def choose_heaviest(descent: Descent, count: int) -> list[Sources]:
     together = [index for index, size in enumerate(sizes) if size <= _STACKED_MEMBERS]
     choices = [descent.sources.largest(count)]
     if not descent.is_full_batch and 0 < len(together) < len(sizes):
-        choices.append(descent.sources.chosen(together).largest(count))
+        choices.append(descent.sources.select(together).largest(count))
     return choices
 
 

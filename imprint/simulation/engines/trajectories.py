@@ -164,7 +164,8 @@ def _refuse_drift(descent: Descent, base: Parameters, plus: Parameters) -> None:
     raise SimulationError(
         f"mirrored trajectories are valid only at an optimum: further training moves the parameters by {drift:.3g}, "
         f"while source {descent.sources.ids[index]!r} moves them by {float(own[index]):.3g}. Use "
-        "variant='one_sided' (the same cost and right everywhere) or 'two_sided'; accept_drift=True takes the mirrored value as it is."
+        "variant='one_sided' (the same cost and right everywhere) or 'two_sided'; accept_drift=True takes the "
+        "mirrored value as it is."
     )
 
 
