@@ -229,6 +229,7 @@ ask(Path(sys.argv[1]), slow)
 """
 
 
+@pytest.mark.system
 def test_a_killed_process_leaves_its_models_and_lets_others_in(tmp_path: Path) -> None:
     process = subprocess.Popen(
         [sys.executable, "-c", KILLABLE, str(tmp_path / "truth")],

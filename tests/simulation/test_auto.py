@@ -33,6 +33,8 @@ from tests.problems import (
     unconverged_mlp,
 )
 
+pytestmark = pytest.mark.curvature
+
 
 def looked(problem: Problem) -> Look:
     functional, theta = problem.task.at(problem.task.state())

@@ -18,6 +18,8 @@ from imprint.store.checkpoint import Spread
 from imprint.store.reading import Store
 from tests.problems import known
 
+pytestmark = pytest.mark.curvature
+
 Columns = tuple[Tensor, Tensor]
 SOURCES = Sources.by_label([index % 4 for index in range(90)])
 
