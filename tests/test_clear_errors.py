@@ -30,7 +30,6 @@ from imprint import (
     check,
     simulate,
 )
-from imprint.checking import shown_plan
 from imprint.cli.app import app
 from imprint.cli.inspection import inspect_store
 from imprint.evaluation import Subsets, Truth, retrain
@@ -188,8 +187,8 @@ def test_a_folder_given_as_checkpoint_names_the_file_in_it(tmp_path: Path) -> No
 def test_the_plan_line_says_what_steps_follow_and_see() -> None:
     plan = Plan(steps=9, lr=0.1, preconditioner="adam", momentum=0.9, batch_size=64, source_sample=8)
     for part in ("preconditioner adam", "momentum 0.9", "batch size 64", "source sample 8"):
-        assert part in shown_plan(plan)
-        assert part not in shown_plan(Plan(steps=9))
+        assert part in format_plan(plan)
+        assert part not in format_plan(Plan(steps=9))
 
 
 def test_two_sources_of_one_name_are_both_inspected(tmp_path: Path) -> None:
