@@ -30,6 +30,7 @@ from imprint import (
     check,
     simulate,
 )
+from imprint.checking import format_plan
 from imprint.cli.app import app
 from imprint.cli.inspection import inspect_store
 from imprint.evaluation import Subsets, Truth, retrain
