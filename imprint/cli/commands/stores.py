@@ -91,7 +91,7 @@ def check(
     """Check whether a simulation will work, and estimate its time, memory and disk space.
 
     Tries every engine and readout on a few examples and times a few steps. Shows the selected parameters, the size of
-    the store, the time and memory to expect, and the reason wherever something fails or falls back to a slower way.
+    the store, the time and memory to expect, and the reason wherever something fails or falls back to a slower method.
     Writes nothing. Exits with status 1 if the simulation cannot start.
 
     For example:
