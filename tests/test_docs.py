@@ -169,7 +169,7 @@ def test_messages_are_read_from_the_source() -> None:
     """The reading itself works: a plain text, one with variable parts, and one whose words a call fills in."""
     texts = {message.text for message in _messages()}
     assert "the dataset is empty." in texts
-    assert f"columns of data must have equally many rows, got {HOLE}." in texts
+    assert f"all columns of the data must have the same number of rows, got {HOLE}." in texts
     assert f"steps must be a whole number of at least 1, got {HOLE}." in texts
     assert 'plot needs an optional dependency: pip install "imprint-attribution[report]"' in texts
 

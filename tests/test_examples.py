@@ -2,9 +2,11 @@
 
 import json
 import re
-import subprocess
+import runpy
 import sys
+from contextlib import redirect_stdout
 from importlib.util import find_spec
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
@@ -14,27 +16,36 @@ from typer.testing import CliRunner
 from imprint.cli.app import app
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
+pytestmark = pytest.mark.curvature  # as anywhere else
 
 
-def run(example: str, folder: Path) -> str:
-    command = [sys.executable, str(EXAMPLES / example)]
-    return subprocess.run(command, cwd=folder, check=True, capture_output=True, text=True, timeout=300).stdout
+@pytest.fixture(autouse=True)
+def _in_an_empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
 
 
-def test_the_careless_publisher_of_the_own_model_example_harms_every_query(tmp_path: Path) -> None:
-    lines = [line for line in run("own_model.py", tmp_path).splitlines() if line.startswith("  query")]
+def run(example: str) -> str:
+    """What an example prints when it is run as a program."""
+    with redirect_stdout(StringIO()) as printed:
+        runpy.run_path(str(EXAMPLES / example), run_name="__main__")
+    return printed.getvalue()
+
+
+def test_the_careless_publisher_of_the_own_model_example_harms_every_query() -> None:
+    lines = [line for line in run("own_model.py").splitlines() if line.startswith("  query")]
     assert len(lines) == 3
     assert all("blog -" in line for line in lines)
 
 
-def test_the_camera_with_wrong_labels_harms_every_query_of_the_dict_example(tmp_path: Path) -> None:
-    lines = [line for line in run("dict_batches.py", tmp_path).splitlines() if line.startswith("  query")]
+def test_the_camera_with_wrong_labels_harms_every_query_of_the_dict_example() -> None:
+    lines = [line for line in run("dict_batches.py").splitlines() if line.startswith("  query")]
     assert len(lines) == 4
     assert all("camera 3 +" in line for line in lines)  # of a margin, where more is better
 
 
-def test_the_digits_example_predicts_the_sign_of_every_effect(tmp_path: Path) -> None:
-    output = run("digits.py", tmp_path)
+def test_the_digits_example_predicts_the_sign_of_every_effect() -> None:
+    output = run("digits.py")
     rows = [line for line in output.splitlines() if "predicted" in line]
     assert len(rows) == 4
     for row in rows:
@@ -42,12 +53,8 @@ def test_the_digits_example_predicts_the_sign_of_every_effect(tmp_path: Path) ->
         assert predicted * actual > 0, row
 
 
-def test_the_careless_blog_of_the_command_line_example_harms_every_query(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    assert run("command_line.py", tmp_path) == ""  # it is for the commands
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "path", [*sys.path])
+def test_the_careless_blog_of_the_command_line_example_harms_every_query() -> None:
+    assert run("command_line.py") == ""  # it is for the commands
     for arguments in (
         ["simulate", f"{EXAMPLES}/command_line.py:task", "-o", "store", "--no-check"],
         ["attribute", "store", "--task", f"{EXAMPLES}/command_line.py:task"],
@@ -62,11 +69,9 @@ def test_the_careless_blog_of_the_command_line_example_harms_every_query(
 
 @pytest.mark.skipif(not all(map(find_spec, ("transformers", "peft", "onnxscript", "onnxruntime"))), reason="no extras")
 def test_every_completion_of_the_language_example_is_credited_to_the_publisher_who_writes_so(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    assert run("language_model.py", tmp_path) == ""  # it is for the commands
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "path", [*sys.path])
+    assert run("language_model.py") == ""  # it is for the commands
     task = f"{EXAMPLES}/language_model.py:task"
 
     def printed(*arguments: str) -> str:
