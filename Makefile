@@ -51,7 +51,7 @@ release-check: $(VENV)/.release
 	$(BIN)/python tests/release.py dist -- --constraint constraints.txt $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
 
 clean:
-	rm -rf $(VENV) site dist imprint-demo .coverage .mypy_cache .ruff_cache .pytest_cache
+	rm -rf $(VENV) site dist imprint-demo .coverage .mypy_cache .ruff_cache .pytest_cache .hypothesis
 
 $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)

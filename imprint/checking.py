@@ -1,4 +1,4 @@
-"""Before a simulation: will it work on this task, by which engine and readout, and what will it take?"""
+"""Finds out before a simulation whether it will work, by which engine and readout, and what it will take."""
 
 import logging
 import os
@@ -38,7 +38,7 @@ _PATIENCE = 120.0  # seconds of a simulation up to which checkpoints are looked 
 
 
 def size(count: float | None) -> str:
-    """Bytes for a person.
+    """Format a number of bytes for a person.
 
     >>> size(1_500_000), size(999_999), size(None)
     ('1.5 MB', '1 MB', 'unknown')
@@ -53,7 +53,7 @@ def size(count: float | None) -> str:
 
 
 def shown_plan(plan: Plan) -> str:
-    """What a plan says of engine and checkpoints, for a person.
+    """Format what a plan says of engine and checkpoints.
 
     >>> shown_plan(Plan(engine="spectral", steps="infinite", damping=(0.1, 0.02)))
     'spectral, Gauss–Newton; steps infinite; lr auto; damping 0.1, 0.02; weight 1'
@@ -139,7 +139,7 @@ class Check:
         return "\n".join(lines)
 
     def to_json(self) -> dict[str, Any]:
-        """As plain JSON values."""
+        """Return plain JSON values."""
         return {**asdict(self), "plan": self.plan.to_json(), "ok": self.ok}
 
 
@@ -223,7 +223,7 @@ def check(
 
 
 def _tried(inputs: Inputs, state: Parameters, data: Any, plan: Plan, collate_fn: Collate | None) -> Store | Exception:
-    """A store of one step of a plan on a few examples, or why there is none."""
+    """Simulate one step of a plan on a few examples; return the store, or the error."""
     count = min(_EXAMPLES, len(inputs.data))
     few = map_tensors(lambda t: t[:count], data) if is_columns(data) else Subset(data, range(count))
     two = Sources.groups({index: [index] for index in range(min(2, count))})
@@ -242,7 +242,7 @@ def _look_ahead(inputs: Inputs, memory: int | str | None, patient: bool) -> None
 
 
 def _told(error: Exception) -> str:
-    """An error as a problem, with what to do where memory runs out."""
+    """Describe an error as a problem, and what to do where memory runs out."""
     if isinstance(error, torch.OutOfMemoryError):
         return f"memory runs out ({first_line(error)}): lower memory= or batch_size=, or select fewer parameters."
     return str(error)
@@ -257,7 +257,7 @@ def _engine(name: str, found: Store | Exception) -> Possibility:
 def _readout(
     task: Task, stores: dict[str, Store | Exception], paired: str, kind: ReadoutName, batch: Batch, count: int
 ) -> Possibility:
-    """Whether queries can be read out this way from a store, if it holds what the readout needs.
+    """Try a readout on a store that holds what it needs.
 
     paired: the engine whose store holds both perturbed end points.
     """
@@ -280,7 +280,7 @@ def _together(alone: object) -> str:
 
 
 def _queries(inputs: Inputs, queries: Any, collate_fn: Collate | None) -> tuple[Batch, int]:
-    """A few queries as one batch, and how many they are."""
+    """Return a few queries as one batch, and how many they are."""
     if queries is None:
         count = min(_QUERIES, len(inputs.data))
         return inputs.data.gather(torch.arange(count)), count
@@ -296,7 +296,7 @@ def _queries(inputs: Inputs, queries: Any, collate_fn: Collate | None) -> tuple[
 
 
 def _obstacles(expected: Estimate, out: str | os.PathLike[str] | None) -> Iterator[str]:
-    """In words, that the disk is too small."""
+    """Explain that the disk is too small."""
     place = nearest_folder(out)
     free = shutil.disk_usage(place).free
     if expected.disk_bytes > free:
@@ -308,7 +308,7 @@ def _obstacles(expected: Estimate, out: str | os.PathLike[str] | None) -> Iterat
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Fallbacks are part of the answer here, and need not be logged or warned of too."""
+    """Silence logs and warnings: fallbacks are part of the answer here."""
     log = logging.getLogger("imprint")
     level = log.level
     log.setLevel(logging.CRITICAL)

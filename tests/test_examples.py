@@ -9,6 +9,7 @@ from contextlib import redirect_stdout
 from importlib.util import find_spec
 from io import StringIO
 from pathlib import Path
+from typing import Any
 
 import pytest
 from typer.testing import CliRunner
@@ -101,6 +102,18 @@ def test_every_completion_of_the_language_example_is_credited_to_the_publisher_w
     exported = json.loads(printed(*onnx, "--json"))
     assert exported["sources"] == ["almanac", "gazette", "logbook"]
     assert exported["self_test"]["central"] <= 1e-4
+
+
+def test_the_notebook_finds_the_contributor_who_mislabels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    cells = json.loads((EXAMPLES / "tour.ipynb").read_text(encoding="utf-8"))["cells"]
+    found: dict[str, Any] = {}
+    for cell in cells:
+        if cell["cell_type"] == "code":
+            exec(compile("".join(cell["source"]), cell["id"], "exec"), found)
+    assert found["worst"] == "Elm"
+    assert float(found["actual"].min()) < -0.02
+    assert not any(cell.get("outputs") for cell in cells)  # outputs are made by those who run it
 
 
 @pytest.mark.parametrize("example", sorted(path.name for path in EXAMPLES.glob("*.py")))

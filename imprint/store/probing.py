@@ -18,7 +18,6 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import cache
 from operator import itemgetter
 from typing import Any
 
@@ -28,8 +27,9 @@ from torch import Tensor, nn
 
 from imprint.batches import is_columnar, leaves, map_tensors
 from imprint.compat import has_convolutions
-from imprint.data import Data
+from imprint.data import Data, spread_examples
 from imprint.task import Batch, Functional, Parameters, Task
+from imprint.tensors.noise import draw_noise, move_parameters
 
 SPREAD = 8  # probes that are spread over the data: the first ones, and all that stores up to schema 5 have
 SIZES = 6  # probes chosen by the size of their losses
@@ -50,7 +50,6 @@ _BACKWARD_AT_ONCE = 4  # … where a gradient is taken, which keeps activations
 _RELATIVE = 1e-4  # of a value: what counts as the same
 _SLOPE = 1e-3  # of the gradient: what counts as the same
 _ROUNDING = 4.0  # how often the rounding of a loss may add up
-_NOISE = 65_537  # numbers in the fixed sequence; a prime, so that it does not repeat with the rows of a matrix
 
 _NONE = torch.zeros(0, dtype=torch.int64)
 
@@ -76,11 +75,6 @@ class Seen:
 
 
 # --- which examples
-
-
-def spread_examples(n: int, count: int = SPREAD) -> Tensor:
-    """The indices of examples spread over the data."""
-    return torch.from_numpy(np.unique(np.linspace(0, n - 1, min(count, n)).round().astype(np.int64)))
 
 
 def choose_probes(functional: Functional, theta: Parameters, data: Data) -> list[int]:
@@ -185,7 +179,7 @@ def see(
         shown = [_figures(functional, theta, parts)] if outputs else []
         moved = []
         for number, distance in enumerate(DISTANCES):
-            place = _moved(theta, distance, number)
+            place = move_parameters(theta, distance, number)
             moved.append(_attempt(_losses, functional, place, parts, count))
             if outputs:
                 shown.append(_attempt(_figures, functional, place, parts, len(shown[0])))
@@ -206,10 +200,10 @@ def _slopes(functional: Functional, theta: Parameters, batch: Batch, count: int)
     It is that of a weighted sum of losses, with the probes' own labels and with those of others, away from θ: in this
     sum the gradients of a model that fits its data neither vanish nor cancel.
     """
-    place = _moved(theta, DISTANCES[-1], len(DISTANCES) - 1)
+    place = move_parameters(theta, DISTANCES[-1], len(DISTANCES) - 1)
     total = {name: torch.zeros_like(p) for name, p in place.items()}
     parts = [*_parts(batch, count, _BACKWARD_AT_ONCE), *_mixed(batch, count, _BACKWARD_AT_ONCE)]
-    weights = _noise(len(DISTANCES) + 1, sum(size for size, _ in parts))
+    weights = draw_noise(len(DISTANCES) + 1, sum(size for size, _ in parts))
     start = 0
     try:
         for size, part in parts:
@@ -235,7 +229,7 @@ def _by_group(gradient: Parameters) -> list[float]:
     for index, slope in enumerate(gradient.values()):
         group, flat = index * groups // len(gradient), slope.detach().flatten().double()
         squares[group] += float(flat @ flat)
-        along[group] += float(flat @ _noise(len(DISTANCES) + 2, len(flat), 7919 * index).to(flat))
+        along[group] += float(flat @ draw_noise(len(DISTANCES) + 2, len(flat), 7919 * index).to(flat))
     return [*map(math.sqrt, squares), *along]
 
 
@@ -265,7 +259,9 @@ def _figures(functional: Functional, theta: Parameters, parts: list[tuple[int, B
     for count, part in parts:
         z = functional.outputs(theta, part).detach()
         rows = z.reshape(count if z.dim() and len(z) == count else 1, -1).double()
-        weights = 1 + _noise(len(DISTANCES), rows.shape[1]).to(rows)  # not around 0: a shift of all outputs shows too
+        weights = 1 + draw_noise(len(DISTANCES), rows.shape[1]).to(
+            rows
+        )  # not around 0: a shift of all outputs shows too
         found += [_finite(value) for value in (rows @ weights / math.sqrt(rows.shape[1])).tolist()]
     return found
 
@@ -293,34 +289,6 @@ def _finite(value: float | None) -> float | None:
 
 def _rounded(value: float) -> float:
     return float(f"{value:.6g}") if math.isfinite(value) else value
-
-
-def _moved(theta: Parameters, distance: float, number: int) -> Parameters:
-    """Parameters at a distance from θ that is relative to the size of each, or of all where one is 0."""
-    norms = {name: float(torch.linalg.vector_norm(p, dtype=torch.float64)) for name, p in theta.items()}
-    overall = math.sqrt(sum(norm**2 for norm in norms.values()) / sum(p.numel() for p in theta.values())) or 1.0
-    place = {}
-    for index, (name, p) in enumerate(theta.items()):
-        size = norms[name] / math.sqrt(max(1, p.numel())) or overall
-        noise = _noise(number, p.numel(), 7919 * index).to(p)
-        place[name] = noise.mul_(distance * size).reshape(p.shape).add_(p)
-    return place
-
-
-def _noise(number: int, count: int, start: int = 0) -> Tensor:
-    """So many numbers of a fixed sequence, between −√3 and √3: of variance 1."""
-    twice, start = _sequence(number), start % _NOISE
-    if count <= _NOISE:
-        return twice[start : start + count].clone()
-    return twice[start : start + _NOISE].repeat(-(-count // _NOISE))[:count]
-
-
-@cache
-def _sequence(number: int) -> Tensor:
-    """A fixed sequence, twice: the bits are of a generator whose stream is promised to stay, unlike distributions."""
-    bits = np.random.PCG64(number).random_raw(_NOISE)
-    numbers = ((bits >> np.uint64(11)) * 2.0**-52 - 1.0) * math.sqrt(3)
-    return torch.from_numpy(np.tile(numbers.astype(np.float32), 2))
 
 
 # --- how exactly

@@ -24,6 +24,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
 
+from imprint.data import spread_examples
 from imprint.errors import DataError, StoreError, first_line
 from imprint.sources import Sources
 from imprint.store.checkpoint import Checkpoint, File
@@ -54,7 +55,6 @@ from imprint.store.probing import (
     other_loss,
     other_outputs,
     other_settings,
-    spread_examples,
 )
 from imprint.store.reading import JOURNAL, Store
 from imprint.store.records import read

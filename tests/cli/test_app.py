@@ -30,7 +30,7 @@ from imprint import Attribution, Plan, Store, attribute, simulate
 from imprint.benchmarking.settings import digits
 from imprint.benchmarking.sweep import GRID
 from imprint.cli.app import app, main
-from imprint.cli.terminal import progress
+from imprint.cli.terminal import show_progress
 from imprint.simulation.engines.tangent import Tangent
 from tests.benches import little_digits
 
@@ -244,7 +244,7 @@ def test_the_same_simulation_again_leaves_the_store_as_it_is(command: Command, h
     before = Path("runs/news/manifest.json").read_bytes()
     again = command("simulate", "model.py:task", "--out", "runs/news")
     assert again.code == 0 and "Store runs/news" in again.out
-    assert "runs/news is complete already; it is only compared\n" in again.err
+    assert "runs/news is only checking that it matches; it is only compared\n" in again.err
     assert Path("runs/news/manifest.json").read_bytes() == before
 
 
@@ -500,7 +500,7 @@ def test_a_store_is_replayed_to_the_bit(name: str, command: Command, here: Path,
     assert again.code == 0, again.err
     assert imprints(tmp_path / "again") == imprints("runs/news")
     assert not Store(tmp_path / "again").manifest.cost["resumed"]
-    assert "variation" not in again.err and "complete already" not in again.err
+    assert "variation" not in again.err and "only checking that it matches" not in again.err
 
 
 def test_a_replay_takes_the_steps_and_the_chunks_that_were_settled(
@@ -550,7 +550,7 @@ def test_a_replay_with_another_plan_is_a_variation(command: Command, here: Path,
 def test_a_variation_is_called_one(given: tuple[str, str], command: Command, here: Path, tmp_path: Path) -> None:
     varied = command("simulate", "model.py:task", "--from", "runs/news", *given, "-o", tmp_path / "other", "--no-check")
     assert varied.code == 0
-    assert "a variation of the store, no replay: its plan or dtype is given anew\n" in varied.err
+    assert "plan or dtype differs from the store: this is a variation, not a repetition\n" in varied.err
 
 
 # --- errors
@@ -588,12 +588,12 @@ ERRORS = {
     "no such device": ("check model.py:task --device gpu", "the model cannot go to 'gpu'"),
     "no such dtype": ("check model.py:task --dtype int8", "dtype must be one of float32, bfloat16, float64"),
     "no configuration": ("check --config nothing.toml", "nothing.toml cannot be read"),
-    "a checkpoint of torch.save": ("check model.py:task -c model.py -c b.pt", "What torch.save wrote is not taken"),
+    "a checkpoint of torch.save": ("check model.py:task -c model.py -c b.pt", "Files of torch.save are not read"),
     "no checkpoint": ("check model.py:task -c nothing.safetensors", "nothing.safetensors does not exist"),
     "no such readout": ("attribute runs/news --task model.py:task --readout guess", "readout 'guess' is unknown"),
     "no such order": ("attribute runs/news --task model.py:task --by size", "sources can be ordered by"),
     "no end points": ("attribute runs/news --task model.py:task --readout literal", "a literal readout needs"),
-    "another kind of file": ("attribute runs/news --out scores.xlsx", "written as .csv or .safetensors"),
+    "another kind of file": ("attribute runs/news --out scores.xlsx", "must end in .csv or .safetensors"),
     "no folder for the scores": ("attribute runs/news --out nowhere/a.csv", "there is no folder nowhere"),
     "not so much memory": (
         "attribute runs/news --task model.py:task --memory lots",
@@ -661,7 +661,7 @@ def test_an_error_that_is_not_the_users_hides_nothing(
     command: Command, here: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("imprint.cli.commands.stores.inspected", lambda store: dict[str, int]()["missing"])
-    monkeypatch.setattr("imprint.cli.app.own_frames", lambda error: [])  # the line above is in a test, no user's file
+    monkeypatch.setattr("imprint.cli.app.user_frames", lambda error: [])  # the line above is in a test, no user's file
     monkeypatch.setattr(sys, "argv", ["imprint", "inspect", "runs/news"])
     with pytest.raises(KeyError):
         main()
@@ -679,7 +679,7 @@ def test_a_ready_made_setting_is_checked_simulated_and_attributed_by_its_name(co
     assert len(found.values["queries"]) == 837
     assert "the task is digits, by which the store was made" in found.err
     again = command("simulate", "digits", *small, "--out", "runs/digits")
-    assert again.code == 0 and "complete already" in again.err  # its model is the same every time
+    assert again.code == 0 and "only checking that it matches" in again.err  # its model is the same every time
     assert command("simulate", "--from", "runs/digits", "--no-check", "--out", "runs/again").code == 0
     assert imprints("runs/again") == imprints("runs/digits")
 
@@ -705,11 +705,11 @@ def test_a_wrong_command_line_leaves_with_2(line: str, command: Command, here: P
 
 def test_a_terminal_is_shown_a_bar_and_a_log_gets_lines() -> None:
     shown = StringIO()
-    with progress(Console(file=shown, force_terminal=True, width=100), "simulating") as advance:
+    with show_progress(Console(file=shown, force_terminal=True, width=100), "simulating") as advance:
         assert callable(advance)
         advance(3, 12)
     assert "simulating" in shown.getvalue() and "3/12" in shown.getvalue()
-    with progress(Console(file=StringIO()), "simulating") as advance:
+    with show_progress(Console(file=StringIO()), "simulating") as advance:
         assert advance is True
 
 
@@ -786,7 +786,7 @@ def test_a_plan_is_chosen_where_auto_is_asked_for(command: Command, here: Path, 
     units = objects.sources if sources == "sources" else imprint.Sources.per_example(12)
     assert Store(tmp_path / "store").manifest.plan == Plan.auto(objects.task, objects.data, units, progress=False)
     again = command(*given)
-    assert again.code == 0 and "complete already" in again.err
+    assert again.code == 0 and "only checking that it matches" in again.err
     assert command("check", "model.py:task", "--sources", sources, "-p", "auto", "--json").values["ok"]
 
 
@@ -867,7 +867,7 @@ def test_ctrl_c_says_how_to_go_on_and_the_same_command_ends_in_the_same_imprints
     assert command(*given, "broken").code == 0
     assert imprints("broken") == imprints("whole")
     assert Store("broken").manifest.cost["resumed"]
-    assert "after it was resumed" in command("inspect", "broken").out
+    assert "since it was resumed" in command("inspect", "broken").out
 
 
 def test_ctrl_c_before_anything_is_finished_leaves_nothing(
@@ -880,7 +880,7 @@ def test_ctrl_c_before_anything_is_finished_leaves_nothing(
 
     monkeypatch.setattr(Tangent, "settle", interrupted)
     stopped = command("simulate", "model.py:task", "-o", "runs/news", "--no-check")
-    assert stopped == (130, "", "stopped before a first part was finished: the same command again starts over\n")
+    assert stopped == (130, "", "stopped before the first part was finished: the same command will start over\n")
     assert not (empty / "runs/news").exists()
 
 

@@ -381,7 +381,7 @@ def test_the_command_exports_and_tells_of_the_self_test(tmp_path: Path) -> None:
 @pytest.mark.parametrize("option", [["--dtype", "bfloat16"], ["--base", "gpt2"]])
 def test_the_command_refuses_what_a_graph_cannot_follow(option: list[str], tmp_path: Path) -> None:
     app, arguments = _command(tmp_path)
-    with pytest.raises(ConfigurationError, match="are for --format peft"):
+    with pytest.raises(ConfigurationError, match="apply to --format peft"):
         CliRunner().invoke(app, [*arguments, "--format", "onnx", *option], catch_exceptions=False)
 
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.func import grad, jacrev
 
 from imprint import Plan, PlanError, SimulationError, Sources, Store, StoreError, Task, TaskError, check, simulate
-from imprint.cli.inspection import inspected
+from imprint.cli.inspection import inspect_store
 from imprint.plan import State
 from imprint.simulation import snapshot
 from imprint.simulation.descent import minibatches
@@ -290,7 +290,7 @@ def test_estimating_is_said_and_recorded(caplog: pytest.LogCaptureFixture) -> No
     with caplog.at_level(logging.INFO, "imprint"):
         store = run(unconverged_mlp(), PLANS["full batch"])
     assert "checkpoint 0: second moments are estimated from the gradients of 16 batches" in caplog.text
-    assert inspected(store)["checkpoints"][0]["measured"]["moments"] == "estimated"
+    assert inspect_store(store)["checkpoints"][0]["measured"]["moments"] == "estimated"
 
 
 def test_half_of_the_moments_may_be_in_half_precision() -> None:

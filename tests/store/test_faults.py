@@ -24,7 +24,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from imprint import Plan, Sources, Store, StoreError, Task, attribute, simulate
-from imprint.cli.inspection import inspected
+from imprint.cli.inspection import inspect_store
 from imprint.simulation import snapshot
 from imprint.store.manifest import SCHEMA
 from imprint.store.values import sealed
@@ -206,7 +206,7 @@ def outcome(folder: Path) -> Tensor | None:
     try:
         store = Store(folder)
         store.verify()
-        json.dumps(inspected(store))
+        json.dumps(inspect_store(store))
         return both(store)
     except StoreError as error:
         message = str(error)
@@ -286,7 +286,7 @@ def test_a_changed_manifest_of_a_factored_store_is_refused_or_gives_finite_score
         try:
             store = Store(folder)
             store.verify()
-            json.dumps(inspected(store))
+            json.dumps(inspect_store(store))
             seen = torch.stack([scores(store), scores(store, readout="gradient")])
         except StoreError as error:
             message = str(error)
@@ -826,7 +826,7 @@ def test_a_hundred_thousand_sources_are_a_matter_of_seconds(tmp_path: Path) -> N
     store = Store(tmp_path / "store")
     store.verify()
     top = attribute(model, store, (x[:3], y[:3]), top=5, progress=False)
-    values = inspected(store)
+    values = inspect_store(store)
     read = time.process_time()
     assert len(store) == values["sources"] == many
     assert top.scores.shape == (3, 5)
