@@ -580,7 +580,7 @@ def test_the_step_of_central_must_be_positive(step: float, task: Task, store: St
 
 
 def test_literal_is_refused_where_the_engine_makes_no_end_points(task: Task, store: Store) -> None:
-    with pytest.raises(ReadoutError, match=r"literal.*tangent engine does not make.*keep_pair=True"):
+    with pytest.raises(ReadoutError, match=r"literal readout needs both perturbed end points.*keep_pair=True"):
         attribute(task, store, _columns(3), readout="literal", progress=False)
 
 

@@ -205,7 +205,7 @@ def test_what_is_not_what_it_should_be_is_named(error: type[Exception], options:
 
 def test_files_of_torch_save_are_told_from_safetensors(tmp_path: Path) -> None:
     torch.save(classifier().model.state_dict(), tmp_path / "model.pt")
-    with pytest.raises(TaskError, match=r"What torch\.save wrote is not taken"):
+    with pytest.raises(TaskError, match=r"Files of torch\.save are not read"):
         store_of(checkpoints=[tmp_path / "model.pt"])
 
 
