@@ -11,8 +11,7 @@ from safetensors.torch import save_model
 from torch import Tensor, nn
 
 from imprint.errors import PlanError, StoreError
-from imprint.store.files import clear_leftovers, refuse_irregular, write
-from imprint.store.tensorfile import save
+from imprint.store.files import clear_leftovers, refuse_irregular, write, write_tensors
 
 MOMENTS = ".moments.safetensors"  # how the names of files with second moments end
 
@@ -92,7 +91,7 @@ class Recorder:
             except OSError as error:
                 raise StoreError(f"could not make the folder {self.folder}: {error}.") from error
             if moments:
-                write(moments_beside(place), lambda path: save(moments, path, {}))
+                write_tensors(moments_beside(place), moments)
             write(place, lambda path: save_model(model, str(path)))
             self._left.discard(moment)
 

@@ -153,7 +153,7 @@ def test_fewer_examples_are_evaluated_at_once_where_memory_is_little(memory: str
     task, sources = Task(model, loss, parameters="2.*"), Sources.groups({"a": [0, 1], "b": [2]})
     store = simulate(task, columns(500), sources, Plan(steps=1, lr=1e-3), memory=memory, progress=False)
     assert max(sizes) == (256 if memory else 500)
-    assert store.manifest.execution["batch_size"] == (256 if memory else 1024)
+    assert store.manifest.execution.batch_size == (256 if memory else 1024)
 
 
 # Results.

@@ -22,7 +22,7 @@ from imprint.data import Data, as_tensors, is_columns, length_of
 from imprint.errors import ConfigurationError, ImprintError, PlanError, first_line
 from imprint.plan import Plan
 from imprint.sources import Sources
-from imprint.store.reading import DTYPES
+from imprint.store.request import DTYPES
 from imprint.task import Task
 
 _KINDS = {"task": "imprint.Task", "sources": "imprint.Sources", "plan": "imprint.Plan"}

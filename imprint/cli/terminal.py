@@ -105,8 +105,6 @@ def _imprints(values: dict[str, Any]) -> str:
 def took(values: dict[str, Any]) -> str:
     """What a simulation took, beside what was expected of it."""
     cost = values["cost"]
-    if not cost:
-        return "unknown"
     seconds, peak = duration(cost["seconds"]), size(cost["peak_bytes"])
     if cost["resumed"]:
         return f"{seconds} after it was resumed; at most {peak} of memory"

@@ -43,8 +43,9 @@ from imprint.store.fingerprint import (
     recognise_data,
     without_adapter,
 )
-from imprint.store.probing import class_examples, see_losses
-from imprint.store.reading import describe
+from imprint.store.probe_examples import choose_class_examples
+from imprint.store.probing import evaluate_losses
+from imprint.store.request import describe
 from imprint.task import Batch, Parameters, Task, own_containers, require_task
 
 logger = logging.getLogger(__name__)
@@ -422,8 +423,8 @@ def _request(
             raise DataError("the task measures another model than those that are trained: give it one made by `build`.")
         functional, theta = initial.at(initial.state())
         with initial.evaluating():
-            probes = class_examples(train.examples)
-            losses = see_losses(functional, theta, train.examples.gather(torch.tensor(probes)), len(probes))
+            probes = choose_class_examples(train.examples)
+            losses = evaluate_losses(functional, theta, train.examples.gather(torch.tensor(probes)), len(probes))
         model = placeless(repr(initial.model)).splitlines()
         fingerprints |= {"initial model": of_tensors(initial.state())}
     request = {

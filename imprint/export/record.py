@@ -25,9 +25,8 @@ from imprint.export.likelihood import COLUMNS, as_batches, log_likelihood, refus
 from imprint.export.point import Counted, Point
 from imprint.readout.reader import forward_only
 from imprint.store.checkpoint import INSIDE
-from imprint.store.files import LOCK, Lock, clear_leftovers, sha256, temporary_folder, write
+from imprint.store.files import LOCK, Lock, clear_leftovers, sha256, temporary_folder, write, write_tensors
 from imprint.store.reading import Store
-from imprint.store.tensorfile import save
 from imprint.store.values import Value, read_json, sealed
 from imprint.task import Batch, Task
 
@@ -351,7 +350,7 @@ def _write_probes(folder: Path, point: Point, queries: list[Counted], dtype: str
     """Keep the first few queries; their log-likelihoods at the checkpoint in float32 and in the serving precision."""
     count, batch = queries[0]
     few = map_tensors(lambda column: column[: min(count, _PROBES)].cpu().contiguous(), batch)
-    write(folder / PROBES, lambda path: save({name: few[name] for name in COLUMNS}, path, {}))
+    write_tensors(folder / PROBES, {name: few[name] for name in COLUMNS})
     on_device = map_tensors(lambda column: column.to(point.task.device), few)
     states = {dtype: point.rounded(DTYPES[dtype]), "float32": point.state}
     with forward_only(point.task):

@@ -401,7 +401,7 @@ class Reader:
         self.seen.values += measured(base.functional, base.theta, batch, count)
         self.seen.unit = unit_of(self.task, batch)
         if self.task.measure is self.task.loss and self.store.manifest.probes is not None:
-            self.seen.values += self.store.manifest.probes.losses
+            self.seen.values += self.store.manifest.probes.values.losses
         self._try_factors(base, batch, count)
         if self.readout == "jvp" and not self._works(batch, count):
             reason = self._reason

@@ -15,11 +15,13 @@ import secrets
 import shutil
 import stat
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TypeVar
 
 from safetensors import SafetensorError
+from safetensors.torch import save_file
+from torch import Tensor
 
 from imprint.errors import StoreError
 
@@ -53,6 +55,17 @@ def write(place: Path, fill: Callable[[Path], Result]) -> Result:
         return result
     except (OSError, SafetensorError) as error:
         raise _unwritten(place, error) from error
+
+
+def write_tensors(place: Path, tensors: Mapping[str, Tensor], metadata: dict[str, str] | None = None) -> None:
+    """Write tensors as a safetensors file; durable once this returns. They are streamed from where they are."""
+    own = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+    end = 0
+    for name, tensor in sorted(own.items(), key=lambda item: item[1].data_ptr()):
+        if tensor.data_ptr() < end:  # such as tied weights: safetensors refuses tensors that share memory
+            own[name] = tensor.clone()
+        end = max(end, tensor.data_ptr() + tensor.nbytes)
+    write(place, lambda path: save_file(own, path, metadata))
 
 
 def refuse_irregular(place: Path) -> None:

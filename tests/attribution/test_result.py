@@ -19,7 +19,7 @@ from imprint import Attribution, MissingExtra, Plan, ReadoutError, Sources, Stor
 from imprint.attribution.result import Labels, Order
 from imprint.data import Data
 from imprint.store.fingerprint import of_batches, of_data, of_sources, probe_measures
-from imprint.store.reading import describe
+from imprint.store.request import describe
 
 SCORES = torch.tensor([[3.0, -6.0, 0.5], [-1.0, 2.0, 8.0]], dtype=torch.float64)
 

@@ -336,15 +336,19 @@ def rewrite(folder: Path, *path: Any, value: Any) -> None:
 
 SHARD = ("checkpoints", 0, "imprints")
 WRONG: dict[str, tuple[tuple[Any, ...], Any, str]] = {
-    "n is none": (("n",), 0, "n must be a whole number of at least 1, got 0"),
-    "n is enormous": (("n",), 10**30, "number '1000000000000000000000000000000' is too large"),
-    "n is a flag": (("n",), True, "n must be a whole number of at least 1, got True"),
-    "unknown dtype": (("dtype",), "int8", "dtype must be one of float32, bfloat16, float64, got 'int8'"),
-    "infinite lr": (("plan", "lr"), float("inf"), "Infinity is not a number of JSON"),
-    "overflowing lr": (("plan", "lr"), -0.5, "plan: lr must be a positive number"),
-    "weights of nothing": (("plan", "weight"), [0.0, 0.0, 0.0], "plan: weight must be positive for at least one"),
+    "n is none": (("request", "n"), 0, "n must be a whole number of at least 1, got 0"),
+    "n is enormous": (("request", "n"), 10**30, "number '1000000000000000000000000000000' is too large"),
+    "n is a flag": (("request", "n"), True, "n must be a whole number of at least 1, got True"),
+    "unknown dtype": (("request", "dtype"), "int8", "dtype must be one of float32, bfloat16, float64, got 'int8'"),
+    "infinite lr": (("request", "plan", "lr"), float("inf"), "Infinity is not a number of JSON"),
+    "overflowing lr": (("request", "plan", "lr"), -0.5, "plan: lr must be a positive number"),
+    "weights of nothing": (
+        ("request", "plan", "weight"),
+        [0.0, 0.0, 0.0],
+        "plan: weight must be positive for at least one",
+    ),
     "other weight": (("checkpoints", 0, "weight"), 3.0, r"checkpoints\[0\]\.weight is 3\.0, by the plan it is 1\.0"),
-    "too few settings": (("plan", "steps"), [2, 2], "plan: settings per checkpoint must be equally many"),
+    "too few settings": (("request", "plan", "steps"), [2, 2], "plan: settings per checkpoint must be equally many"),
     "no epsilon": (("checkpoints", 0, "decided", "epsilon"), None, r"decided\.epsilon is None, by the plan it is 1\.0"),
     "no base": (("checkpoints", 0, "base"), None, r"checkpoints\[0\]\.base is missing"),
     "no shards": (SHARD, [], r"checkpoints\[0\]\.imprints is missing"),
@@ -369,12 +373,12 @@ WRONG: dict[str, tuple[tuple[Any, ...], Any, str]] = {
     ),
     "half a character": (("created",), "\ud83d", "surrogates not allowed"),
     "another shape": (
-        ("parameters", "0.bias", "shape"),
+        ("request", "parameters", "0.bias", "shape"),
         [3],
         "parameter '0.bias' was .3,. of torch.float32 in the store",
     ),
     "no type": (
-        ("parameters", "0.bias", "dtype"),
+        ("request", "parameters", "0.bias", "dtype"),
         "torch.nn",
         r"parameters\['0.bias'\].dtype must be one of .*'torch.nn'",
     ),

@@ -1,6 +1,5 @@
 """Fingerprints tell what differs, and do not tell what is only cut or placed otherwise."""
 
-import json
 import warnings
 from pathlib import Path
 from typing import Any
@@ -19,7 +18,6 @@ from imprint.errors import DataError, ReadoutError, ReliabilityWarning
 from imprint.evaluation import Subsets, retrain
 from imprint.evaluation.metrics import check_origin
 from imprint.store.fingerprint import SAMPLED, compare_data, of_batches, of_data, recognise_data
-from imprint.store.values import sealed
 
 CPU, N = torch.device("cpu"), 1400
 DRAWN = {*np.random.default_rng(0).choice(N, SAMPLED, replace=False).tolist()}  # the examples of a sample
@@ -129,7 +127,7 @@ def test_a_sampled_hash_is_an_option_that_every_comparison_names(tmp_path: Path)
     with pytest.warns(ReliabilityWarning, match="hashed by a sample of 1,024 of its 1,400 examples"):
         store = run(tmp_path / "store", hash_data="sampled")
     assert any("by a sample" in warning for warning in store.warnings)
-    assert store.manifest.fingerprints["data"]["all"] is None
+    assert store.manifest.request.data.all is None
     sampled = r"sampled: 1,024 of its 1,400 examples were compared"
     with pytest.warns(ReliabilityWarning, match=sampled):
         run(tmp_path / "store")
@@ -150,29 +148,8 @@ def test_what_was_begun_with_a_sample_does_not_end_as_hashed_in_full(tmp_path: P
         run(tmp_path / "store", memory="200B", progress=die, hash_data="sampled")
     with pytest.warns(ReliabilityWarning, match="sampled"):
         store = run(tmp_path / "store", memory="200B")
-    assert store.manifest.fingerprints["data"]["all"] is None
+    assert store.manifest.request.data.all is None
     assert any("by a sample" in warning for warning in store.warnings)
-
-
-def test_a_store_of_an_earlier_schema_is_compared_by_its_sample(tmp_path: Path) -> None:
-    """Its hash was of 1,024 examples, as its reader is told."""
-    store = run(tmp_path / "store")
-    manifest = json.loads((store.path / "manifest.json").read_text())
-    for name in ("sha256", "warnings"):
-        del manifest[name]
-    prints = manifest["fingerprints"]
-    prints["data"], prints["losses"] = prints["data"]["sampled"], prints["losses"][:8]
-    for name in ("probes", "modules"):
-        del prints[name]
-    manifest |= {"schema": 5, "probes": None}
-    (store.path / "manifest.json").write_text(json.dumps(sealed(manifest)))
-    assert any("by a sample of 1,024 of its 1,400" in warning for warning in Store(store.path).warnings)
-    with pytest.warns(ReliabilityWarning, match="sampled: 1,024 of its 1,400"):
-        run(store.path)
-    other = Task(task().model, lambda model, batch: 1.1 * task().loss(model, batch))
-    sources = Sources.by_label([i % 3 for i in range(N)])
-    with pytest.raises(StoreError, match=r"loss on probe example 0 .*the loss function changed"):
-        simulate(other, columns(), sources, Plan(steps=2, lr=0.1), out=store.path, progress=False)
 
 
 def test_small_data_is_always_compared_in_full() -> None:

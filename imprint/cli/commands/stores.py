@@ -51,8 +51,7 @@ from imprint.cli.terminal import (
 from imprint.display import for_csv, for_terminal
 from imprint.errors import ConfigurationError, ReliabilityWarning, StoreError
 from imprint.store.files import write
-from imprint.store.manifest import MANIFEST
-from imprint.store.reading import JOURNAL
+from imprint.store.manifest import JOURNAL, MANIFEST
 
 _NAMED = ("task", "data", "sources", "collate_fn", "checkpoints")  # what a simulation loads
 
@@ -228,7 +227,7 @@ def _silent(shown: Iterable[str]) -> Iterator[None]:
 
 def _take_threads(store: imprint.Store) -> None:
     """Compute with as many threads as a store was made with, if this machine can be asked for so many."""
-    threads, most = store.manifest.execution.get("threads", 1), max(64, 4 * (os.cpu_count() or 1))
+    threads, most = store.manifest.execution.threads, max(64, 4 * (os.cpu_count() or 1))
     if threads <= most:
         torch.set_num_threads(threads)
     else:
