@@ -10,7 +10,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet --constraint constraints.txt \
 	$(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
 
-.PHONY: demo test test-long lint docs clean
+.PHONY: demo test test-long lint docs release-check clean
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/.report
@@ -30,14 +30,35 @@ lint: $(VENV)/.test
 docs: $(VENV)/.docs
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
+# builds sdist and wheel, installs the wheel into an environment of its own, and tries it there
+release-check: $(VENV)/.release
+	rm -rf dist
+	$(BIN)/python -m build --no-isolation --outdir dist
+	$(BIN)/python tests/release.py dist -- --constraint constraints.txt $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
+
 clean:
-	rm -rf $(VENV) site imprint-demo .coverage .mypy_cache .ruff_cache .pytest_cache
+	rm -rf $(VENV) site dist imprint-demo .coverage .mypy_cache .ruff_cache .pytest_cache
 
 $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
 
 # torch first and alone: with the pinned build in place nothing later looks for another one
-$(VENV)/.%: $(BIN)/python pyproject.toml constraints.txt
+$(VENV)/.torch: $(BIN)/python constraints.txt
 	$(PIP) torch
-	$(PIP) --editable ".[$*]"
+	touch $@
+
+$(VENV)/.report: $(VENV)/.torch pyproject.toml
+	$(PIP) --editable ".[report]"
+	touch $@
+
+$(VENV)/.test: $(VENV)/.torch pyproject.toml requirements/test.txt
+	$(PIP) --editable ".[all]" --requirement requirements/test.txt
+	touch $@
+
+$(VENV)/.docs: $(VENV)/.torch pyproject.toml requirements/docs.txt
+	$(PIP) --editable . --requirement requirements/docs.txt
+	touch $@
+
+$(VENV)/.release: $(BIN)/python constraints.txt requirements/release.txt
+	$(PIP) --requirement requirements/release.txt
 	touch $@

@@ -21,7 +21,7 @@ import transformers
 
 import imprint
 from imprint import export, language
-from imprint.readout.reader import forward_only
+from imprint.readout.kernels import forward_only
 
 
 def model(given: argparse.Namespace) -> Any:

@@ -21,7 +21,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 import imprint
 from imprint import language
-from imprint.readout.reader import along, dots, forward_only, query_gradients
+from imprint.readout.kernels import forward_only, gradient_scores, jvp_scores, query_gradients
 from imprint.task import Parameters
 
 SELECTIONS = {
@@ -77,10 +77,10 @@ def costs(task: imprint.Task, imprints: Parameters, batch: dict[str, Tensor], re
         return measure(theta)
 
     def forward() -> Tensor:
-        return along(measure, theta, imprints, vectorise=True)
+        return jvp_scores(measure, theta, imprints, vectorise=True)
 
     def backward() -> Tensor:
-        return dots(imprints, query_gradients(functional, theta, batch, count, vectorise=True))
+        return gradient_scores(imprints, query_gradients(functional, theta, batch, count, vectorise=True))
 
     with forward_only(task):
         (plain, plain_bytes), (jvp, jvp_bytes), (gradient, _) = measured((plainly, forward, backward), device, repeats)

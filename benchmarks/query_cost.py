@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from imprint.readout.reader import along, between, dots, forward_only, query_gradients
+from imprint.readout.kernels import difference_scores, forward_only, gradient_scores, jvp_scores, query_gradients
 from imprint.task import Parameters, Task
 from imprint.tensors.vectors import norm, row_norms
 
@@ -79,10 +79,13 @@ def costs(case: Case, sources: int, queries: int, device: torch.device) -> dict[
         times = {
             "forward": median_ms(lambda: measure(theta), device),
             "reading": median_ms(lambda: read(imprints), device),
-            "jvp": median_ms(lambda: along(measure, theta, imprints, vectorise=True), device),
-            "central": median_ms(lambda: between(measure, theta, imprints, step, step, vectorise=True), device),
+            "jvp": median_ms(lambda: jvp_scores(measure, theta, imprints, vectorise=True), device),
+            "central": median_ms(
+                lambda: difference_scores(measure, theta, imprints, step, step, vectorise=True), device
+            ),
             "gradient": median_ms(
-                lambda: dots(imprints, query_gradients(functional, theta, batch, queries, vectorise=True)), device
+                lambda: gradient_scores(imprints, query_gradients(functional, theta, batch, queries, vectorise=True)),
+                device,
             ),
         }
     return {name: value / queries for name, value in times.items()}

@@ -23,11 +23,12 @@ from torch import Tensor, nn
 
 import imprint
 from imprint.plan import Form
-from imprint.readout.reader import Kind, Reader
+from imprint.readout.kernels import ReadoutName
+from imprint.readout.reader import Reader
 
 EXAMPLES = (625, 1250, 2500, 5000)
 QUERIES = (1, 4, 16, 64, 256)
-READINGS: dict[str, tuple[Form, Kind]] = {
+READINGS: dict[str, tuple[Form, ReadoutName]] = {
     "factored, jvp": ("factored", "jvp"),
     "factored, gradient": ("factored", "gradient"),
     "projected, jvp": ("projected", "jvp"),
@@ -95,7 +96,7 @@ def main() -> None:
     head += " ".join(f"{f'|Q|={count}':>8s}" for count in QUERIES) + "  slope   store"
     print(f"{'':20s} {head}\n{'':20s} with |Q| = 16{' ' * 33}with |B| = {EXAMPLES[-1]}")
 
-    def read(form: Form, kind: Kind, examples: int, queries: int) -> float:
+    def read(form: Form, kind: ReadoutName, examples: int, queries: int) -> float:
         reader, batch = Reader(task, stores[form, examples], readout=kind), data(queries, device)
         return median_ms(lambda: reader.scores(batch), device, options.repeats)
 

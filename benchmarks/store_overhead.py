@@ -9,18 +9,17 @@ import argparse
 import os
 import tempfile
 import time
-from dataclasses import replace
 from pathlib import Path
 from statistics import median
 
 import torch
-from imprint.simulation.settling import settled
 
 from imprint.benchmarking.settings import digits
 from imprint.data import Data
 from imprint.evaluation.training import train_together
-from imprint.simulation.engines import simulated
+from imprint.simulation import engines
 from imprint.simulation.inputs import Inputs
+from imprint.simulation.path import Hooks
 from imprint.simulation.runner import simulate
 from imprint.store.files import sha256, write_tensors
 from imprint.task import Parameters
@@ -30,10 +29,10 @@ def in_memory(inputs: Inputs) -> list[Parameters]:
     """The simulation without a store: every checkpoint settled and simulated, the imprints kept."""
     kept = []
     with inputs.task.evaluating():
-        for index, settings in enumerate(inputs.settings):
-            descent = inputs.descent(index, inputs.state(index))
-            checkpoint = settled(descent, settings, index, None)
-            kept.append(simulated(replace(descent, lr=checkpoint.choices.lr), None).imprints)
+        for index in range(len(inputs.settings)):
+            engine = engines.at_checkpoint(inputs, index, inputs.state(index))
+            engine.settle()
+            kept.append(engine.simulate(engine.descent, Hooks()).imprints)
     return kept
 
 

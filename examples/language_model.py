@@ -1,7 +1,7 @@
 """A language model to work on from the terminal: `imprint check examples/language_model.py:task` and so on.
 
 Three publishers wrote what a tiny GPT-2 was trained on; imprints live in a LoRA adapter made for them, so that they can
-be exported. Needs the extra `hf`, and `export` for `imprint export`.
+be exported. Needs the extra `language`.
 """
 
 from itertools import product

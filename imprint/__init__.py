@@ -1,6 +1,8 @@
 """Imprint: how much does each data source move this prediction? Answered with forward passes only."""
 
-from imprint.attribution.result import Attribution, Credit, Top, attribute, self_influence
+from imprint.attribution.result import Attribution
+from imprint.attribution.scoring import attribute, self_influence
+from imprint.attribution.top import Credit, Top
 from imprint.checking import Check, check
 from imprint.errors import (
     ConfigurationError,

@@ -17,7 +17,8 @@ from imprint.batches import map_tensors
 from imprint.data import Collate, HashData, as_tensors, is_columns, query_batches
 from imprint.errors import ImprintError, SimulationError, first_line
 from imprint.plan import Plan, State
-from imprint.readout.reader import Kind, Reader
+from imprint.readout.kernels import ReadoutName
+from imprint.readout.reader import Reader
 from imprint.runtime.progress import duration
 from imprint.runtime.turns import settle_child
 from imprint.simulation import engines
@@ -187,7 +188,9 @@ def check(
         chosen = stores[inputs.plan.engine]
         stores = {inputs.plan.engine: chosen, **stores}  # readouts are tried on its own store, if there is one
         paired = next(name for name, trial in trials.items() if trial.holds_pair)
-        readouts = tuple(_readout(task, stores, paired, kind, batch, count) for kind in get_args(Kind)) if works else ()
+        readouts = (
+            tuple(_readout(task, stores, paired, kind, batch, count) for kind in get_args(ReadoutName)) if works else ()
+        )
         try:
             if isinstance(chosen, Exception):
                 raise chosen
@@ -252,7 +255,7 @@ def _engine(name: str, found: Store | Exception) -> Possibility:
 
 
 def _readout(
-    task: Task, stores: dict[str, Store | Exception], paired: str, kind: Kind, batch: Batch, count: int
+    task: Task, stores: dict[str, Store | Exception], paired: str, kind: ReadoutName, batch: Batch, count: int
 ) -> Possibility:
     """Whether queries can be read out this way from a store, if it holds what the readout needs.
 

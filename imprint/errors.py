@@ -40,6 +40,10 @@ class SimulationError(ImprintError, RuntimeError):
     """A simulation produced numbers that cannot be trusted."""
 
 
+class DivergenceError(SimulationError):
+    """A simulated path or a response diverges: the step is too long for the curvature, or there are too many."""
+
+
 class StoreError(ImprintError, RuntimeError):
     """A store cannot be written, or what it holds cannot be trusted."""
 

@@ -22,6 +22,7 @@ from imprint.errors import TaskError
 from imprint.model.dropout import dropping
 from imprint.model.replica import Replica
 from imprint.model.supported import refuse_unsupported
+from imprint.runtime.threads import warn_of_threads
 from imprint.runtime.turns import one_at_a_time
 
 Parameters = dict[str, Tensor]
@@ -291,10 +292,13 @@ class Task:
                 raise TaskError(f"checkpoint tensor {name!r} has shape {theirs}, the model's is {tuple(mine.shape)}.")
         return {name: state[name].detach().to(mine.device, mine.dtype, copy=True) for name, mine in own.items()}
 
-    def at(self, state: Mapping[str, Tensor]) -> tuple["Functional", Parameters]:
-        """The task as pure functions around `state`, and the selected parameters there."""
+    def at(self, state: Mapping[str, Tensor], measure: PerExample | None = None) -> tuple["Functional", Parameters]:
+        """Return the task as pure functions around `state`, and the selected parameters there.
+
+        measure: what to measure of a query instead of the task's own measurement.
+        """
         fixed = {name: tensor for name, tensor in state.items() if name not in self.names}
-        return Functional(self, fixed), {name: state[name] for name in self.names}
+        return Functional(self, fixed, measure=measure), {name: state[name] for name in self.names}
 
     def call(self, function: PerExample, state: Mapping[str, Tensor], batch: Batch) -> Tensor:
         """`function(model, batch)` with the tensors of `state` swapped into a copy of the model."""
@@ -311,6 +315,7 @@ class Task:
             if self._turn is turn and self._evaluates:  # within an outer call everything is ready, and stays as it is
                 yield
                 return
+            warn_of_threads(self.model)
             if self._turn is not turn:  # a forked child may find the copy in the middle of a call
                 self._turn, self._replica = turn, Replica(self.model)
             current = self._replica.current(self._prepared)
@@ -373,11 +378,13 @@ class Functional:
     """A task as pure functions of its selected parameters; all other tensors of the model are `fixed`.
 
     noise: seeds from which losses and outputs draw the model's dropout, always the same; None for no dropout.
+    measure: F, where it is another one than the task's own.
     """
 
     task: Task
     fixed: Parameters
     noise: tuple[int, ...] | None = None
+    measure: PerExample | None = None
 
     def losses(self, parameters: Mapping[str, Tensor], batch: Batch, count: int) -> Tensor:
         """ℓ(θ; i) for the `count` examples of a batch, shape (count,)."""
@@ -400,7 +407,7 @@ class Functional:
 
     def measures(self, parameters: Mapping[str, Tensor], batch: Batch, count: int) -> Tensor:
         """F(q; θ) for the `count` queries of a batch, shape (count,)."""
-        values = self.task.call(self.task.measure, {**self.fixed, **parameters}, batch)
+        values = self.task.call(self.measure or self.task.measure, {**self.fixed, **parameters}, batch)
         return _one_each(values, count, "measure", "query")
 
     def regulariser(self, parameters: Mapping[str, Tensor]) -> Tensor:

@@ -6,6 +6,8 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from imprint.simulation import step_size
+
 try:
     from hypothesis import settings
 except ImportError:  # the zoo also runs where there is only torch and pytest
@@ -31,6 +33,24 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(threads)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def few_curvature_products() -> Iterator[None]:
+    """Measure the curvature where a simulation starts by two products instead of thirty: that halves a tiny one."""
+    with step_size.coarse_curvature():
+        yield
+
+
+@pytest.fixture(autouse=True)
+def all_curvature_products(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Measure it in full in tests marked `curvature`, which are about what is found there."""
+    if request.node.get_closest_marker("curvature") is None:
+        yield
+        return
+    token = step_size._START_ITERATIONS.set(30)
+    yield
+    step_size._START_ITERATIONS.reset(token)
 
 
 @pytest.fixture(autouse=True)

@@ -31,9 +31,9 @@ from imprint import (
     self_influence,
     simulate,
 )
-from imprint.attribution.result import Labels
+from imprint.attribution.labels import Labels
 from imprint.cli.app import app, main
-from imprint.readout import reader
+from imprint.readout import base, kernels
 from imprint.store.probing import REGULARISERS
 from tests.problems import known
 
@@ -124,13 +124,13 @@ def test_half_precision_is_warned_of() -> None:
 def test_gradient_needs_one_backward_per_query_whatever_the_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     task, store = made()
     differentiated: list[int] = []
-    original = reader.query_gradients
+    original = kernels.query_gradients
 
     def counted(functional: Any, theta: Any, batch: Any, count: int, **options: Any) -> Any:
         differentiated.append(count)
         return original(functional, theta, batch, count, **options)
 
-    monkeypatch.setattr(reader, "query_gradients", counted)
+    monkeypatch.setattr(base, "query_gradients", counted)
     attribute(task, store, columns(8), readout="gradient", batch_size=2, memory="1kB", progress=False)
     assert sum(differentiated) <= 8 + 2  # two more to see that it works
 

@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint as recomputed
 
 from imprint import Plan, PlanError, ReadoutError, Sources, Store, Task, TaskError, attribute, self_influence, simulate
 from imprint.data import Data
-from imprint.readout.reader import Kind
+from imprint.readout.kernels import ReadoutName
 from tests.zoo import EXAMPLES, QUERIES, ZOO, Member
 
 STEPS, LR = 4, 0.1
@@ -59,7 +59,7 @@ def _simulate(member: Member, plan: Plan, **options: Any) -> Store:
     )
 
 
-def _scores(member: Member, store: Store, readout: Kind = "jvp") -> Tensor:
+def _scores(member: Member, store: Store, readout: ReadoutName = "jvp") -> Tensor:
     result = attribute(
         member.task, store, member.queries, readout=readout, collate_fn=member.collate_fn, progress=False
     )
@@ -76,7 +76,7 @@ def _batch(member: Member, dataset: Any) -> Any:
     return next(iter(data.batches()))[1]
 
 
-def _readout_for(name: str) -> Kind:
+def _readout_for(name: str) -> ReadoutName:
     return "jvp" if ZOO[name].forward_mode else "central"
 
 
@@ -120,7 +120,7 @@ def test_a_task_without_outputs_is_told_what_gauss_newton_needs(plan: str, devic
 
 @pytest.mark.parametrize("readout", ["jvp", "central", "literal", "gradient"])
 @pytest.mark.parametrize("name", ZOO)
-def test_every_readout_scores_every_member(name: str, readout: Kind, device: str, simulated: Simulate) -> None:
+def test_every_readout_scores_every_member(name: str, readout: ReadoutName, device: str, simulated: Simulate) -> None:
     member, store = simulated(name, "two_sided", device, torch.float32)
     result = attribute(
         member.task, store, member.queries, readout=readout, collate_fn=member.collate_fn, progress=False

@@ -14,12 +14,12 @@ from torch import Tensor, nn
 from torch.func import vmap
 from torch.utils.data import DataLoader
 
-from imprint.attribution.result import attribute
+from imprint.attribution.scoring import attribute
 from imprint.batches import shown_batch
 from imprint.data import Data
 from imprint.errors import DataError, MissingExtra
 from imprint.plan import Plan
-from imprint.readout.reader import Kind
+from imprint.readout.kernels import ReadoutName
 from imprint.simulation.runner import simulate
 from imprint.sources import Sources
 from imprint.store.fingerprint import DataPrint, of_data
@@ -30,7 +30,7 @@ try:
     from dattri.algorithm.base import BaseAttributor
     from dattri.task import AttributionTask
 except ImportError as error:
-    raise MissingExtra("the attributor for dattri", "peers") from error
+    raise MissingExtra("the attributor for dattri", "bench") from error
 
 
 class ImprintAttributor(BaseAttributor):  # type: ignore[misc]  # dattri has no types
@@ -47,7 +47,7 @@ class ImprintAttributor(BaseAttributor):  # type: ignore[misc]  # dattri has no 
         plan: Plan | None = None,
         *,
         device: str = "cpu",
-        readout: Kind = "gradient",
+        readout: ReadoutName = "gradient",
         memory: int | str | None = None,
     ) -> None:
         self.task, self.plan, self.device = task, plan, device

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from imprint.errors import DataError
+from imprint.errors import DataError, MissingExtra
 from imprint.evaluation.statistics import Array
 
 Terms = Callable[[str], Iterable[str]]
@@ -56,10 +56,18 @@ def bm25(
 
 
 def tf_idf(queries: Sequence[str], sources: Sequence[str], terms: Terms = words) -> Tensor:
-    """The cosine between (1 + log f)·idf of query and source, idf = 1 + log((1 + S)/(1 + n)) as of scikit-learn."""
-    asked, had = _counts(queries, sources, terms)
-    idf = 1 + np.log((1 + len(had)) / (1 + (had > 0).sum(0)))
-    return torch.from_numpy(_directions(asked, idf) @ _directions(had, idf).T)
+    """Return the cosine between the weights (1 + log f)·idf of query and source, as scikit-learn computes them.
+
+    idf = 1 + log((1 + S)/(1 + n)) for a term that n of S sources have.
+    """
+    try:
+        from sklearn.feature_extraction.text import TfidfVectorizer
+    except ImportError as error:
+        raise MissingExtra("TF-IDF", "report") from error
+    _refuse_no_terms(queries, sources, terms)
+    vectorizer = TfidfVectorizer(analyzer=terms, sublinear_tf=True)
+    had = vectorizer.fit_transform(sources)
+    return torch.from_numpy((vectorizer.transform(queries) @ had.T).toarray())
 
 
 def size_only(queries: Sequence[str], sources: Sequence[str]) -> Tensor:
@@ -68,15 +76,19 @@ def size_only(queries: Sequence[str], sources: Sequence[str]) -> Tensor:
     return lengths.repeat(len(queries), 1)
 
 
-def _counts(queries: Sequence[str], sources: Sequence[str], terms: Terms) -> tuple[Array, Array]:
-    """How often each term that a source has occurs in queries and in sources, shapes (queries or sources, terms)."""
+def _refuse_no_terms(queries: Sequence[str], sources: Sequence[str], terms: Terms) -> None:
     for name, given in (("queries", queries), ("sources", sources)):
         if isinstance(given, str) or not len(given) or not all(isinstance(text, str) for text in given):
             raise DataError(f"{name} must be a list of at least one text.")
+    if not any(any(True for _ in terms(text)) for text in sources):
+        raise DataError("the sources have no terms at all: are their texts empty?")
+
+
+def _counts(queries: Sequence[str], sources: Sequence[str], terms: Terms) -> tuple[Array, Array]:
+    """Count each term of the sources in queries and in sources, shapes (queries or sources, terms)."""
+    _refuse_no_terms(queries, sources, terms)
     had = [Counter(terms(text)) for text in sources]
     places = {term: place for place, term in enumerate(dict.fromkeys(term for count in had for term in count))}
-    if not places:
-        raise DataError("the sources have no terms at all: are their texts empty?")
 
     def table(counters: Iterable[Counter[str]]) -> Array:
         rows = []
@@ -89,10 +101,3 @@ def _counts(queries: Sequence[str], sources: Sequence[str], terms: Terms) -> tup
         return np.stack(rows)
 
     return table(Counter(terms(text)) for text in queries), table(had)
-
-
-def _directions(counts: Array, idf: Array) -> Array:
-    """(1 + log f)·idf at length 1; zero where there is no known term."""
-    weights = np.where(counts > 0, 1 + np.log(np.maximum(counts, 1)), 0) * idf
-    lengths = np.sqrt(np.square(weights).sum(1, keepdims=True))
-    return np.asarray(weights / np.where(lengths > 0, lengths, 1))

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 import torch
 
-from imprint.attribution.result import attribute
+from imprint.attribution.scoring import attribute
 from imprint.benchmarking.bench import Bench, Method, Runs
 from imprint.benchmarking.comparison import Scored
 from imprint.plan import Plan

@@ -32,7 +32,7 @@ try:
     from dattri.algorithm.trak import TRAKAttributor
     from dattri.task import AttributionTask
 except ImportError as error:
-    raise MissingExtra("a benchmark with peers", "peers") from error
+    raise MissingExtra("a benchmark with peers", "bench") from error
 
 DAMPINGS = (1.0, 0.1, 0.01, 5e-3, 1e-3, 1e-4, 1e-5)
 STRENGTHS = (1.0, 0.1, 0.01, 1e-3, 1e-4)  # of the L2 regularisation that RPS adds

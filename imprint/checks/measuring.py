@@ -82,7 +82,7 @@ def check_derivative(
     Return the warnings that scores must carry, if any.
     """
     task = functional.task
-    key = task.measure_name, getattr(task.measure, "__code__", None), backward
+    key = task.measure_name, getattr(functional.measure or task.measure, "__code__", None), backward
     known = task.derivatives
     if key not in known:
         if count > _QUERIES and is_columnar(batch, count):

@@ -21,6 +21,7 @@ from imprint.cli.experiment import PER_EXAMPLE, Experiment, close_matches
 from imprint.data import Data, as_tensors, is_columns, length_of
 from imprint.errors import ConfigurationError, ImprintError, PlanError, first_line
 from imprint.plan import Plan
+from imprint.runtime.threads import set_threads
 from imprint.sources import Sources
 from imprint.store.request import DTYPES
 from imprint.task import Task
@@ -56,6 +57,7 @@ class Objects:
                 raise ConfigurationError(
                     f"the model cannot go to {self.experiment.device!r}: {first_line(error)}."
                 ) from error
+        set_threads(task.model)
         return task
 
     @cached_property
@@ -122,7 +124,8 @@ class Objects:
             shared = ("batch_size", "collate_fn", "hash_data")
             options = {name: value for name, value in self.options.items() if name in shared}
             base = Plan.auto(self.task, self.data, self.sources, self.checkpoints, **options)
-            chosen = [name for name, value in vars(base).items() if value != getattr(Plan, name) and name not in given]
+            default = vars(Plan())
+            chosen = [name for name, value in vars(base).items() if value != default[name] and name not in given]
         try:
             return Plan.from_json({**(base or Plan()).to_json(), **given})
         except PlanError as error:

@@ -12,7 +12,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 from rich.text import Text
 
-from imprint.attribution.result import Top
+from imprint.attribution.top import Top
 from imprint.checking import Check, Possibility, shown_plan, size
 from imprint.cli.experiment import noted
 from imprint.display import for_terminal
@@ -71,9 +71,10 @@ def shown_store(values: dict[str, Any]) -> RenderableType:
         ),
     )
     table = Table("checkpoint", *(str(index) for index in range(len(values["checkpoints"]))))
+    measured = next((c["measured"]["curvature_of"] for c in values["checkpoints"] if c["decided"]), "")
     for name, *cells in zip(_FIGURES, *(_figures(checkpoint) for checkpoint in values["checkpoints"]), strict=True):
         if name not in _SOMETIMES or set(cells) != {"–"}:
-            label = _CURVATURES[_measured_curvature(values["plan"])] if name == "curvature" else name
+            label = _CURVATURES.get(measured, name) if name == "curvature" else name
             table.add_row(label, *map(cell, cells))
     return Group(head, table, *_warned(values["warnings"]))
 
@@ -84,11 +85,6 @@ def _warned(messages: Iterable[str]) -> list[Text]:
 
 
 _CURVATURES = {"hessian": "curvature (Hessian)", "gauss-newton": "curvature (Gauss–Newton)"}
-
-
-def _measured_curvature(plan: dict[str, Any]) -> str:
-    """Of a path it is the objective's, by which its step is chosen, whatever its responses see."""
-    return "gauss-newton" if plan["engine"] == "spectral" and plan["curvature"] != "hessian" else "hessian"
 
 
 def _imprints(values: dict[str, Any]) -> str:

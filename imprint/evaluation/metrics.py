@@ -13,7 +13,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from imprint.attribution.result import Attribution, Labels, called
+from imprint.attribution.labels import Labels, describe_query
+from imprint.attribution.result import Attribution
 from imprint.errors import DataError
 from imprint.evaluation.removal import RemovalCheck
 from imprint.evaluation.statistics import (
@@ -320,8 +321,8 @@ def check_queries(result: Attribution, count: int, known: str | None) -> None:
     if result.queries != everyone:
         index = next(i for i in everyone if result.queries[i] != i)
         raise DataError(
-            f"scores are not of all queries in their order, row {index} is {called(result.queries[index])}: give the "
-            "whole attribution."
+            f"scores are not of all queries in their order, row {index} is {describe_query(result.queries[index])}: "
+            "give the whole attribution."
         )
     mine = result.labels.fingerprints.get("queries")
     if mine and known and mine != known:

@@ -81,7 +81,7 @@ def peft_package() -> Any:
     try:
         import peft
     except ImportError as error:
-        raise MissingExtra("an export", "hf") from error
+        raise MissingExtra("an export", "language") from error
     return peft
 
 

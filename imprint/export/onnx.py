@@ -24,7 +24,8 @@ from imprint.export.graph import Graph
 from imprint.export.lora import plain_model
 from imprint.export.point import Point
 from imprint.export.reading import Scores, scores
-from imprint.export.record import Export, begun, written
+from imprint.export.record import Export
+from imprint.export.writing import prepare_export, write_export
 from imprint.store.files import write_tensors
 from imprint.store.reading import Store
 from imprint.task import Parameters, Task
@@ -48,7 +49,7 @@ def to_onnx(
     sources: ids, by default all. checkpoint: by default the one with the most weight.
     """
     _runtime()
-    point, batches = begun(task, store, folder, queries, sources, checkpoint)
+    point, batches = prepare_export(task, store, folder, queries, sources, checkpoint)
     gains = chosen_gains(point, batches, "float32")
 
     def fill(where: Path, _: Path) -> tuple[None, dict[str, tuple[str, str]]]:
@@ -63,7 +64,7 @@ def to_onnx(
     def tested(draft: Export) -> Tensor:
         return OnnxReader(draft).measured(queries)
 
-    return written("onnx", folder, point, batches, gains, "float32", fill, tested)
+    return write_export("onnx", folder, point, batches, gains, "float32", fill, tested)
 
 
 class OnnxReader:
@@ -147,7 +148,7 @@ def _runtime() -> Any:
         import onnxruntime
         import onnxscript  # noqa: F401
     except ImportError as error:
-        raise MissingExtra("an ONNX export", "export") from error
+        raise MissingExtra("an ONNX export", "language") from error
     return onnxruntime
 
 

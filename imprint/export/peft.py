@@ -25,7 +25,8 @@ from imprint.export.likelihood import of_logits
 from imprint.export.lora import Adapted, adapter_tensors, peft_package, plain_model
 from imprint.export.point import Counted
 from imprint.export.reading import Scores, read
-from imprint.export.record import MODEL, Export, begun, written
+from imprint.export.record import MODEL, Export
+from imprint.export.writing import prepare_export, write_export
 from imprint.store.files import write_tensors
 from imprint.store.reading import Store
 from imprint.store.values import read_json
@@ -56,7 +57,7 @@ def to_peft(
     dtype: the precision they will be served in, "float32", "bfloat16" or "float16".
     base: the name or path of a model that has the weights under the adapter; by default they are written, to `model/`.
     """
-    point, batches = begun(task, store, folder, queries, sources, checkpoint)
+    point, batches = prepare_export(task, store, folder, queries, sources, checkpoint)
     model = plain_model(task, point.state)
     if base is not None:
         base = str(Path(base).absolute() if Path(base).is_dir() else base)
@@ -85,7 +86,7 @@ def to_peft(
         plus, minus = _log_likelihoods(draft, model if _precision(model) == "float32" else model.float(), batches)
         return (plus - minus) / (2 * draft.gains)
 
-    return written("peft", folder, point, batches, gains, dtype, fill, tested)
+    return write_export("peft", folder, point, batches, gains, dtype, fill, tested)
 
 
 def read_peft(export: Export | str | os.PathLike[str], model: Any, queries: Any) -> Scores:

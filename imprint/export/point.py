@@ -7,7 +7,7 @@
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
-from functools import partial
+from functools import cached_property, partial
 
 import torch
 from torch import Tensor
@@ -15,9 +15,10 @@ from torch import Tensor
 from imprint.errors import ReadoutError, SourcesError, TaskError
 from imprint.export.likelihood import is_log_likelihood, log_likelihood, widened
 from imprint.export.lora import Adapted, adapted_layers, weight_moves
-from imprint.readout.reader import Measure, along, between, dots, forward_only, query_gradients
+from imprint.readout.base import Base
+from imprint.readout.kernels import difference_scores, forward_only
 from imprint.store.reading import Store
-from imprint.task import Batch, Functional, Parameters, Task, require_task
+from imprint.task import Batch, Parameters, Task, require_task
 from imprint.tensors.batching import attempt, vectorise_or_loop
 
 Counted = tuple[int, Batch]
@@ -72,10 +73,15 @@ class Point:
 
         return len(causal(self.task.model).get_input_embeddings().weight)
 
+    @cached_property
+    def base(self) -> Base:
+        """The checkpoint as `Reader` reads it."""
+        return Base(self.checkpoint, 1.0, *self.task.at(self.state))
+
     @property
     def theta(self) -> Parameters:
         """The selected parameters at the checkpoint."""
-        return {name: self.state[name] for name in self.task.names}
+        return self.base.theta
 
     def rounded(self, dtype: torch.dtype) -> Parameters:
         """All tensors at the checkpoint, as an engine keeps them that computes in `dtype`."""
@@ -99,10 +105,9 @@ class Point:
 
     def refuse_measure(self, queries: list[Counted]) -> None:
         """Refuse a task whose measurement is not what the exported artefacts measure."""
-        functional, theta = self.task.at(self.state)
         with forward_only(self.task):
             for count, batch in queries:
-                values = functional.measures(theta, batch, count)
+                values = self.base.measure(batch, count)(self.theta)
                 if not bool(values.isfinite().all()):
                     raise ReadoutError(
                         "the log-likelihood of a query is not finite at the checkpoint: look for NaN in its weights, "
@@ -116,25 +121,21 @@ class Point:
 
     def central(self, queries: list[Counted], gains: Tensor) -> Tensor:
         """[F(θ + c·u) − F(θ − c·u)]/2c of the task's own measurement, shape (queries, sources)."""
-        functional, theta = self.task.at(self.state)
 
         def read(imprints: Parameters, c: Tensor, count: int, batch: Batch, vectorise: bool) -> Tensor:
-            measure = _measure(functional, count, batch)
             steps = c.to(next(iter(imprints.values())).dtype)
-            return between(measure, theta, imprints, steps, steps, vectorise=vectorise).double()
+            return self.base.central(imprints, steps, batch, count, vectorise=vectorise).double()
 
         return self._scores(queries, gains, range(len(self.rows)), read)
 
     def exact(self, queries: list[Counted], positions: Sequence[int] | None = None) -> tuple[Tensor, str]:
         """F'(θ)[u] by forward mode, shape (queries, sources), and "jvp"; where a model has none, by "gradient"."""
-        functional, theta = self.task.at(self.state)
 
         def forward(imprints: Parameters, _: Tensor, count: int, batch: Batch, vectorise: bool) -> Tensor:
-            return along(_measure(functional, count, batch), theta, imprints, vectorise=vectorise).double()
+            return self.base.jvp(imprints, batch, count, vectorise=vectorise).double()
 
         def backward(imprints: Parameters, _: Tensor, count: int, batch: Batch, vectorise: bool) -> Tensor:
-            gradients = query_gradients(functional, theta, batch, count, vectorise=vectorise)
-            return dots(imprints, gradients).double()
+            return self.base.gradient(imprints, batch, count, vectorise=vectorise).double()
 
         chosen = range(len(self.rows)) if positions is None else positions
         gains = torch.ones(len(self.rows))
@@ -155,7 +156,7 @@ class Point:
                 return self.task.call(log_likelihood, {**state, **rounded}, batch).double()
 
             moves, steps = {name: u.to(wide) for name, u in imprints.items()}, c.to(wide)
-            return between(measure, theta, moves, steps, steps, vectorise=vectorise)
+            return difference_scores(measure, theta, moves, steps, steps, vectorise=vectorise)
 
         return self._scores(queries, gains, positions, read)
 
@@ -179,10 +180,6 @@ class Point:
                     columns.append(column.cpu())
                 blocks.append(torch.cat(columns, 1))
         return torch.cat(blocks).T
-
-
-def _measure(functional: Functional, count: int, batch: Batch) -> Measure:
-    return lambda theta: functional.measures(theta, batch, count)
 
 
 def _checkpoint(store: Store, asked: int | None) -> int:

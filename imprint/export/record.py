@@ -3,13 +3,8 @@
 It is written last, after the self-test, with a checksum of its own: a folder with it is a good export.
 """
 
-import json
-import logging
 import os
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
-from importlib.metadata import version
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -17,32 +12,21 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from imprint.batches import map_tensors
 from imprint.display import for_terminal
 from imprint.errors import ReadoutError, StoreError
-from imprint.export.gains import DTYPES, Gains
-from imprint.export.likelihood import COLUMNS, as_batches, log_likelihood, refuse_tokens
-from imprint.export.point import Counted, Point
-from imprint.readout.reader import forward_only
+from imprint.export.likelihood import COLUMNS, as_batches, refuse_tokens
+from imprint.export.point import Counted
 from imprint.store.checkpoint import INSIDE
-from imprint.store.files import LOCK, Lock, clear_leftovers, sha256, temporary_folder, write, write_tensors
-from imprint.store.reading import Store
-from imprint.store.values import Value, read_json, sealed
-from imprint.task import Batch, Task
-
-logger = logging.getLogger(__name__)
+from imprint.store.files import sha256
+from imprint.store.values import Value, read_json
+from imprint.task import Batch
 
 RECORD, PROBES, MODEL = "export.json", "probes.safetensors", "model"
 SCHEMA = 2
-TOLERANCE = 1e-4
-_ROUNDED = 3.0  # or so many times what rounding makes of the readout's own scores, …
-_LOUD = 0.01  # … which must not be more than this
-_PROBES = 4
-_FAR = 0.05  # from the exact derivative, which is told
 _NEAR = 1e-3  # log-likelihoods of one model in float32, by whatever engine; in half precision …
 _ROUNDINGS = 8.0  # … they differ by up to 5 times what rounding makes of them
 
-Kind = Literal["peft", "onnx"]
+ExportKind = Literal["peft", "onnx"]
 
 
 @dataclass(frozen=True)
@@ -90,7 +74,7 @@ class Export:
     """
 
     folder: Path
-    kind: Kind
+    kind: ExportKind
     n: int
     checkpoint: int
     dtype: str
@@ -132,7 +116,7 @@ class Export:
         return torch.tensor([source.floor for source in self.sources], dtype=torch.float64)
 
     @classmethod
-    def open(cls, folder: "str | os.PathLike[str] | Export", kind: Kind | None = None) -> "Export":
+    def open(cls, folder: "str | os.PathLike[str] | Export", kind: ExportKind | None = None) -> "Export":
         """The export in a folder, once its record is known to be whole and its files to be there unchanged."""
         found = folder if isinstance(folder, Export) else cls._recorded(Path(folder))
         if kind is not None and found.kind != kind:
@@ -240,177 +224,3 @@ def _files(value: Value) -> dict[str, str]:
     for name in value.mapping():
         _inside(Value(name, value.file, "files"))
     return {name: item.checksum() for name, item in value.mapping().items()}
-
-
-def begun(
-    task: Task,
-    store: Store | str | os.PathLike[str],
-    folder: str | os.PathLike[str],
-    queries: Any,
-    sources: Sequence[str] | None,
-    checkpoint: int | None,
-) -> tuple[Point, list[Counted]]:
-    """What is exported and the queries it is tested on, once all that is quickly seen to be wrong is refused."""
-    _refuse_place(Path(folder).absolute())
-    point = Point.of(task, Store.of(store), sources, checkpoint)
-    batches = as_batches(queries, task.device)
-    refuse_tokens(batches, point.context, point.vocabulary)
-    point.refuse_measure(batches)
-    if (count := sum(about.weight > 0 for about in point.store.checkpoints)) > 1:
-        logger.warning(
-            "checkpoint %d is exported, one of %d: scores of attribute are the mean over all of them, and differ",
-            *(point.checkpoint, count),
-        )
-    return point, batches
-
-
-def written(
-    kind: Kind,
-    folder: str | os.PathLike[str],
-    point: Point,
-    queries: list[Counted],
-    gains: Gains,
-    dtype: str,
-    fill: Callable[[Path, Path], tuple[str | None, dict[str, tuple[str, str]]]],
-    read: Callable[[Export], Tensor],
-) -> Export:
-    """Have `fill` write an export into a folder beside its place, test it through `read`, and put it there if good.
-
-    fill(where, place): returns the plain model's name and the adapters (plus, minus) by source id.
-    """
-    place = Path(folder).absolute()
-    with _alone(place) as beside:
-        model, adapters = fill(beside, place)
-        probes = _write_probes(beside, point, queries, dtype)
-        draft = Export(
-            folder=beside,
-            kind=kind,
-            n=point.store.n,
-            checkpoint=point.checkpoint,
-            dtype=dtype,
-            step=gains.step,
-            rounding=gains.rounding,
-            sources=_sources(point, gains, adapters),
-            layers=_layers(point),
-            model=model,
-            context=point.context,
-            vocabulary=point.vocabulary,
-            probes=probes,
-            self_test=SelfTest(sum(count for count, _ in queries), 0.0, 0.0, "", gains.deviation),
-            files=_checksums(beside),
-            versions={name: version(name) for name in ("torch", "transformers", "peft")},
-        )
-        export = _tested(draft, point, queries, gains, read(draft))
-        values = {name: value for name, value in asdict(export).items() if name != "folder"}
-        text = json.dumps(sealed({**values, "schema": SCHEMA}), indent=1)
-        write(beside / RECORD, lambda path: path.write_text(text, encoding="utf-8"))
-        if place.exists():
-            place.rmdir()  # it is empty
-        beside.rename(place)
-    return replace(export, folder=place)
-
-
-@contextmanager
-def _alone(place: Path) -> Iterator[Path]:
-    """A temporary folder for an export, while no other process exports to the same place."""
-    prefix = f".{place.name}"
-    try:
-        place.parent.mkdir(parents=True, exist_ok=True)
-        lock = Lock(place.parent, f"{prefix}{LOCK}")
-        try:
-            _refuse_place(place)
-            clear_leftovers(place.parent, prefix)
-            with temporary_folder(place.parent, prefix) as folder:
-                beside = folder / "export"  # with the permissions of any new folder
-                beside.mkdir()
-                yield beside
-        finally:
-            lock.release()
-    except OSError as error:
-        raise StoreError(f"could not write the export {place}: {error.strerror or error}.") from error
-
-
-def _refuse_place(place: Path) -> None:
-    if place.is_symlink():
-        raise StoreError(f"{place} is a link: give a folder for the export.")
-    if place.exists() and not place.is_dir():
-        raise StoreError(f"{place} is a file: give a folder for the export.")
-    if place.is_dir() and any(place.iterdir()):
-        what = "an export already" if (place / RECORD).is_file() else "something else"
-        raise StoreError(f"{place} holds {what}: give a new folder for the export, or remove that one.")
-
-
-def _checksums(folder: Path) -> dict[str, str]:
-    """Of every file but those of the plain model, which the probes recognise and which may be very large."""
-    files = [path for path in sorted(folder.rglob("*")) if path.is_file() and folder / MODEL not in path.parents]
-    return {path.relative_to(folder).as_posix(): sha256(path) for path in files}
-
-
-def _write_probes(folder: Path, point: Point, queries: list[Counted], dtype: str) -> dict[str, list[float]]:
-    """Keep the first few queries; their log-likelihoods at the checkpoint in float32 and in the serving precision."""
-    count, batch = queries[0]
-    few = map_tensors(lambda column: column[: min(count, _PROBES)].cpu().contiguous(), batch)
-    write_tensors(folder / PROBES, {name: few[name] for name in COLUMNS})
-    on_device = map_tensors(lambda column: column.to(point.task.device), few)
-    states = {dtype: point.rounded(DTYPES[dtype]), "float32": point.state}
-    with forward_only(point.task):
-        found = {name: point.task.call(log_likelihood, state, on_device) for name, state in states.items()}
-    return {name: values.double().tolist() for name, values in found.items()}
-
-
-def _sources(point: Point, gains: Gains, adapters: dict[str, tuple[str, str]]) -> tuple[Exported, ...]:
-    floors = gains.floors.tolist()
-    return tuple(
-        Exported(
-            point.store.source_ids[row],
-            point.store.source_names[row],
-            gain,
-            floors[index],
-            *adapters.get(point.store.source_ids[row], (None, None)),
-        )
-        for index, (row, gain) in enumerate(zip(point.rows, gains.values.tolist(), strict=True))
-    )
-
-
-def _layers(point: Point) -> dict[str, list[int]]:
-    shapes = {layer.path: (layer.rank, point.state[layer.down].shape[1], layer.up) for layer in point.layers}
-    return {path: [rank, width, len(point.state[up])] for path, (rank, width, up) in shapes.items()}
-
-
-def _tested(draft: Export, point: Point, queries: list[Counted], gains: Gains, found: Tensor) -> Export:
-    """The export with the outcome of its self-test; refused where its scores are not those of `central`."""
-    exact, readout = point.exact(queries)
-    central = point.central(queries, gains.values)
-    deviation = _deviation(found, central, gains.values)
-    if not deviation <= TOLERANCE:
-        wide = point.served(queries, gains.values, range(len(point.rows)), torch.float64)
-        rounding = _deviation(central, wide, gains.values)
-        if not (deviation <= _ROUNDED * rounding and rounding <= _LOUD):
-            raise ReadoutError(
-                "the self-test failed, and nothing was exported: scores read from the artefacts deviate from the "
-                f"readout central at the same gains by {deviation:.1e}, more than {TOLERANCE:.0e}; rounding makes "
-                f"{rounding:.0e}."
-            )
-        logger.warning(
-            "scores of the export and of the readout central differ by %.2g, where rounding makes %.1g: at larger "
-            "gains the curvature would show",
-            deviation,
-            rounding,
-        )
-    test = SelfTest(
-        draft.self_test.queries, deviation, _deviation(found, exact, gains.values), readout, draft.self_test.served
-    )
-    if max(test.exact, test.served) > _FAR:
-        logger.warning(
-            "scores of the export deviate from the exact derivative by %.2g, and by %.2g served in %s: at no gain are "
-            "both rounding and curvature small",
-            test.exact,
-            test.served,
-            draft.dtype,
-        )
-    return replace(draft, self_test=test)
-
-
-def _deviation(found: Tensor, expected: Tensor, gains: Tensor) -> float:
-    """Relative, over all scores at displacements of equal length."""
-    return float(((found - expected) * gains).norm() / (expected * gains).norm())

@@ -93,7 +93,7 @@ def with_adapter(model: nn.Module, per_input: int, last: int | None) -> tuple[nn
         from peft import LoraConfig, inject_adapter_in_model
         from transformers.pytorch_utils import Conv1D
     except ImportError as error:
-        raise MissingExtra('parameters="lora:R"', "hf") from error
+        raise MissingExtra('parameters="lora:R"', "language") from error
     if adapter_names(model):
         raise TaskError(
             "the model has an adapter of its own, and lora:R would add a second: leave parameters= out to attribute "

@@ -30,7 +30,7 @@ class Recording(TrainerCallback):  # type: ignore[misc]
 
     def __init__(self, folder: str | os.PathLike[str], at: Collection[int] | None = None) -> None:
         if TrainerCallback is object:
-            raise MissingExtra("language.Recording", "hf")
+            raise MissingExtra("language.Recording", "language")
         self._folder, self._at = folder, at
         self._recorder = Recorder(folder, at)
 

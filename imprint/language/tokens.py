@@ -1,20 +1,18 @@
 """Which words of a completion each source moved: scores per token, in the terminal and as a page."""
 
 import os
-from copy import copy
 from dataclasses import dataclass
 from html import escape
 from typing import TYPE_CHECKING, Any
 
-from torch import Tensor, nn
+from torch import Tensor
 
-from imprint.attribution.result import Labels
+from imprint.attribution.labels import Labels
 from imprint.errors import ReadoutError
 from imprint.language.causal import LanguageTask
 from imprint.language.data import Completions, Tokenizer
 from imprint.readout.reader import Reader
 from imprint.store.reading import Store
-from imprint.task import Batch
 
 if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions, RenderResult
@@ -133,9 +131,8 @@ def token_scores(
     store = Store.of(store)
     columns = Completions([prompt], [completion], tokenizer).columns
     count = int(columns["weights"].sum())
-    each = copy(task)  # the same task, measured token by token
-    each.measure = lambda model, batch: _last(task, model, batch, count)
-    reader = Reader(each, store, **options)
+    last = lambda model, batch: task.token_log_probs(model, batch)[0, -count:]  # noqa: E731 (of a single row)
+    reader = Reader(task, store, measure=last, **options)
     scores = reader.scores(columns, count).cpu()
     details = {"readout": reader.readout, **reader.details}
     labels = Labels(
@@ -150,11 +147,6 @@ def token_scores(
     )
     texts = _texts(tokenizer, columns["input_ids"][0].tolist())
     return TokenAttribution(labels, "".join(texts[:-count]), tuple(texts[-count:]), scores)
-
-
-def _last(task: LanguageTask, model: nn.Module, batch: Batch, count: int) -> Tensor:
-    """log p of the last tokens of a single row, (count,)."""
-    return task.token_log_probs(model, batch)[0, -count:]
 
 
 def _texts(tokenizer: Tokenizer, tokens: list[int]) -> list[str]:

@@ -19,7 +19,7 @@ _SAMPLE = 16_384  # scores of a block on which checkpoints are compared
 
 
 @dataclass
-class Seen:
+class Observed:
     """What a readout has seen so far.
 
     values: F of some queries, and losses of training examples where F is the loss.

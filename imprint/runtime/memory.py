@@ -2,10 +2,9 @@
 
 import contextlib
 import math
-import os
 import re
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 from weakref import WeakSet
@@ -22,7 +21,7 @@ _FEWEST = 1 << 20  # bytes that a plain number may say: fewer are a forgotten un
 
 
 def budget(memory: float | str | None, device: torch.device) -> int:
-    """Bytes that may be used: a number, a text with a unit such as "2GiB", or by default a share of what is free.
+    """Bytes that may be used: a number, a text with a unit such as "2GiB", or by default a share of what is available.
 
     >>> budget("1.5GiB", torch.device("cpu"))
     1610612736
@@ -31,7 +30,7 @@ def budget(memory: float | str | None, device: torch.device) -> int:
         if device.type == "cuda":
             kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)  # by torch, for itself
             return int(0.5 * (torch.cuda.mem_get_info(device)[0] + kept))
-        return int(0.25 * _free())
+        return int(0.25 * available_bytes())
     if isinstance(memory, str):
         match = re.fullmatch(r"\s*(\d+(?:\.\d*)?|\.\d+)\s*([kmgt]?i?)b?\s*", memory.lower())
         if match is None or match[2] not in _UNITS:
@@ -49,16 +48,47 @@ def budget(memory: float | str | None, device: torch.device) -> int:
     return int(memory)
 
 
-def _free() -> int:
-    try:
-        free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    except (AttributeError, ValueError, OSError):  # not told on this platform
-        free = 4 << 30
-    with contextlib.suppress(OSError, ValueError):  # a container may have less than its machine
-        group = Path("/sys/fs/cgroup")
-        limit = int((group / "memory.max").read_text())
-        free = min(free, max(0, limit - int((group / "memory.current").read_text())))
-    return max(free, 64 << 20)
+def available_bytes(root: Path = Path("/")) -> int:
+    """Return how much memory can be allocated without swapping; page cache counts, as the kernel gives it back.
+
+    root: where /proc and /sys are found. Without them, as on macOS, 4 GiB are assumed.
+    """
+    available = 4 << 30
+    with contextlib.suppress(OSError, ValueError, KeyError):
+        available = 1024 * _figures(root / "proc/meminfo")["MemAvailable:"]
+    for group, (limit, usage, *cached) in _control_groups(root):  # a container may have less than its machine
+        with contextlib.suppress(OSError, ValueError):  # no such group, or no limit: "max"
+            left = int((group / limit).read_text()) - int((group / usage).read_text())
+            with contextlib.suppress(OSError, ValueError, KeyError):
+                figures = _figures(group / "memory.stat")
+                left += sum(figures[name] for name in cached)
+            available = min(available, left)
+    return max(available, 64 << 20)
+
+
+# The limit of a control group, its usage, and the fields of memory.stat that are page cache.
+_VERSION_1 = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file", "total_active_file")
+_VERSION_2 = ("memory.max", "memory.current", "inactive_file", "active_file")
+
+
+def _control_groups(root: Path) -> Iterator[tuple[Path, tuple[str, ...]]]:
+    """Yield the folders that may limit this process: its control group, and every group that one is part of."""
+    with contextlib.suppress(OSError, ValueError):
+        for line in (root / "proc/self/cgroup").read_text().splitlines():
+            _, controllers, place = line.split(":", 2)
+            if controllers and "memory" not in controllers.split(","):
+                continue
+            base = root / ("sys/fs/cgroup/memory" if controllers else "sys/fs/cgroup")
+            group = base / place.lstrip("/")
+            while group.is_relative_to(base):
+                yield group, _VERSION_1 if controllers else _VERSION_2
+                group = group.parent
+
+
+def _figures(file: Path) -> dict[str, int]:
+    """Return the numbers of a file with lines such as "MemFree: 1024 kB", by their names."""
+    lines = (line.split() for line in file.read_text().splitlines())
+    return {words[0]: int(words[1]) for words in lines if len(words) > 1}
 
 
 def tensor_bytes(tensors: Mapping[str, Tensor]) -> int:

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from imprint.data import Data
-from imprint.errors import SimulationError
+from imprint.errors import DivergenceError, SimulationError
 from imprint.simulation.curvature import Spectrum, longer
 from imprint.simulation.derivatives import Weighted, gradient
 from imprint.sources import Sources
@@ -16,10 +16,6 @@ from imprint.tensors.vectors import row_norms
 
 _RUNAWAY = 1e3  # times what a steady pull, as strong as at the beginning, would have given by now
 _BEGINNING = 3  # steps in which the pull of a source shows
-
-
-class Diverged(SimulationError):
-    """The path or a response left the numbers on the way; what to do depends on how the step was chosen."""
 
 
 def advise(lr: float, shift: float, momentum: float, curvature: Spectrum) -> str:
@@ -37,10 +33,16 @@ def refuse_losses(sources: Sources, losses: Tensor, examples: Tensor, step: int)
     """Refuse losses that are not finite, and name the first."""
     position = int((~losses.isfinite()).nonzero()[0, 0])
     example, value = int(examples[position]), float(losses[position])
-    told = f"the loss of training example {example}{sources.owner(example)} is {value} at step {step}:"
-    if step == 0:
-        raise SimulationError(f"{told} look for NaN or infinity in that example, or a loss that is undefined there.")
-    raise Diverged(f"{told} the unperturbed path left the region where the loss is finite.")
+    owner = sources.owner(example)
+    if step > 0:
+        raise DivergenceError(
+            f"the loss of training example {example}{owner} is {value} at step {step}: the unperturbed path left the "
+            "region where the loss is finite."
+        )
+    raise SimulationError(
+        f"the loss of training example {example}{owner} is {value} at step 0: look for NaN or infinity in that "
+        "example, or a loss that is undefined there."
+    )
 
 
 def refuse_gradients(
@@ -83,22 +85,22 @@ class Watch:
         growth = torch.where(self._removal * norms > self._length, growth, 0.0)
         if float(growth.max()) > self._runaway:
             index = int(growth.argmax())
-            raise Diverged(
+            raise DivergenceError(
                 f"the imprint of source {self._source(index)!r} runs away: its norm is {float(norms[index]):.3g} "
                 f"at step {step}, {float(growth[index]):.1g} times what its first steps led to expect."
             )
 
     def _refuse_infinite(self, responses: Parameters, index: int, step: int) -> None:
         bad = next((n for n, t in responses.items() if not bool(t[index].isfinite().all())), "all parameters")
-        told = (
-            f"the imprint of source {self._source(index)!r} is not finite at step {step}, first in parameter {bad!r}:"
-        )
-        if step == 0:
-            raise SimulationError(
-                f"{told} look for NaN or infinity in the source's examples, or a loss whose derivative is undefined "
-                "there."
+        if step > 0:
+            raise DivergenceError(
+                f"the imprint of source {self._source(index)!r} is not finite at step {step}, first in parameter "
+                f"{bad!r}: the response has diverged."
             )
-        raise Diverged(f"{told} the response has diverged.")
+        raise SimulationError(
+            f"the imprint of source {self._source(index)!r} is not finite at step 0, first in parameter {bad!r}: look "
+            "for NaN or infinity in the source's examples, or a loss whose derivative is undefined there."
+        )
 
     def _source(self, row: int) -> str:
         return self._ids[row % len(self._ids)]  # the lighter sides follow the heavier ones

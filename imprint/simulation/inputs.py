@@ -243,8 +243,8 @@ def _refuse_plan(task: Task, plan: Plan) -> None:
     if plan.seen_curvature == "gauss-newton" and task.outputs is None:
         raise PlanError(
             "the Gauss–Newton curvature needs to see the model's outputs: give the task outputs= and output_loss= "
-            "instead of loss= (Task.classifier and Task.regression do), or a plan that does without it, such as Plan() "
-            f'or Plan(engine="{plan.engine}", curvature="hessian"), in place of "auto" too.'
+            "instead of loss= (Task.classifier and Task.regression do), or a plan that does without it, such as "
+            f'Plan(engine="{plan.engine}", curvature="hessian"), in place of "auto" too.'
         )
     if plan.dropout and not dropouts(task.model):
         raise PlanError("dropout=True asks for dropout along the path, and the model has no dropout module.")

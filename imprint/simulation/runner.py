@@ -290,8 +290,8 @@ class _Run:
     def _reach(self, units: int, *, fresh: bool) -> None:
         """Bring the progress to where so much more work is behind."""
         self._reached += units
-        left = self._reached - self.bar.done
-        (self.bar.advance if fresh else self.bar.skip)(max(left, 0))
+        if (left := self._reached - self.bar.done) > 0:
+            (self.bar.advance if fresh else self.bar.skip)(left)
 
     def _cast(self, tensors: Parameters, exact: frozenset[str] = frozenset()) -> Parameters:
         stored = DTYPES[self.inputs.stored_as]

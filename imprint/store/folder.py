@@ -46,21 +46,19 @@ class Folder:
                 f"could not make the folder {self.path}: {reason}. Give a folder that you may write to."
             ) from error
 
-    @contextmanager
-    def locked(self) -> Iterator[None]:
-        """Keep other processes out meanwhile, and remove what killed ones have left."""
-        with locked(self.path):
-            yield
 
-    def write_json(self, name: str, values: dict[str, Any]) -> None:
-        """Write a file of plain values, with a checksum of its own."""
-        text = json.dumps(sealed(values), indent=1)
-        write(self.path / name, lambda path: path.write_text(text, encoding="utf-8"))
+def write_sealed(place: Path, values: dict[str, Any]) -> None:
+    """Write a file of plain values, with a checksum of its own."""
+    text = json.dumps(sealed(values), indent=1)
+    write(place, lambda path: path.write_text(text, encoding="utf-8"))
 
 
 @contextmanager
 def locked(folder: Path, prefix: str = "") -> Iterator[None]:
-    """Keep other processes out of a folder meanwhile, or out of what begins with `prefix` in it."""
+    """Keep other processes out of a folder meanwhile, or out of what begins with `prefix` in it.
+
+    What killed ones have left there is removed.
+    """
     lock = Lock(folder, f"{prefix}{LOCK}")
     try:
         clear_leftovers(folder, prefix)

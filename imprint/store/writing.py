@@ -27,7 +27,7 @@ from imprint.store.checkpoint import Checkpoint, File
 from imprint.store.comparison import Evaluate, compare_training_data, difference
 from imprint.store.files import LOCK, Lock, clear_leftovers, leftovers, sha256, write, write_tensors
 from imprint.store.finished import FILES, Finished
-from imprint.store.folder import Folder
+from imprint.store.folder import Folder, write_sealed
 from imprint.store.layouts import Layout, find_misfit
 from imprint.store.manifest import JOURNAL, MANIFEST, SCHEMA, SOURCES, Manifest, Probes
 from imprint.store.probing import ProbeValues
@@ -66,7 +66,6 @@ class Writer:
         self._settled: dict[int, Checkpoint] = {}
         self.path = Path(tempfile.mkdtemp(prefix="imprint-") if out is None else out)
         self._done = Finished(self.path)
-        self._folder = Folder(self.path, "the store", JOURNAL, MANIFEST)
         self._found = self.path.exists() and not self._temporary
         begun = (self.path / JOURNAL).exists()  # looked at first: it goes only once there is a manifest
         self.finished = self._open_finished()
@@ -74,7 +73,7 @@ class Writer:
             self._tidy_up()
             return
         if not begun:
-            self._folder.make()
+            Folder(self.path, "the store", JOURNAL, MANIFEST).make()
         self._refuse_links()
         self._lock = Lock(self.path)
         try:
@@ -143,7 +142,7 @@ class Writer:
         settled = [self._settled.get(k) for k in range(max(self._settled) + 1)]
         checkpoints = [asdict(value) if value else None for value in settled]
         journal = {"schema": SCHEMA, "request": asdict(self.request), "checkpoints": checkpoints}
-        self._folder.write_json(JOURNAL, journal)
+        write_sealed(self.path / JOURNAL, journal)
 
     def snapshot(self, folder: str) -> Path | None:
         """Return the file in which a chunk of sources keeps its state; None where nothing outlives the process."""

@@ -28,7 +28,12 @@ N, QUERIES, WIDTH, CLASSES, LABELS = 12, 4, 3, 3, 4
 STEPS, LR, SHARE = 3, 0.2, 1e-4
 TOLERANCE = 1e-3
 PATIENCE = float(os.environ.get("ATTACK_PATIENCE", "30"))  # seconds after which a call or a child counts as hanging
-FALLBACKS = ("vmap does not take", "forward mode does not take", "factored imprints are")  # these name no problem
+FALLBACKS = (  # these name no problem
+    "vmap does not take",
+    "does not run under vmap",
+    "does not support forward mode",
+    "factored imprints are",
+)
 TORCH = "Triggered internally"
 
 

@@ -16,7 +16,8 @@ from safetensors.torch import save_file
 from torch import nn
 
 from imprint import Attribution, MissingExtra, Plan, ReadoutError, Sources, StoreError, Task, attribute, simulate
-from imprint.attribution.result import Labels, Order
+from imprint.attribution.labels import Labels
+from imprint.attribution.top import Order
 from imprint.data import Data
 from imprint.store.fingerprint import of_batches, of_data, of_sources, probe_measures
 from imprint.store.request import describe

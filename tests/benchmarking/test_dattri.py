@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, TensorDataset, default_collate
 
 from imprint import DataError, MissingExtra, Plan
 
-pytest.importorskip("dattri", reason="dattri is not installed: the extra `peers` has it")
+pytest.importorskip("dattri", reason="dattri is not installed: the extra `bench` has it")
 
 from dattri.algorithm.influence_function import IFAttributorExplicit
 from dattri.metric import lds, loo_corr, mislabel_detection_auc
@@ -252,5 +252,5 @@ def test_a_loader_of_other_examples_than_were_cached_is_refused(model: nn.Module
 def test_without_dattri_the_extra_that_has_it_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "dattri.algorithm.base", None)
     monkeypatch.delitem(sys.modules, "imprint.benchmarking.dattri")
-    with pytest.raises(MissingExtra, match=r"imprint-attribution\[peers\]"):
+    with pytest.raises(MissingExtra, match=r"imprint-attribution\[bench\]"):
         importlib.import_module("imprint.benchmarking.dattri")

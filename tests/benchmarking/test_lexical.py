@@ -1,15 +1,15 @@
 """Guesses by words alone find the text a passage comes from, for the reasons they are known for."""
 
 import math
+import sys
 from collections.abc import Callable
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
-from imprint import DataError
-from imprint.benchmarking.lexical import bm25, characters, size_only, tf_idf, words
+from imprint import DataError, MissingExtra
+from imprint.benchmarking.lexical import bm25, characters, size_only, tf_idf
 
 SOURCES = [
     "The cat sat on the mat. The cat purred, and the mat was warm.",
@@ -59,12 +59,18 @@ def test_bm25_saturates_and_prefers_the_shorter_source() -> None:
     assert often < 4 * seldom
 
 
-def test_tf_idf_is_that_of_scikit_learn() -> None:
-    text = pytest.importorskip("sklearn.feature_extraction.text", reason="scikit-learn is not installed")
-    vectorizer = text.TfidfVectorizer(analyzer=words, sublinear_tf=True)
-    sources = vectorizer.fit_transform(SOURCES).toarray()
-    expected = vectorizer.transform(QUERIES).toarray() @ sources.T
-    np.testing.assert_allclose(tf_idf(QUERIES, SOURCES).numpy(), expected, rtol=1e-12, atol=1e-15)
+def test_tf_idf_is_its_formula() -> None:
+    """Of two sources that share a word, of which the second has it twice; the query has it and an unknown one."""
+    common, rare = 1.0, 1 + math.log(3 / 2)
+    twice = (1 + math.log(2)) * common
+    expected = [common / math.hypot(common, rare), twice / math.hypot(twice, rare)]
+    assert tf_idf(["apple unknown"], ["apple pear", "apple apple fig"])[0].tolist() == pytest.approx(expected)
+
+
+def test_tf_idf_without_scikit_learn_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "sklearn.feature_extraction.text", None)
+    with pytest.raises(MissingExtra, match=r"TF-IDF needs .*imprint-attribution\[report\]"):
+        tf_idf(QUERIES, SOURCES)
 
 
 def test_a_size_is_the_same_guess_for_every_query() -> None:
@@ -84,6 +90,9 @@ def test_texts_shorter_than_a_stretch_are_one() -> None:
         (QUERIES, ["", "..."], "have no terms at all"),
     ],
 )
-def test_what_is_no_text_is_refused(queries: list[str], sources: list[str], message: str) -> None:
+@pytest.mark.parametrize("guess", [bm25, tf_idf])
+def test_what_is_no_text_is_refused(
+    guess: Callable[..., Tensor], queries: list[str], sources: list[str], message: str
+) -> None:
     with pytest.raises(DataError, match=message):
-        bm25(queries, sources)
+        guess(queries, sources)

@@ -17,7 +17,7 @@ from imprint.benchmarking.comparison import Scored
 from imprint.data import Data
 from tests.benches import little_digits, toy
 
-pytest.importorskip("dattri", reason="dattri is not installed: the extra `peers` has it")
+pytest.importorskip("dattri", reason="dattri is not installed: the extra `bench` has it")
 
 from imprint.benchmarking import peers as module
 from imprint.benchmarking.peers import peers
@@ -131,5 +131,5 @@ def test_data_of_another_form_is_refused(small: Bench, tmp_path: Path) -> None:
 def test_without_dattri_the_extra_that_has_it_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "dattri.task", None)
     monkeypatch.delitem(sys.modules, "imprint.benchmarking.peers")
-    with pytest.raises(MissingExtra, match=r"a benchmark with peers needs .*imprint-attribution\[peers\]"):
+    with pytest.raises(MissingExtra, match=r"a benchmark with peers needs .*imprint-attribution\[bench\]"):
         importlib.import_module("imprint.benchmarking.peers")

@@ -31,6 +31,7 @@ from imprint.benchmarking.settings import digits
 from imprint.benchmarking.sweep import GRID
 from imprint.cli.app import app, main
 from imprint.cli.terminal import progress
+from imprint.simulation.engines.tangent import Tangent
 from imprint.store.request import DataHashes
 from tests.benches import little_digits
 
@@ -859,7 +860,7 @@ def test_ctrl_c_says_how_to_go_on_and_the_same_command_ends_in_the_same_imprints
         run.send_signal(signal.SIGINT)
         out, err = run.communicate(timeout=60)
     assert run.returncode == 130
-    assert not out and "the same call again goes on where broken stands" in err
+    assert not out and "the same call again resumes the simulation in broken" in err
     assert "Traceback" not in err and "broken holds an unfinished simulation" in command("inspect", "broken").err
 
     assert command(*given, "broken").code == 0
@@ -876,7 +877,7 @@ def test_ctrl_c_before_anything_is_finished_leaves_nothing(
     def interrupted(*arguments: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("imprint.simulation.runner.settled", interrupted)
+    monkeypatch.setattr(Tangent, "settle", interrupted)
     stopped = command("simulate", "model.py:task", "-o", "runs/news", "--no-check")
     assert stopped == (130, "", "stopped before a first part was finished: the same command again starts over\n")
     assert not (empty / "runs/news").exists()
@@ -892,11 +893,11 @@ def test_ctrl_c_keeps_the_steps_that_were_chosen(
 
     given = ("simulate", "model.py:task", "-o", "runs/news", "-p", "lr=auto", "--no-check")
     with monkeypatch.context() as patch:
-        patch.setattr("imprint.simulation.runner.simulated", interrupted)
+        patch.setattr("imprint.simulation.runner._Run._simulate", interrupted)
         stopped = command(*given)
     assert stopped.code == 130 and "starts over" not in stopped.err
     assert (empty / "runs/news/unfinished.json").is_file()
-    monkeypatch.setattr("imprint.simulation.runner.settled", interrupted)  # not to be chosen again
+    monkeypatch.setattr(Tangent, "settle", interrupted)  # not to be chosen again
     assert command(*given).code == 0
 
 

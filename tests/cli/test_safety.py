@@ -19,7 +19,7 @@ from typer.testing import CliRunner
 
 import imprint
 from imprint import Attribution, Plan, Sources, Store, StoreError, Task, attribute, simulate
-from imprint.attribution.result import Labels
+from imprint.attribution.labels import Labels
 from imprint.cli.app import app
 from imprint.cli.inspection import inspected
 from imprint.cli.terminal import console, shown_store, shown_top
@@ -392,7 +392,7 @@ def test_a_file_that_is_touched_is_hashed_again_and_not_each_time(
         hashed.append(path.name)
         return sha256(path)
 
-    monkeypatch.setattr("imprint.store.reading.sha256", counted)
+    monkeypatch.setattr("imprint.store.opening.sha256", counted)
     reader.scores(DATA)
     assert not hashed
     (store.path / "checkpoint-000/imprints-00000.safetensors").touch()

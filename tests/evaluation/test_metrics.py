@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from imprint import Attribution, DataError, ReadoutError, Sources, Task
-from imprint.attribution.result import Labels
+from imprint.attribution.labels import Labels
 from imprint.evaluation.metrics import Metric, evaluate, lds, loo, overlap, removal
 from imprint.evaluation.metrics import slope as slope_of
 from imprint.evaluation.mislabels import detection_auc, example_losses, mislabel_auc
@@ -66,7 +66,7 @@ def random_truth(subsets: Subsets, runs: int = 3) -> Truth:
 
 @pytest.mark.parametrize("runs", [1, 3])
 def test_the_linear_datamodelling_score_is_that_of_dattri(runs: int) -> None:
-    metric = pytest.importorskip("dattri.metric", reason="dattri is not installed: the extra `peers` has it")
+    metric = pytest.importorskip("dattri.metric", reason="dattri is not installed: the extra `bench` has it")
     scores, truth = scores_for(HALVES), random_truth(HALVES, runs)
     members = torch.stack([HALVES.examples(i) for i in range(len(HALVES))])
     theirs, _ = metric.lds(-scores.T, (-truth.values.mean(0), members))
@@ -76,14 +76,14 @@ def test_the_linear_datamodelling_score_is_that_of_dattri(runs: int) -> None:
 
 @pytest.mark.parametrize("runs", [1, 3])
 def test_leave_one_out_is_that_of_dattri(runs: int) -> None:
-    metric = pytest.importorskip("dattri.metric", reason="dattri is not installed: the extra `peers` has it")
+    metric = pytest.importorskip("dattri.metric", reason="dattri is not installed: the extra `bench` has it")
     scores, truth = scores_for(LOO), random_truth(LOO, runs)
     theirs, _ = metric.loo_corr(-scores.T, (truth.values.mean(0)[1:], torch.arange(N)))
     np.testing.assert_allclose(loo(scores, truth).per_query, theirs.numpy(), atol=1e-6)
 
 
 def test_the_area_under_the_curve_is_that_of_dattri() -> None:
-    metric = pytest.importorskip("dattri.metric", reason="dattri is not installed: the extra `peers` has it")
+    metric = pytest.importorskip("dattri.metric", reason="dattri is not installed: the extra `bench` has it")
     wrong = torch.arange(80) % 7 == 0
     influence = draw(80) - wrong.double()
     theirs, _ = metric.mislabel_detection_auc(-influence, wrong)

@@ -121,7 +121,7 @@ class Encoder(nn.Module):
 
 
 def gpt2() -> nn.Module:
-    transformers = pytest.importorskip("transformers", reason="transformers is not installed: the extra `hf` has it")
+    transformers = pytest.importorskip("transformers", reason="the extra `language` is not installed")
     return transformers.GPT2LMHeadModel(  # type: ignore[no-any-return]
         transformers.GPT2Config(
             **{"vocab_size": 7, "n_positions": 5, "n_embd": 8, "n_layer": 2, "n_head": 2, "bos_token_id": 0},
@@ -133,7 +133,7 @@ def gpt2() -> nn.Module:
 
 
 def llama() -> nn.Module:
-    transformers = pytest.importorskip("transformers", reason="transformers is not installed: the extra `hf` has it")
+    transformers = pytest.importorskip("transformers", reason="the extra `language` is not installed")
     return transformers.LlamaForCausalLM(  # type: ignore[no-any-return]
         transformers.LlamaConfig(
             **{"vocab_size": 7, "hidden_size": 8, "intermediate_size": 12, "max_position_embeddings": 5},

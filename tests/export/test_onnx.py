@@ -16,7 +16,7 @@ from imprint.export.likelihood import as_batches
 from imprint.export.lora import plain_model
 from imprint.export.onnx import DISPLACEMENTS, _displacements
 from imprint.export.point import Point
-from imprint.export.record import _checksums
+from imprint.export.writing import _checksums
 from tests.export import models
 
 CASES = [("gpt2", "*lora_B*", 4, False), ("llama", "*lora_*", 8, True)]

@@ -1,4 +1,4 @@
-"""These tests need the extra `hf`."""
+"""These tests need the extra `language`."""
 
 from importlib.util import find_spec
 

@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import imprint
 from imprint import language
 from imprint.language.head import log_likelihoods, token_log_probs
-from imprint.readout.reader import along, forward_only
+from imprint.readout.kernels import forward_only, jvp_scores
 from tests.language.models import MODELS, TEXTS, documents, tokenizer
 
 N, LENGTH, WIDTH, VOCABULARY = 2, 3, 4, 7
@@ -111,7 +111,7 @@ def test_the_vocabulary_is_met_as_often_for_many_sources_as_for_one(kind: str, p
     for sources in (1, 9):
         imprints = {name: drawn(sources, *t.shape, seed=1) for name, t in theta.items()}
         with forward_only(task), _Products(300) as products:
-            along(lambda at: functional.measures(at, batch, 1), theta, imprints, vectorise=True)
+            jvp_scores(lambda at: functional.measures(at, batch, 1), theta, imprints, vectorise=True)
         met.append(products)
     one, many = met
     assert one.count > 0

@@ -10,7 +10,7 @@ import torch
 from rich.console import Console
 
 from imprint import ReadoutError, Store, attribute
-from imprint.attribution.result import Labels
+from imprint.attribution.labels import Labels
 from imprint.language import Completions, LanguageTask, TokenAttribution, task, token_scores
 from tests.language.models import documents, gpt2, tokenizer
 from tests.language.test_task import simulated

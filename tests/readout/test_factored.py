@@ -15,8 +15,9 @@ from typer.testing import CliRunner
 from imprint import Plan, Sources, Store, Task, TaskError, attribute, check, self_influence, simulate
 from imprint.cli.app import app
 from imprint.cli.inspection import inspected
-from imprint.readout.reader import Kind, Reader, query_gradients
-from imprint.simulation import frozen
+from imprint.readout.kernels import ReadoutName, query_gradients
+from imprint.readout.reader import Reader
+from imprint.simulation import runner
 from imprint.tensors.vectors import Flat
 from tests.problems import known
 from tests.tensors.test_rows import CASES, Make, mlp
@@ -27,7 +28,7 @@ PLAN = Plan(engine="spectral", steps=30, damping=0.05, directions=7)
 DENSE = replace(PLAN, form="dense")
 PROJECTED = replace(PLAN, form="projected")
 CPU = torch.device("cpu")
-READOUTS: tuple[Kind, ...] = ("jvp", "gradient", "central")
+READOUTS: tuple[ReadoutName, ...] = ("jvp", "gradient", "central")
 
 
 def columns(shape: tuple[int, ...] = (4,)) -> tuple[Tensor, Tensor]:
@@ -111,7 +112,7 @@ def with_the_weight(model: nn.Module, batch: Any) -> Tensor:
 @pytest.mark.parametrize("measure", [twice, with_the_weight])
 @pytest.mark.parametrize("readout", ["jvp", "gradient"])
 def test_a_measurement_that_uses_layers_in_its_own_way_is_read_right(
-    measure: Callable[[nn.Module, Any], Tensor], readout: Kind, caplog: pytest.LogCaptureFixture
+    measure: Callable[[nn.Module, Any], Tensor], readout: ReadoutName, caplog: pytest.LogCaptureFixture
 ) -> None:
     one = task(measure=measure)
     factored, dense = store(one), store(one, DENSE)
@@ -209,7 +210,7 @@ def test_parts_that_cancel_are_rounded_together(form: Any) -> None:
 def test_a_store_whose_coefficients_are_bfloat16_is_still_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As the first versions wrote them."""
     with monkeypatch.context() as earlier:
-        earlier.setattr(frozen, "coefficients_dtype", lambda stored: stored)
+        earlier.setattr(runner, "coefficients_dtype", lambda stored: stored)
         old = store(task(), dtype=torch.bfloat16, out=tmp_path / "store")
     old.verify()
     assert old.factored(0, 0, N, {}, CPU).coefficients is not None
@@ -271,9 +272,7 @@ def test_a_basis_that_does_not_fit_the_memory_is_told_once(caplog: pytest.LogCap
     states = [{name: scale * tensor for name, tensor in task().state().items()} for scale in (0.5, 1.0)]
     found = store(task(), PLAN, memory="1kB", checkpoints=states)
     told = [record.getMessage() for record in caplog.records if "the basis" in record.getMessage()]
-    assert told == [
-        "the basis of 7 directions takes 2408 bytes, more than the memory budget: going on with few sources at once"
-    ]
+    assert told == ["the basis of 7 directions takes 2408 bytes, more than the memory budget: few sources fit at once"]
     close(scores(task(), found), scores(task(), store(task(), PLAN, checkpoints=states)))
 
 
@@ -282,7 +281,7 @@ def test_checkpoints_are_averaged_and_one_of_weight_0_is_left_out() -> None:
     states = [{name: scale * tensor for name, tensor in one.state().items()} for scale in (0.5, 3.0, 1.0)]
     plan = Plan(engine="spectral", steps=("infinite", 1, 30), damping=0.05, directions=7, weight=(1.0, 0.0, 3.0))
     found = store(one, plan, checkpoints=states)
-    assert found.checkpoints[1].base is None and found.checkpoints[1].choices.layers == ()
+    assert found.checkpoints[1].base is None and found.checkpoints[1].decided is None
     first = store(one, Plan(engine="spectral", steps="infinite", damping=0.05, directions=7), checkpoints=states[:1])
     close(scores(one, found), 0.25 * scores(one, first) + 0.75 * scores(one, store(one)))
 
@@ -323,7 +322,7 @@ def test_a_store_shows_what_its_imprints_are_made_of(tmp_path: Path) -> None:
     plan = Plan(engine="spectral", steps="infinite", damping=0.1, directions=3)
     found = store(task(), plan, out=tmp_path / "store")
     values = inspected(found)
-    assert values["checkpoints"][0]["decided"]["layers"] == ["0", "2"]
+    assert values["checkpoints"][0]["decided"]["layers"] == ("0", "2")
     shown = CliRunner().invoke(app, ["inspect", str(found.path)], env={"COLUMNS": "200"}).output
     for text in ("factored (0, 2)", "infinite", "directions", "curvature outside", "share outside"):
         assert text in shown

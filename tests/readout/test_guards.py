@@ -9,9 +9,9 @@ import torch
 from torch import nn
 
 from imprint import Attribution, Plan, Sources, Task, attribute, simulate
-from imprint.attribution.result import Labels
+from imprint.attribution.labels import Labels
 from imprint.errors import ReliabilityWarning
-from imprint.readout.guards import Seen, beyond_range, opposed
+from imprint.readout.guards import Observed, beyond_range, opposed
 from tests.zoo import ZOO
 
 CPU = torch.device("cpu")
@@ -44,7 +44,7 @@ def test_checkpoints_of_opposite_scores_are_named() -> None:
     shares = [0.25, 0.5, 0.25]
 
     def found(*each: torch.Tensor) -> ReliabilityWarning | None:
-        seen = Seen()
+        seen = Observed()
         for part in (slice(0, 10), slice(10, 30)):  # in blocks, as a readout comes
             seen.add(1.0, [scores[:, part] for scores in each])
         assert seen.products is not None

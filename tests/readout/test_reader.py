@@ -10,15 +10,15 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from imprint import Plan, Reader, ReadoutError, Sources, Store, Task, attribute, self_influence, simulate
-from imprint.attribution.result import Order
-from imprint.readout.reader import Kind
+from imprint.attribution.top import Order
+from imprint.readout.kernels import ReadoutName
 from imprint.task import Batch
 from imprint.tensors.vectors import norm, scale
 from tests.problems import TanhInReverse
 
 N, SOURCES = 12, Sources.by_label([index % 6 for index in range(12)])
 PLAN = Plan(engine="trajectories", steps=3, lr=0.2, keep_pair=True)
-FORWARD_ONLY: list[Kind] = ["jvp", "central", "literal"]
+FORWARD_ONLY: list[ReadoutName] = ["jvp", "central", "literal"]
 
 
 def _columns(rows: int, seed: int, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
@@ -77,7 +77,7 @@ def _no_backward(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Tensor]]:
 
 @pytest.mark.parametrize("readout", FORWARD_ONLY)
 def test_a_readout_builds_no_graph_and_runs_no_backward(
-    readout: Kind, store: Store, monkeypatch: pytest.MonkeyPatch
+    readout: ReadoutName, store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen: list[tuple[bool, bool]] = []
 
@@ -149,7 +149,7 @@ class _OneWayModel(nn.Module):
 
 
 @pytest.mark.parametrize("readout", FORWARD_ONLY)
-def test_a_model_without_a_backward_is_read_out(readout: Kind, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_without_a_backward_is_read_out(readout: ReadoutName, monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(0)
     task = Task.classifier(_OneWayModel().double())
     plan = Plan(engine="trajectories", steps=3, lr=0.2, epsilon=0.01, keep_pair=True)
@@ -167,7 +167,7 @@ def test_a_model_without_a_backward_is_read_out(readout: Kind, monkeypatch: pyte
 
 
 @pytest.mark.parametrize("readout", [*FORWARD_ONLY, "gradient"])
-def test_scores_are_the_same_inside_inference_mode(readout: Kind, task: Task, store: Store) -> None:
+def test_scores_are_the_same_inside_inference_mode(readout: ReadoutName, task: Task, store: Store) -> None:
     outside = _scores(task, store, readout=readout)
     assert float(outside.abs().min()) > 0
     with torch.inference_mode():
@@ -176,7 +176,7 @@ def test_scores_are_the_same_inside_inference_mode(readout: Kind, task: Task, st
 
 
 @pytest.mark.parametrize("readout", [*FORWARD_ONLY, "gradient"])
-def test_queries_made_inside_inference_mode_are_scored_the_same(readout: Kind, task: Task, store: Store) -> None:
+def test_queries_made_inside_inference_mode_are_scored_the_same(readout: ReadoutName, task: Task, store: Store) -> None:
     with torch.inference_mode():
         queries = _columns(5, 2)
         assert queries[0].is_inference()
@@ -189,7 +189,7 @@ def test_queries_made_inside_inference_mode_are_scored_the_same(readout: Kind, t
 
 
 @pytest.mark.parametrize("readout", [*FORWARD_ONLY, "gradient"])
-def test_a_model_made_inside_inference_mode_is_scored_the_same(readout: Kind, task: Task, store: Store) -> None:
+def test_a_model_made_inside_inference_mode_is_scored_the_same(readout: ReadoutName, task: Task, store: Store) -> None:
     with torch.inference_mode():
         twin = Task.classifier(_model(), measure="margin")
         assert twin.model.get_parameter("0.weight").is_inference()
@@ -200,7 +200,7 @@ def test_a_model_made_inside_inference_mode_is_scored_the_same(readout: Kind, ta
 
 
 @pytest.mark.parametrize("readout", [*FORWARD_ONLY, "gradient"])
-def test_a_readout_leaves_inference_mode_and_comes_back_to_it(readout: Kind, store: Store) -> None:
+def test_a_readout_leaves_inference_mode_and_comes_back_to_it(readout: ReadoutName, store: Store) -> None:
     """Inside it, forward mode returns zeros in some versions of torch."""
     seen: set[bool] = set()
 
@@ -246,7 +246,9 @@ def _mixed_modes(model: nn.Module) -> list[bool]:
 
 @pytest.mark.parametrize("fails", [False, True], ids=["works", "fails"])
 @pytest.mark.parametrize("readout", [*FORWARD_ONLY, "gradient"])
-def test_modes_and_attention_settings_come_back_after_a_readout(readout: Kind, fails: bool, store: Store) -> None:
+def test_modes_and_attention_settings_come_back_after_a_readout(
+    readout: ReadoutName, fails: bool, store: Store
+) -> None:
     def measure(model: nn.Module, batch: Batch) -> Tensor:
         assert not any(module.training for module in model.modules())
         assert _flags()[:3] == (False, False, False)

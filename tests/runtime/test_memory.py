@@ -1,7 +1,8 @@
-"""How many sources are simulated at once follows from what a step of some of them takes."""
+"""The default budget follows from the memory that is available, and how many sources fit it from what a step takes."""
 
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,9 +10,101 @@ import torch
 
 from imprint import Plan, Sources, Task, simulate
 from imprint.data import Data
-from imprint.runtime.memory import Peak, most_that_fit
-from imprint.simulation import settling
+from imprint.runtime.memory import Peak, available_bytes, budget, most_that_fit
+from imprint.simulation import sizing
 from imprint.simulation.descent import Descent
+from imprint.simulation.source_gradients import choose_heaviest
+
+GIB = 1 << 30
+
+
+def machine(root: Path, groups: str = "0::/\n", **files: str) -> Path:
+    """Make the /proc of a machine of 16 GiB, of which 12 are available, and these files of control groups."""
+    (root / "proc/self").mkdir(parents=True)
+    cached = f"MemFree: {GIB >> 10} kB\nHugePages_Total: 0\nMemAvailable: {12 * GIB >> 10} kB\n"
+    (root / "proc/meminfo").write_text(f"MemTotal: {16 * GIB >> 10} kB\n{cached}")
+    (root / "proc/self/cgroup").write_text(groups)
+    for name, text in files.items():
+        file = root / "sys/fs/cgroup" / name
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(text)
+    return root
+
+
+def version_2(folder: str, limit: object, *, used: int = 6 * GIB, cached: int = 4 * GIB) -> dict[str, str]:
+    stat = f"anon {used - cached}\nfile {cached}\ninactive_file {cached - GIB}\nactive_file {GIB}\n"
+    figures = {"memory.max": limit, "memory.current": used, "memory.stat": stat}
+    return {f"{folder}{name}": f"{value}\n" for name, value in figures.items()}
+
+
+def version_1(folder: str, limit: object, *, used: int = 6 * GIB, cached: int = 4 * GIB) -> dict[str, str]:
+    stat = f"cache 1\ninactive_file 5\ntotal_inactive_file {cached - GIB}\ntotal_active_file {GIB}\n"
+    figures = {"memory.limit_in_bytes": limit, "memory.usage_in_bytes": used, "memory.stat": stat}
+    return {f"memory/{folder}{name}": f"{value}\n" for name, value in figures.items()}
+
+
+def test_page_cache_is_available(tmp_path: Path) -> None:
+    assert available_bytes(machine(tmp_path)) == 12 * GIB
+
+
+def test_a_platform_without_proc_has_some_memory(tmp_path: Path) -> None:
+    assert available_bytes(tmp_path) == 4 * GIB
+
+
+@pytest.mark.parametrize(
+    ("groups", "files", "expected"),
+    [
+        ("0::/\n", version_2("", 8 * GIB), 6),  # 8 less the 2 that are no page cache
+        ("0::/\n", version_2("", "max"), 12),
+        ("0::/\n", version_2("", 90 * GIB), 12),  # more than the machine has
+        ("0::/a/b\n", version_2("a/b/", "max") | version_2("a/", 8 * GIB), 6),  # the group around it has a limit
+        ("0::/a/b\n", version_2("a/b/", 7 * GIB) | version_2("a/", 8 * GIB), 5),
+        ("0::/not/mounted\n", version_2("", 8 * GIB), 6),  # a container sees its own group as the root
+        ("0::/../..\n", version_2("", 8 * GIB), 6),
+        ("4:cpu,memory:/\n0::/\n", version_1("", 8 * GIB), 6),
+        ("4:memory:/a\n3:cpuset:/\n", version_1("", 1 << 63) | version_1("a/", 8 * GIB), 6),
+        ("4:memory:/docker/1\n", version_1("", 8 * GIB), 6),
+        ("3:cpuset:/\n", version_1("", 8 * GIB), 12),  # memory is not limited by groups
+    ],
+)
+def test_a_container_has_what_its_limit_leaves_without_page_cache(
+    groups: str, files: dict[str, str], expected: int, tmp_path: Path
+) -> None:
+    assert available_bytes(machine(tmp_path, groups, **files)) == expected * GIB
+
+
+@pytest.mark.parametrize(
+    ("broken", "text", "expected"),
+    [
+        ("proc/meminfo", "MemTotal: 5 kB\n", 4 * GIB),
+        ("proc/meminfo", "MemAvailable\n", 4 * GIB),
+        ("proc/meminfo", "MemAvailable: much kB\n", 4 * GIB),
+        ("proc/self/cgroup", "nothing\n", 12 * GIB),
+        ("proc/self/cgroup", "", 12 * GIB),
+        ("sys/fs/cgroup/memory.max", "", 12 * GIB),
+        ("sys/fs/cgroup/memory.current", "?", 12 * GIB),
+        ("sys/fs/cgroup/memory.stat", "anon 5\n", 2 * GIB),  # all of it may be in use
+        ("sys/fs/cgroup/memory.stat", "", 2 * GIB),
+    ],
+)
+@pytest.mark.parametrize("absent", [False, True])
+def test_what_cannot_be_read_is_left_out(broken: str, text: str, expected: int, absent: bool, tmp_path: Path) -> None:
+    file = machine(tmp_path, **version_2("", 8 * GIB)) / broken
+    file.write_text(text)
+    if absent:
+        file.unlink()
+    assert available_bytes(tmp_path) == expected
+
+
+def test_a_full_container_still_gets_a_little(tmp_path: Path) -> None:
+    assert available_bytes(machine(tmp_path, **version_2("", GIB, used=GIB, cached=GIB))) == GIB
+    (tmp_path / "sys/fs/cgroup/memory.current").write_text(str(9 * GIB))
+    assert available_bytes(tmp_path) == 64 << 20
+
+
+def test_the_default_budget_is_a_share_of_what_is_available() -> None:
+    assert 0.2 * available_bytes() < budget(None, torch.device("cpu")) < 0.3 * available_bytes()
+
 
 PEAKS = {
     "each the same": lambda rows: 10 * rows,
@@ -60,7 +153,7 @@ def test_the_heaviest_sources_are_the_largest_and_the_largest_done_together() ->
     sources = Sources.groups({"a": range(40), "b": range(5), "c": range(32), "d": range(50)})
 
     def heaviest(**plan: Any) -> list[list[str]]:
-        return [list(choice.ids) for choice in descent_of(sources, 50, **plan).heaviest(2)]
+        return [list(choice.ids) for choice in choose_heaviest(descent_of(sources, 50, **plan), 2)]
 
     assert heaviest() == [["d", "a"]]
     assert heaviest(batch_size=10) == [["d", "a"], ["c", "b"]]
@@ -71,8 +164,8 @@ def test_a_step_of_some_sources_tells_how_many_fit(monkeypatch: pytest.MonkeyPat
     """On a stand-in for a GPU, where what is shared takes 1000 bytes, a source 100, and more than 9000 is too much."""
     tried: list[int] = []
 
-    def simulated(descent: Descent, epsilon: float | None) -> None:
-        assert descent.steps == 1 and epsilon is None
+    def attempt(descent: Descent) -> None:
+        assert descent.steps == 1
         tried.append(len(descent.sources))
         if 1000 + 100 * tried[-1] > 9000:
             raise torch.OutOfMemoryError
@@ -80,19 +173,23 @@ def test_a_step_of_some_sources_tells_how_many_fit(monkeypatch: pytest.MonkeyPat
     class Told:
         bytes = property(lambda self: 5000 + 1000 + 100 * tried[-1])
 
-    monkeypatch.setattr(settling, "_tells", lambda device: True)
-    monkeypatch.setattr(settling, "simulated", simulated)
-    monkeypatch.setattr(settling, "Peak", lambda device: Told())
+    monkeypatch.setattr(sizing, "Peak", lambda device: Told())
+    monkeypatch.setattr(sizing, "budget", lambda memory, device: memory)
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 5000)
     descent = descent_of(Sources.per_example(200), 200)
-    assert settling.rows_at_once(descent, "2000B", None) == 10
-    assert settling.rows_at_once(descent, "1MB", None) >= 70
+    descent.data.device = torch.device("cuda")
+
+    def rows_that_fit(memory: int, before: int | None = None) -> int:
+        return sizing.rows_that_fit(descent, memory, attempt, 1, before)
+
+    assert rows_that_fit(2000) == 10
+    assert rows_that_fit(1 << 20) >= 70
     assert max(tried) > 80  # more than there is room for was tried, and told
-    assert settling.rows_at_once(descent, "1050B", None) == 1
+    assert rows_that_fit(1050) == 1
     tried.clear()
-    assert settling.rows_at_once(descent, "2000B", None, before=6) == 6
+    assert rows_that_fit(2000, before=6) == 6
     assert tried == [1, 6]
-    assert settling.rows_at_once(descent, "2000B", None, before=60) == 10
+    assert rows_that_fit(2000, before=60) == 10
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")

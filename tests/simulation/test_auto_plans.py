@@ -63,7 +63,7 @@ def test_a_misspelt_plan_is_told_of_auto(run: object) -> None:
 
 def test_a_task_without_outputs_is_told_of_plans_that_need_none() -> None:
     task = blind(classifier())
-    with pytest.raises(PlanError, match=r"such as Plan\(\) or Plan\(engine=.spectral., curvature=.hessian.\)"):
+    with pytest.raises(PlanError, match=r"such as Plan\(engine=.tangent., curvature=.hessian.\)"):
         check(task, DATA, EACH, "auto")
     for plan in (Plan(steps=2), Plan(engine="spectral", curvature="hessian", steps=2)):
         assert simulate(task, DATA, GROUPS, plan, progress=False).checkpoints

@@ -11,10 +11,12 @@ from torch import Tensor, nn
 
 from imprint import Plan, Reader, Sources, Store, Task, attribute, simulate
 from imprint.data import Data
-from imprint.readout.reader import Kind
+from imprint.plan import Settings
+from imprint.readout.kernels import ReadoutName
+from imprint.simulation import engines
 from imprint.simulation.descent import Descent
-from imprint.simulation.tangent import tangent
-from imprint.simulation.trajectories import trajectories
+from imprint.simulation.engines import Work
+from imprint.simulation.path import Hooks
 from tests.problems import Problem, Rebuilt, TanhWithoutVmap, base, flattened, imprints, midpoints, unconverged_mlp
 
 EXACT = 1e-10
@@ -127,10 +129,8 @@ def test_a_loop_over_sources_gives_what_vmap_gives(name: str) -> None:
     data = Data(problem().data, device=torch.device("cpu"))
     plan = PLANS[name]
     descent = Descent(functional, theta, data, SOURCES, plan, 6, 0.5, damping=0.1, vectorise=False)
-    ends = [
-        tangent(d) if plan.engine == "tangent" else trajectories(d, 1.0)
-        for d in (descent, replace(descent, vectorise=True))
-    ]
+    engine = engines.get(plan)(Work(0, Settings(6, 0.5, 0.1, 1.0), descent, torch.float64))
+    ends = [engine.simulate(d, Hooks()) for d in (descent, replace(descent, vectorise=True))]
     loop, together = (flattened(end.imprints) for end in ends)
     assert furthest(loop, together) < EXACT
 
@@ -167,7 +167,7 @@ def test_a_model_that_vmap_refuses_gets_the_same_imprints_and_scores(
 
 
 @pytest.mark.parametrize("readout", ["jvp", "central", "literal", "gradient"])
-def test_query_batches_and_chunks_of_sources_change_no_score(readout: Kind) -> None:
+def test_query_batches_and_chunks_of_sources_change_no_score(readout: ReadoutName) -> None:
     task, queries, store = problem().task, problem().queries, reference("two-sided")
     step = 1e-4 if readout == "central" else None
 

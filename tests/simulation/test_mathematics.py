@@ -10,9 +10,10 @@ from torch import Tensor, nn
 
 from imprint import Plan, SimulationError, Sources, Task, attribute, simulate
 from imprint.data import Data
-from imprint.plan import Engine, Variant
+from imprint.plan import Variant
 from imprint.simulation.descent import Descent
-from imprint.simulation.trajectories import EPSILONS
+from imprint.simulation.engines.trajectories import EPSILONS
+from imprint.simulation.source_gradients import source_gradients
 from tests.problems import (
     CONVERGED,
     Problem,
@@ -217,7 +218,7 @@ def test_the_regulariser_is_no_part_of_a_sources_own_loss() -> None:
 
 
 @pytest.mark.parametrize("engine", ["tangent", "trajectories"])
-def test_the_regulariser_enters_once_however_many_batches_there_are(engine: Engine) -> None:
+def test_the_regulariser_enters_once_however_many_batches_there_are(engine: str) -> None:
     problem = regularised(softmax_regression(), 0.7)
     plan = Plan(steps=5, lr=problem.lr)
     end, derivative = problem.path(plan)
@@ -230,7 +231,7 @@ def test_the_regulariser_enters_once_however_many_batches_there_are(engine: Engi
 
 @pytest.mark.parametrize("engine", ["tangent", "trajectories"])
 @full_and_mini_batches
-def test_damping_acts_on_the_response_only(engine: Engine, batch_size: int | None) -> None:
+def test_damping_acts_on_the_response_only(engine: str, batch_size: int | None) -> None:
     problem = unconverged_mlp()
     plan = Plan(steps=10, lr=problem.lr, batch_size=batch_size)
     if engine == "trajectories":
@@ -250,7 +251,7 @@ def sampled_gradient(problem: Problem, sample: int | None, seed: int, step: int 
     data = Data(problem.data, device=torch.device("cpu"))
     plan = Plan(batch_size=5, source_sample=sample, seed=seed)
     descent = Descent(functional, theta, data, problem.sources, plan, steps=1, lr=1.0)
-    stack = descent.source_gradients(theta, step, per_row=False)
+    stack = source_gradients(descent, theta, step)
     return torch.cat([tensor.flatten(1) for tensor in stack.values()], dim=1).T
 
 

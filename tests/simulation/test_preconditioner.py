@@ -18,7 +18,7 @@ from imprint.cli.inspection import inspected
 from imprint.plan import State
 from imprint.simulation import snapshot
 from imprint.simulation.descent import minibatches
-from imprint.simulation.preconditioner import BATCHES
+from imprint.simulation.moments import BATCHES
 from tests.problems import (
     Problem,
     base,

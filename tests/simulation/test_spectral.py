@@ -13,10 +13,10 @@ from torch.func import jacrev
 from imprint import Plan, PlanError, SimulationError, Sources, Store, Task, simulate
 from imprint.data import Data
 from imprint.plan import Curvature, Settings, Steps
-from imprint.simulation import spectral
+from imprint.simulation import frozen as spectral
 from imprint.simulation.curvature import curvature_product, lanczos_basis
 from imprint.simulation.descent import FullBatch
-from imprint.simulation.spectral import Frozen, freeze, response
+from imprint.simulation.frozen import FrozenCurvature, freeze_curvature, respond
 from tests.problems import (
     Problem,
     converge,
@@ -59,10 +59,10 @@ def linear_regression() -> Problem:
     return converge(Problem(task, (x[:14], y[:14]), (x[14:], y[14:]), overlapping(14), lr=0.3))
 
 
-def frozen(problem: Problem, directions: int, curvature: Curvature = "gauss-newton") -> Frozen:
+def frozen(problem: Problem, directions: int, curvature: Curvature = "gauss-newton") -> FrozenCurvature:
     functional, theta = problem.task.at(problem.task.state())
     with problem.task.evaluating():
-        return freeze(functional, theta, batches(problem), curvature, directions)
+        return freeze_curvature(functional, theta, batches(problem), curvature, directions)
 
 
 def batches(problem: Problem) -> FullBatch:
@@ -145,19 +145,19 @@ def test_the_response_is_the_sum_that_the_steps_make(mu: float, damping: float) 
     lr, steps = 0.5, 60
     settings = Settings(steps, lr, damping, 1.0)
     expected = lr * math.fsum((1 - lr * (mu + damping)) ** t for t in range(steps))
-    found = response(torch.tensor([mu], dtype=torch.float64), settings, lr)
+    found = respond(torch.tensor([mu], dtype=torch.float64), settings, lr)
     assert float(found) == pytest.approx(expected, rel=1e-12)
 
 
 def test_no_digits_cancel_at_tiny_curvature() -> None:
     """(1 − (1 − x)^T)/x would have lost all of them."""
     for mu in (1e-17, 1e-13, 1e-9):
-        found = float(response(torch.tensor([mu]), Settings(1000, 0.1, 0.0, 1.0), 0.1))
+        found = float(respond(torch.tensor([mu]), Settings(1000, 0.1, 0.0, 1.0), 0.1))
         assert found == pytest.approx(0.1 * 1000 * (1 - 0.1 * mu * 999 / 2), rel=1e-12)
 
 
 def test_infinitely_many_steps_invert() -> None:
-    found = response(torch.tensor([0.5, 2.0]), Settings("infinite", 0.1, 0.5, 1.0), 0.1)
+    found = respond(torch.tensor([0.5, 2.0]), Settings("infinite", 0.1, 0.5, 1.0), 0.1)
     torch.testing.assert_close(found, torch.tensor([1.0, 0.4], dtype=torch.float64))
 
 
@@ -378,6 +378,6 @@ def test_a_model_in_half_precision_has_as_many_directions_as_others() -> None:
         functional, theta = task.at(task.state())
         with task.evaluating():
             parts = FullBatch(Data(data, device=torch.device("cpu")), dtype)
-            found.append(freeze(functional, theta, parts, "gauss-newton", 8))
+            found.append(freeze_curvature(functional, theta, parts, "gauss-newton", 8))
     assert len(found[0].values) == len(found[1].values) == 8
     assert found[0].basis["0.weight"].dtype == torch.bfloat16

@@ -19,6 +19,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from imprint import Plan, SimulationError, Sources, Store, StoreError, Task, attribute, simulate
+from imprint.simulation.engines.paths import PathEngine
 from imprint.store.manifest import SCHEMA
 from imprint.store.request import Request
 from imprint.store.values import parsed, sealed
@@ -463,7 +464,7 @@ def test_an_interruption_before_steps_are_chosen_leaves_no_folder_behind(
     def interrupt(*arguments: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("imprint.simulation.runner.settled", interrupt)
+    monkeypatch.setattr(PathEngine, "settle", interrupt)
     with pytest.raises(KeyboardInterrupt):
         _simulate(_task(), tmp_path / "store")
     assert not (tmp_path / "store").exists()
@@ -485,7 +486,7 @@ def test_a_full_disk_names_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     def no_space(*args: object, **kwargs: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("imprint.store.writing.save", no_space)
+    monkeypatch.setattr("imprint.store.files.save_file", no_space)
     with pytest.raises(StoreError, match=r"could not write .*base\.safetensors.*No space left"):
         _simulate(_task(), tmp_path / "store")
     assert not (tmp_path / "store").exists()

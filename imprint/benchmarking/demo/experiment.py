@@ -8,7 +8,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from imprint.attribution.result import Attribution, attribute
+from imprint.attribution.result import Attribution
+from imprint.attribution.scoring import attribute
 from imprint.benchmarking.settings import digits
 from imprint.data import Data
 from imprint.evaluation.mislabels import example_losses
@@ -78,7 +79,7 @@ def run(
         accuracy = float((model(setting.queries[0]).argmax(1) == setting.queries[1]).float().mean())
 
     task = digits.task(model)
-    with _timed("simulating imprints", seconds, say), _one_thread():
+    with _timed("simulating imprints", seconds, say):
         checkpoints = [states[epoch] for epoch in digits.CHECKPOINTS]
         store = simulate(task, setting.train, sources, digits.PLAN, checkpoints=checkpoints, progress=progress)
     with _timed("attributing queries", seconds, say):
@@ -116,17 +117,6 @@ def _removed(
     losses = measured(task, models[digits.TRAINING.epochs], setting.queries, len(setting.queries[1]))
     losses = losses.reshape(len(rounds), retrainings, -1)
     return (losses[_BASELINES:] - losses[:_BASELINES].mean(0)).permute(1, 2, 0)
-
-
-@contextmanager
-def _one_thread() -> Iterator[None]:
-    """For tensors as small as these a second thread only waits, and for long when the machine is shared."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(threads)
 
 
 @contextmanager

@@ -14,7 +14,7 @@ def fetch(name: str, url: str, checksum: str) -> Path:
     try:
         import pooch
     except ImportError as error:
-        raise MissingExtra(f"downloading {name}", "eval") from error
+        raise MissingExtra(f"downloading {name}", "bench") from error
     cache = pooch.os_cache("imprint") / Path(name).parent
     try:
         return Path(pooch.retrieve(url, f"sha256:{checksum}", fname=Path(name).name, path=cache))

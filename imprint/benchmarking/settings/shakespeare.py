@@ -59,7 +59,7 @@ class Size:
         try:
             from transformers import GPT2Config, GPT2LMHeadModel
         except ImportError as error:
-            raise MissingExtra("the Shakespeare setting", "hf") from error
+            raise MissingExtra("the Shakespeare setting", "language") from error
         options: dict[str, Any] = {
             **{"vocab_size": self.vocabulary, "n_positions": self.length},
             **{"n_embd": self.width, "n_layer": self.layers, "n_head": self.heads},
@@ -200,7 +200,7 @@ def _tokenizer(text: str, vocabulary: int) -> "Tokenizer":
     try:
         from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     except ImportError as error:
-        raise MissingExtra("the Shakespeare setting", "hf") from error
+        raise MissingExtra("the Shakespeare setting", "language") from error
     found = Tokenizer(models.BPE())
     parts: Any = found
     parts.pre_tokenizer, parts.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()

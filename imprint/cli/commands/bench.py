@@ -15,6 +15,7 @@ from imprint.benchmarking.sweep import sweep as swept
 from imprint.cli.commands.options import AsJson
 from imprint.cli.terminal import console, errors, marked, working
 from imprint.errors import ConfigurationError
+from imprint.runtime.threads import set_threads
 from imprint.store.files import write
 
 SettingName = Annotated[str, typer.Argument(metavar="SETTING", help=f"One of {', '.join(SETTINGS)}.")]
@@ -43,6 +44,7 @@ def bench(
     """
     with working():
         made = Bench(protocol(setting, device), out)
+        set_threads(made.protocol.task().model)
         methods: dict[str, Method] = {"Imprint": imprints()}
         if ten:
             methods["Imprint, ten runs"] = imprints(runs=10)
@@ -84,6 +86,7 @@ def sweep(
     """
     with working():
         made = Bench(protocol(setting, device), out)
+        set_threads(made.protocol.task().model)
         last = len(made.protocol.epochs) - 1
         if checkpoint > last:
             raise ConfigurationError(f"{setting} has checkpoints 0 to {last}, not {checkpoint}.")

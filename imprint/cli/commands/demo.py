@@ -10,6 +10,7 @@ import typer
 from imprint.cli.commands.options import AsJson
 from imprint.cli.terminal import console, errors, marked, shown_demo
 from imprint.errors import StoreError
+from imprint.runtime.threads import set_threads
 
 
 def demo(
@@ -28,10 +29,12 @@ def demo(
     """
     from imprint.benchmarking.demo.experiment import run
     from imprint.benchmarking.demo.report import rows, statistics, suspicion, write
+    from imprint.benchmarking.settings import digits
 
     if out.exists() and not out.is_dir():
         raise StoreError(f"{out} is a file: give a folder for the report.")
     errors.print("[bold]Twelve contributors, one of whom mislabels. Who moved which prediction?[/bold]")
+    set_threads(digits.model())
     outcome = run(split, retrainings, say=lambda text: errors.print(f"  {text}", style="dim"))
     page = write(outcome, out)
     if json:

@@ -181,12 +181,13 @@ def simulate(
         experiment = over_store(experiment, recorded, _NAMED, context)
     if experiment.out is None:
         raise ConfigurationError("no folder for the store is given: --out runs/NAME.")
-    if replay is not None:
-        _take_threads(replay)
     if (Path(experiment.out) / MANIFEST).is_file():
         errors.print(f"{marked(experiment.out)} is complete already; it is only compared", soft_wrap=True)
     with working():
         objects = Objects(experiment)
+        _ = objects.task  # which sets the number of threads
+    if replay is not None:
+        _take_threads(replay)
     note: dict[str, Any] = {"command": experiment.to_json()}
     shown: tuple[str, ...] = ()
     if checking and not Path(experiment.out).exists():

@@ -9,13 +9,13 @@ from itertools import pairwise
 from statistics import median
 from typing import ClassVar
 
-from imprint.errors import SimulationError
+from imprint.errors import DivergenceError, SimulationError
 from imprint.plan import Plan, Settings
 from imprint.runtime.memory import tensor_bytes
 from imprint.runtime.timing import Result, measure_seconds
 from imprint.simulation.curvature import Spectrum
 from imprint.simulation.descent import Descent
-from imprint.simulation.divergence import Diverged, advise
+from imprint.simulation.divergence import advise
 from imprint.simulation.engines.protocol import Chunk, Cost, Engine
 from imprint.simulation.guards import too_long
 from imprint.simulation.path import Hooks
@@ -79,7 +79,7 @@ class PathEngine(Engine):
     def _with_advice(self, call: Callable[[], Result]) -> Result:
         try:
             return call()
-        except Diverged as error:
+        except DivergenceError as error:
             if self.measured.curvature is None:
                 raise
             advice = advise(self.descent.lr, self.descent.shift, self.plan.momentum, self.curvature)

@@ -33,6 +33,7 @@ _SAMPLE = 16  # sources that are simulated to measure what all of them will take
 class Work:
     """One checkpoint to simulate, and what the runner offers for it.
 
+    first: whether no other checkpoint comes before it.
     files: of the checkpoint, for what outlives a killed run; None where nothing is to be kept.
     advance, skip: of the progress, in the engine's unit; what is skipped does not count for the speed.
     """
@@ -41,6 +42,7 @@ class Work:
     settings: Settings
     descent: Descent
     stored: torch.dtype
+    first: bool = True
     memory: int | str | None = None
     files: CheckpointFiles | None = None
     advance: Callable[[int], None] = lambda amount: None
@@ -245,7 +247,8 @@ def at_checkpoint(
 ) -> Engine:
     """Make the engine of a plan ready for one of its checkpoints."""
     descent, stored = inputs.descent(index, state), DTYPES[inputs.stored_as]
-    return get(inputs.plan)(Work(index, inputs.settings[index], descent, stored, memory, files, advance, skip))
+    first, settings = index == inputs.first, inputs.settings[index]
+    return get(inputs.plan)(Work(index, settings, descent, stored, first, memory, files, advance, skip))
 
 
 def join(chunks: list[Chunk]) -> Chunk:

@@ -73,7 +73,7 @@ class Spectral(Engine):
         lr = curvature.step(settings.damping) if settings.lr == "auto" else settings.lr
         refuse_unstable(frozen, settings, lr, self.work.index)
         directions, layers = len(frozen.values), find_layers(self.descent)
-        if self._room(directions) < 0:
+        if self.work.first and self._room(directions) < 0:
             logger.warning(
                 "the basis of %d directions takes %d bytes, more than the memory budget: few sources fit at once",
                 *(directions, directions * tensor_bytes(self.descent.start)),

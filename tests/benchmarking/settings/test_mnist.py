@@ -128,7 +128,7 @@ def test_a_damaged_file_is_named(broken: Path, name: str) -> None:
 def test_a_file_that_cannot_be_had_says_where_to_put_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception
 ) -> None:
-    pooch = pytest.importorskip("pooch", reason="pooch is not installed: the extra `eval` has it")
+    pooch = pytest.importorskip("pooch", reason="pooch is not installed: the extra `bench` has it")
 
     def fail(*arguments: object, **options: object) -> None:
         raise error
@@ -140,7 +140,7 @@ def test_a_file_that_cannot_be_had_says_where_to_put_it(
 
 
 def test_a_download_is_checked_and_comes_to_the_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    pooch = pytest.importorskip("pooch", reason="pooch is not installed: the extra `eval` has it")
+    pooch = pytest.importorskip("pooch", reason="pooch is not installed: the extra `bench` has it")
     asked: list[tuple[str, str]] = []
 
     def retrieve(url: str, known_hash: str, fname: str, path: Path) -> str:
@@ -160,7 +160,7 @@ def test_a_download_is_checked_and_comes_to_the_cache(tmp_path: Path, monkeypatc
 def test_downloading_needs_an_extra_and_says_which(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("IMPRINT_DATA", str(tmp_path))
     monkeypatch.setitem(sys.modules, "pooch", None)
-    with pytest.raises(MissingExtra, match=r"imprint-attribution\[eval\]"):
+    with pytest.raises(MissingExtra, match=r"imprint-attribution\[bench\]"):
         mnist.load()
 
 

@@ -14,7 +14,7 @@ from imprint.evaluation import Subsets, retrain
 from imprint.evaluation.training import measured
 from tests.conftest import require
 
-pytest.importorskip("transformers", reason="transformers is not installed: the extra `hf` has it")
+pytest.importorskip("transformers", reason="transformers is not installed: the extra `language` has it")
 
 
 @pytest.fixture(scope="module")
@@ -137,5 +137,5 @@ def test_another_text_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 @pytest.mark.parametrize("module", ["transformers", "tokenizers"])
 def test_what_is_missing_is_named(file: Path, monkeypatch: pytest.MonkeyPatch, module: str) -> None:
     monkeypatch.setitem(__import__("sys").modules, module, None)
-    with pytest.raises(MissingExtra, match=r"imprint-attribution\[hf\]"):
+    with pytest.raises(MissingExtra, match=r"imprint-attribution\[language\]"):
         SMALL.build() if module == "transformers" else shakespeare.load(SMALL)

@@ -1,0 +1,184 @@
+"""Score every query against every source of a store: `attribute`, and `self_influence` of training examples."""
+
+import os
+from itertools import accumulate, product
+from typing import Any, TypedDict, Unpack, overload
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from imprint.attribution.labels import Labels
+from imprint.attribution.result import Attribution
+from imprint.attribution.top import Order, Top, limit_top, merge_best, rank_scores
+from imprint.data import Collate, Data, query_batches
+from imprint.errors import ReadoutError
+from imprint.readout.kernels import ReadoutName
+from imprint.readout.reader import Reader
+from imprint.runtime.notices import Notices
+from imprint.runtime.progress import Advance, Progress
+from imprint.runtime.turns import settle_child
+from imprint.sources import Sources
+from imprint.store.fingerprint import of_batches, of_sources, probe_measures, recognise_data
+from imprint.store.reading import Store
+from imprint.task import Task
+
+
+class ReadoutOptions(TypedDict, total=False):
+    """The options of `attribute`, for its two signatures."""
+
+    readout: ReadoutName
+    by: Order
+    batch_size: int
+    collate_fn: Collate | None
+    step: float | None
+    memory: int | str | None
+    progress: bool | Advance
+
+
+@overload
+def attribute(
+    task: Task,
+    store: Store | str | os.PathLike[str],
+    queries: Any,
+    *,
+    top: None = None,
+    **options: Unpack[ReadoutOptions],
+) -> Attribution: ...
+@overload
+def attribute(
+    task: Task, store: Store | str | os.PathLike[str], queries: Any, *, top: int, **options: Unpack[ReadoutOptions]
+) -> Top: ...
+def attribute(
+    task: Task,
+    store: Store | str | os.PathLike[str],
+    queries: Any,
+    *,
+    readout: ReadoutName = "jvp",
+    top: int | None = None,
+    by: Order = "magnitude",
+    batch_size: int = 64,
+    collate_fn: Collate | None = None,
+    step: float | None = None,
+    memory: int | str | None = None,
+    progress: bool | Advance = True,
+) -> Attribution | Top:
+    """Score every query against every source of a store, with forward passes only.
+
+    store: what `simulate` returned, or its folder.
+    queries: a map-style dataset, a tuple or mapping of tensors with one row per query, or a generator of batches.
+    readout: "jvp" (default), "central", "literal" or "gradient"; see `imprint.readout.kernels`.
+    top: keep only this many sources per query, without ever holding all scores; `by` orders them.
+    step: relative step of the "central" readout; calibrated by default.
+    memory: what the readout may use, in bytes or as "4GiB"; by default a share of what is free.
+    progress: True for a line on standard error, False for none, or a function of (done, total).
+    """
+    settle_child()
+    store = Store.of(store)
+    batches = query_batches(queries, device=task.device, batch_size=batch_size, collate_fn=collate_fn)
+    reader = Reader(task, store, readout=readout, step=step, memory=memory)
+    k = None if top is None else limit_top(top, len(store))
+    rank_scores(torch.zeros(1), by)
+    count, batch = max(batches, key=lambda pair: pair[0])
+    chunks = reader.chunks(batch, count)
+    bar = Progress("attributing", sum(count for count, _ in batches) * len(store), "scores", progress)
+    parts: list[list[Tensor]] = [[] for _ in batches]
+    best: list[tuple[Tensor, Tensor] | None] = [None for _ in batches]
+    firsts = [0, *accumulate(count for count, _ in batches)]
+    order = list(product(chunks, range(len(batches))))
+    if reader.readout == "gradient":  # one backward per query: all sources of a batch before the next batch
+        order.sort(key=lambda step: step[1])
+    try:
+        for (start, stop), index in order:
+            count, batch = batches[index]
+            block = reader.block(start, stop, batch, count, firsts[index]).cpu()
+            if k is None:
+                parts[index].append(block)
+            else:
+                best[index] = merge_best(best[index], block, start, k, by)
+            bar.advance(count * (stop - start))
+    finally:
+        bar.close()
+    request = store.manifest.request
+    labels = Labels(
+        store.n,
+        store.source_ids,
+        store.source_names,
+        store.source_sizes,
+        task.measure_name,
+        task.better,
+        {"readout": reader.readout, **reader.details},
+        {
+            "store": store.sha256,
+            **{"data": vars(request.data), "sources": request.sources},
+            "parameters": {name: spec.to_json() for name, spec in request.parameters.items()},
+            "queries": of_batches(batches),
+            "measures": probe_measures(task, batches),
+        },
+        _show_warnings(reader),
+    )
+    if k is None:
+        return Attribution(labels, torch.cat([torch.cat(blocks, dim=1) for blocks in parts]))
+    kept = [entry for entry in best if entry is not None]
+    scores = torch.cat([scores for _, scores in kept])
+    return Top(labels, torch.cat([indices for indices, _ in kept]), scores, tuple(range(len(scores))))
+
+
+def _show_warnings(reader: Reader) -> tuple[str, ...]:
+    """Return the warnings of a readout, and show those that the store did not show before."""
+    notices = Notices(reader.store.warnings)
+    for message in reader.warnings:
+        notices.add(message)
+    return notices.messages
+
+
+def self_influence(
+    task: Task,
+    store: Store | str | os.PathLike[str],
+    data: Any,
+    *,
+    batch_size: int = 64,
+    collate_fn: Collate | None = None,
+    memory: int | str | None = None,
+    progress: bool | Advance = True,
+) -> Tensor:
+    """Return s(b, b) of each source on the example in its own row of `data`, shape (sources,).
+
+    With one source per example and the training data this is each example's influence on itself; data in another order
+    is refused. Mislabelled examples stand out: for a loss with the most negative values, for a margin with the largest.
+    Compare with the plain loss of each example (`imprint.evaluation.example_losses`), which often finds them better.
+    """
+    settle_child()
+    store = Store.of(store)
+    examples = Data(data, device=task.device, batch_size=batch_size, collate_fn=collate_fn)
+    if len(examples) != len(store):
+        raise ReadoutError(
+            f"self-influence pairs sources and examples: {len(store)} sources, {len(examples)} examples."
+        )
+    _refuse_mispaired(store, examples)
+    reader = Reader(task, store, memory=memory)
+    bar = Progress("self-influence", len(store), "examples", progress)
+    parts = []
+    try:
+        for indices, batch in examples.batches():
+            parts.append(reader.diagonal(batch, int(indices[0]), int(indices[-1]) + 1).cpu())
+            bar.advance(len(indices))
+    finally:
+        bar.close()
+    return torch.cat(parts)
+
+
+def _refuse_mispaired(store: Store, examples: Data) -> None:
+    """Refuse rows that are not the examples of their sources, where each example is a source."""
+    if len(store) != store.n or max(store.source_sizes) > 1:
+        return
+    request, each = store.manifest.request, tuple(np.array([index]) for index in range(store.n))
+    in_order = request.sources == of_sources(Sources(store.source_ids, store.source_names, each))
+    data = recognise_data(vars(request.data), examples)
+    if data.by != "none" and in_order != data.same:
+        raise ReadoutError(
+            "self-influence pairs each source with its own example: these are not the training examples in the order "
+            f"of the sources{data.remark}."
+        )
+    if data.same:
+        data.warn()

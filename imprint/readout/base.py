@@ -1,0 +1,48 @@
+"""One checkpoint made ready to be read: the task there, its selected parameters, and the kernels applied to both.
+
+`Reader` has one for each checkpoint of a store, `imprint.export` one for the checkpoint that it exports.
+"""
+
+from dataclasses import dataclass
+from functools import cached_property
+
+from torch import Tensor
+
+from imprint.readout.kernels import Measure, difference_scores, gradient_scores, jvp_scores, query_gradients
+from imprint.task import Batch, Functional, Parameters
+from imprint.tensors.vectors import scale
+
+
+@dataclass(frozen=True)
+class Base:
+    """A checkpoint by its index in the store, and its share in the mean over checkpoints."""
+
+    index: int
+    share: float
+    functional: Functional
+    theta: Parameters
+
+    @cached_property
+    def scale(self) -> float:
+        """What steps are relative to."""
+        return scale(self.theta, self.functional)
+
+    def measure(self, batch: Batch, count: int) -> Measure:
+        """Return F of the queries of a batch as a function of the selected parameters."""
+        return lambda theta: self.functional.measures(theta, batch, count)
+
+    def jvp(self, imprints: Parameters, batch: Batch, count: int, *, vectorise: bool) -> Tensor:
+        """Score by forward mode, shape (sources, queries)."""
+        return jvp_scores(self.measure(batch, count), self.theta, imprints, vectorise=vectorise)
+
+    def central(self, imprints: Parameters, c: Tensor, batch: Batch, count: int, *, vectorise: bool) -> Tensor:
+        """Score by differences between θ + c_b·u_b and θ − c_b·u_b, shape (sources, queries)."""
+        return difference_scores(self.measure(batch, count), self.theta, imprints, c, c, vectorise=vectorise)
+
+    def gradients(self, batch: Batch, count: int, *, vectorise: bool) -> Parameters:
+        """Return ∇F of each query, one row per query, for `gradient_scores`."""
+        return query_gradients(self.functional, self.theta, batch, count, vectorise=vectorise)
+
+    def gradient(self, imprints: Parameters, batch: Batch, count: int, *, vectorise: bool) -> Tensor:
+        """Score by one backward pass per query, shape (sources, queries)."""
+        return gradient_scores(imprints, self.gradients(batch, count, vectorise=vectorise))

@@ -1,0 +1,132 @@
+"""Forward-only scores as pure functions of (F, θ, imprints): the measurement evaluated along, or at, imprints.
+
+`jvp`      F'(θ_T⁰)[u_b] by forward mode: exact, no step size, each imprint is read once.
+`central`  [F(θ + c·u_b) − F(θ − c·u_b)]/2c from plain evaluations, c calibrated (`calibration`).
+`literal`  the paper's difference between the two perturbed end points.
+`gradient` one backward pass per query, then dot products: for very many sources where a backward exists.
+
+All return (sources, queries), for as many imprints as are given. `Reader` applies them to a store.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Literal
+
+import torch
+from torch import Tensor
+from torch.func import grad, vjp, vmap
+
+from imprint.batches import is_columnar, map_tensors
+from imprint.runtime.memory import tensor_bytes
+from imprint.runtime.turns import jvp
+from imprint.task import Batch, Functional, Parameters, Task
+from imprint.tensors.linear import FastLinear
+from imprint.tensors.vectors import over_rows
+
+ReadoutName = Literal["jvp", "central", "literal", "gradient"]
+Measure = Callable[[Parameters], Tensor]
+"""F of the queries of one batch as a function of the selected parameters, shape (queries,)."""
+
+_SHIFTED_BYTES = 64 << 20  # shifted copies θ ± c·u alive at once on a CPU: more only moves memory
+_LARGE_BYTES = 1 << 20  # parameters from which a CPU shifts them faster one by one than by vmap
+
+
+@contextmanager
+def forward_only(task: Task) -> Iterator[None]:
+    """Build no autograd graph, evaluate the model, and leave `inference_mode`, where forward mode may return zeros."""
+    with torch.inference_mode(False), torch.no_grad(), task.evaluating():
+        yield
+
+
+def jvp_scores(measure: Measure, theta: Parameters, imprints: Parameters, *, vectorise: bool) -> Tensor:
+    """F'(θ)[u_b] for every row, by forward mode."""
+
+    def fast(theta: Parameters) -> Tensor:
+        with FastLinear():
+            return measure(theta)
+
+    return over_rows(lambda u: jvp(fast, (theta,), (u,))[1], imprints, vectorise=vectorise)  # type: ignore[no-any-return]
+
+
+def difference_scores(
+    measure: Measure,
+    theta: Parameters,
+    imprints: Parameters,
+    up: Tensor,
+    down: Tensor,
+    midpoints: Parameters | None = None,
+    *,
+    vectorise: bool,
+) -> Tensor:
+    """[F(θ + m_b + up_b·u_b) − F(θ + m_b − down_b·u_b)]/(up_b + down_b) for every row."""
+
+    def one(u: Parameters, up: Tensor, down: Tensor, middle: Parameters) -> Tensor:
+        centre = {name: theta[name] + middle[name] for name in theta} if middle else theta
+        return difference(measure, centre, u, up, down)
+
+    size, rows = tensor_bytes(theta), len(up)
+    if not vectorise or (size > _LARGE_BYTES and up.device.type == "cpu"):
+        return _loop_differences(measure, theta, imprints, up, down, midpoints)
+    blocks = []
+    width = rows if up.device.type == "cuda" else max(1, _SHIFTED_BYTES // (2 * size))
+    for start in range(0, rows, width):
+        part = slice(start, min(start + width, rows))
+        blocks.append(
+            vmap(one)(
+                {name: u[part] for name, u in imprints.items()},
+                up[part],
+                down[part],
+                {name: m[part] for name, m in (midpoints or {}).items()},
+            )
+        )
+    return torch.cat(blocks)
+
+
+def difference(measure: Measure, centre: Parameters, u: Parameters, up: Tensor, down: Tensor) -> Tensor:
+    """[F(centre + up·u) − F(centre − down·u)]/(up + down)."""
+    higher = measure({name: tensor + up * u[name] for name, tensor in centre.items()})
+    lower = measure({name: tensor - down * u[name] for name, tensor in centre.items()})
+    return (higher - lower) / (up + down)
+
+
+def _loop_differences(
+    measure: Measure,
+    theta: Parameters,
+    imprints: Parameters,
+    up: Tensor,
+    down: Tensor,
+    midpoints: Parameters | None,
+) -> Tensor:
+    """Loop over the rows, shifting the parameters in one buffer: fresh memory for each shift would cost more."""
+    buffer = {name: torch.empty_like(tensor) for name, tensor in theta.items()}
+
+    def shifted(row: int, by: float) -> Tensor:
+        for name, tensor in theta.items():
+            torch.add(tensor, imprints[name][row], alpha=by, out=buffer[name])
+            if midpoints:
+                buffer[name] += midpoints[name][row]
+        return measure(buffer).clone()
+
+    pairs = zip(up.tolist(), down.tolist(), strict=True)
+    return torch.stack([(shifted(i, u) - shifted(i, -d)) / (u + d) for i, (u, d) in enumerate(pairs)])
+
+
+def query_gradients(
+    functional: Functional, theta: Parameters, batch: Batch, count: int, *, vectorise: bool
+) -> Parameters:
+    """∇F of each query, one row per query."""
+    if vectorise and is_columnar(batch, count):
+        single = map_tensors(lambda t: t.unsqueeze(1), batch)
+        each = vmap(lambda sample: grad(lambda t: functional.measures(t, sample, 1)[0])(theta))
+        return each(single)  # type: ignore[no-any-return]
+    values, pull, *_ = vjp(lambda t: functional.measures(t, batch, count), theta)
+    rows = [pull(torch.eye(count, dtype=values.dtype, device=values.device)[i])[0] for i in range(count)]
+    return {name: torch.stack([row[name] for row in rows]) for name in theta}
+
+
+def gradient_scores(imprints: Parameters, gradients: Parameters) -> Tensor:
+    """u_bᵀ g_q for all pairs, shape (sources, queries)."""
+    products = [
+        u.reshape(len(u), -1) @ gradients[name].reshape(len(gradients[name]), -1).T for name, u in imprints.items()
+    ]
+    return torch.stack(products).sum(0)
