@@ -241,9 +241,9 @@ def ask(out: Path) -> Truth:
 
 def test_a_truth_in_a_place_that_cannot_be_written_is_refused_in_a_line(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    with pytest.raises(StoreError, match=r"cannot be made: .* Give a folder that you may write to"):
+    with pytest.raises(StoreError, match=r"could not make the folder .* Give a folder that you may write to"):
         ask(tmp_path / "file" / "truth")
-    with pytest.raises(StoreError, match="cannot be made"):
+    with pytest.raises(StoreError, match="could not make the folder"):
         ask(Path("/proc/truth"))
 
 

@@ -33,7 +33,7 @@ from imprint.evaluation.trials import (
     size,
     spread,
 )
-from imprint.evaluation.truth import SCHEMA, Folder, Truth, circumstances, of_subsets, together
+from imprint.evaluation.truth import SCHEMA, Truth, TruthFolder, circumstances, of_subsets, together
 from imprint.runtime.progress import Advance, Progress
 from imprint.store.fingerprint import (
     of_batches,
@@ -148,7 +148,7 @@ def retrain(
     request = _request(train, task, subsets, batches, known, runs, seed)
     seeds = [each for run in range(runs) for each in subsets.seeds(run, seed)]
     work = _Work(train, task, batches, subsets, seeds)
-    folder = None if out is None else Folder(Path(out))
+    folder = None if out is None else TruthFolder(Path(out))
     bar = Progress("retraining", len(seeds) * work.units, work.unit, progress)
     with folder.opened(request, subsets) if folder else contextlib.nullcontext() as found, contextlib.closing(bar):
         rows = folder.kept(found) if folder and found else {}

@@ -16,7 +16,7 @@ from imprint.store.opening import Files
 from imprint.store.probe_examples import SPREAD
 from imprint.store.probing import ProbeValues, evaluate_losses, evaluate_probes
 from imprint.store.request import specify
-from imprint.store.structure import rebuilt
+from imprint.store.structure import rebuild
 from imprint.task import Functional, Parameters, Task
 
 
@@ -90,7 +90,7 @@ class Compatibility:
             return
         task, before, count = functional.task, probes.values, len(probes.values.losses)
         with self._files.open(probes.file) as tensors:
-            batch = rebuilt(probes.structure, lambda name: tensors.get_tensor(name).to(task.device))
+            batch = rebuild(probes.structure, lambda name: tensors.get_tensor(name).to(task.device))
         known = task in self._known_losses and bool(before.moved)  # which says how exactly losses can be compared
         if known and is_columnar(batch, count):
             count = min(SPREAD, count)

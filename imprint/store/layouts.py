@@ -14,6 +14,7 @@ _NAMES = {
     **{torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.bool: "BOOL"},
     **{torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8"},
 }
+_WORDS: dict[str | None, str] = {name: str(dtype) for dtype, name in _NAMES.items()}
 
 Layout = dict[str, tuple[tuple[int, ...], str | None]]
 """Shapes of tensors by name, and what safetensors calls their dtypes; None for any."""
@@ -38,7 +39,8 @@ def find_misfit(file: Any, expected: Layout, *, others: bool = False) -> str | N
             return f"tensor {name!r} is missing"
         piece = file.get_slice(name)
         if tuple(piece.get_shape()) != shape or (dtype is not None and piece.get_dtype() != dtype):
-            return f"tensor {name!r} is {tuple(piece.get_shape())} of {piece.get_dtype()}, not {shape} of {dtype}"
+            found = _WORDS.get(piece.get_dtype(), piece.get_dtype())
+            return f"tensor {name!r} is {tuple(piece.get_shape())} of {found}, not {shape} of {_WORDS.get(dtype, 'any dtype')}"
     return None
 
 

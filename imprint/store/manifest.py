@@ -34,7 +34,7 @@ LONGEST = 64 << 20  # bytes: it has hundreds of thousands of shards then
 
 
 def _read_structure(value: Value) -> Any:
-    """Read the structure of a batch, as `imprint.store.structure.flattened` makes it."""
+    """Read the structure of a batch, as `imprint.store.structure.flatten` makes it."""
     parts = value.mapping()
     if len(parts) != 1 or (kind := next(iter(parts))) not in ("tensor", "value", "dict", "list", "tuple"):
         value.refuse("one tensor, value, dict, list or tuple")

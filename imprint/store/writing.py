@@ -25,16 +25,16 @@ from imprint.errors import DataError, StoreError, first_line
 from imprint.sources import Sources
 from imprint.store.checkpoint import Checkpoint, File
 from imprint.store.comparison import Evaluate, compare_training_data, difference
-from imprint.store.files import LOCK, Lock, clear_leftovers, leftovers, sha256, write, write_tensors
+from imprint.store.files import LOCK, Lock, clear_leftovers, find_leftovers, sha256, write, write_tensors
 from imprint.store.finished import FILES, Finished
-from imprint.store.folder import Folder, write_sealed
+from imprint.store.folder import make_folder, write_sealed
 from imprint.store.layouts import Layout, find_misfit
 from imprint.store.manifest import JOURNAL, MANIFEST, SCHEMA, SOURCES, Manifest, Probes
 from imprint.store.probing import ProbeValues
 from imprint.store.reading import Store
 from imprint.store.records import read
 from imprint.store.request import Request
-from imprint.store.structure import flattened
+from imprint.store.structure import flatten
 from imprint.store.values import Value, parsed, read_json
 from imprint.task import Batch, Parameters
 
@@ -66,14 +66,11 @@ class Writer:
         self._settled: dict[int, Checkpoint] = {}
         self.path = Path(tempfile.mkdtemp(prefix="imprint-") if out is None else out)
         self._done = Finished(self.path)
-        self._found = self.path.exists() and not self._temporary
-        begun = (self.path / JOURNAL).exists()  # looked at first: it goes only once there is a manifest
+        self._found = make_folder(self.path, "the store", JOURNAL, MANIFEST)
         self.finished = self._open_finished()
         if self.finished:
             self._tidy_up()
             return
-        if not begun:
-            Folder(self.path, "the store", JOURNAL, MANIFEST).make()
         self._refuse_links()
         self._lock = Lock(self.path)
         try:
@@ -199,7 +196,7 @@ class Writer:
     def probes(self, batch: Batch, values: ProbeValues) -> Probes | None:
         """Write the probe examples; return None where they are more than tensors and plain values."""
         try:
-            structure, tensors = flattened(batch)
+            structure, tensors = flatten(batch)
             parsed(json.dumps(structure).encode(), self.path)  # values that JSON does not keep, such as infinity
         except (DataError, StoreError) as error:
             logger.info("the store keeps no probe examples: %s", error)
@@ -231,7 +228,7 @@ class Writer:
 
     def _tidy_up(self) -> None:
         """Remove what a run has left that was killed when the store was already complete."""
-        if leftovers(self.path) or any(file.exists() for file in (*self._scaffolding(), self.path / LOCK)):
+        if find_leftovers(self.path) or any(file.exists() for file in (*self._scaffolding(), self.path / LOCK)):
             with contextlib.suppress(StoreError):  # the folder is read-only, or another process is tidying it up
                 self._lock = Lock(self.path)
                 self.close()

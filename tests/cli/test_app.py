@@ -747,8 +747,8 @@ def test_a_benchmark_leaves_a_table_a_picture_and_json(command: Command, empty: 
         ("sweep cifar -o new", "there is no setting 'cifar': use one of digits, mnist-mlp, mnist-lr."),
         ("sweep digits --checkpoint 9 -o new", "digits has checkpoints 0 to 4, not 9."),
         ("bench digits --path -o new", "no path is settled for digits: leave out --path."),
-        ("bench digits -o other", "other holds another benchmark: give a new folder."),
-        ("bench digits -o file", "file is a file: give a folder for the store."),
+        ("bench digits -o other", "other holds another benchmark: its "),
+        ("bench digits -o file", "file is a file: give a folder for the benchmark."),
     ],
 )
 def test_a_benchmark_that_cannot_be_made_is_refused_at_once(

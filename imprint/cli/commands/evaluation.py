@@ -23,7 +23,7 @@ from imprint.evaluation.metrics import evaluate as evaluated
 from imprint.evaluation.retraining import Together
 from imprint.evaluation.retraining import retrain as retrained
 from imprint.evaluation.subsets import Subsets
-from imprint.evaluation.truth import Folder, Truth
+from imprint.evaluation.truth import Truth, TruthFolder
 from imprint.store.manifest import MANIFEST
 
 Kind = Literal["halves", "sources", "examples", "unions"]
@@ -150,7 +150,7 @@ def _counted(objects: Objects) -> imprint.Sources:
 
 def _there(out: Path, subsets: Subsets, seed: int) -> int:
     """How many models a folder holds of a truth like this one."""
-    folder = Folder(out)
+    folder = TruthFolder(out)
     if not _is_truth(out):
         return 0
     about = folder.request()
