@@ -39,8 +39,8 @@ def find_misfit(file: Any, expected: Layout, *, others: bool = False) -> str | N
             return f"tensor {name!r} is missing"
         piece = file.get_slice(name)
         if tuple(piece.get_shape()) != shape or (dtype is not None and piece.get_dtype() != dtype):
-            found = _WORDS.get(piece.get_dtype(), piece.get_dtype())
-            return f"tensor {name!r} is {tuple(piece.get_shape())} of {found}, not {shape} of {_WORDS.get(dtype, 'any dtype')}"
+            was, wanted = (_WORDS.get(each, "another dtype") for each in (piece.get_dtype(), dtype))
+            return f"tensor {name!r} is {tuple(piece.get_shape())} of {was}, not {shape} of {wanted}"
     return None
 
 
