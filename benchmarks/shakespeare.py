@@ -35,7 +35,7 @@ from imprint.data import Data
 from imprint.evaluation import Metric, Subsets, Truth, lds, retrain
 from imprint.evaluation.metrics import removal
 from imprint.evaluation.statistics import Array, Estimate, ceiling, correlations, mean_estimate, ranks
-from imprint.evaluation.training import measured, record_together, train_together
+from imprint.evaluation.training import measure_stack, record_together, train_together
 from imprint.runtime.progress import Progress
 from imprint.store.files import write
 from imprint.task import Parameters
@@ -200,7 +200,7 @@ def _measured(bench: Bench, stack: Parameters) -> Tensor:
     """F of the passages under each of some models, (models, queries)."""
     parts = torch.arange(len(bench.text.passages)).split(bench.arguments.chunk)
     asked = Data(bench.queries, device=bench.device)
-    return torch.cat([measured(bench.task, stack, asked.gather(part), len(part)) for part in parts], 1)
+    return torch.cat([measure_stack(bench.task, stack, asked.gather(part), len(part)) for part in parts], 1)
 
 
 def lexical(bench: Bench) -> dict[str, Tensor]:

@@ -9,8 +9,8 @@ from torch import Tensor, nn
 from imprint.batches import map_tensors
 from imprint.benchmarking.bench import Bench, Protocol
 from imprint.benchmarking.settings import digits
-from imprint.evaluation.retraining import Together
 from imprint.evaluation.subsets import Subsets
+from imprint.evaluation.together import Together
 from imprint.evaluation.training import Training
 from imprint.evaluation.truth import Truth
 from imprint.task import Task

@@ -159,7 +159,7 @@ def test_an_unknown_measure_is_shown_the_known_ones() -> None:
 
 
 def test_a_measure_by_name_needs_outputs() -> None:
-    with pytest.raises(TaskError, match=r"'margin' needs to see the model's outputs.*output_loss="):
+    with pytest.raises(TaskError, match=r"'margin' needs the model's outputs.*output_loss="):
         Task(_model(), _each_loss, measure="margin")
 
 
@@ -254,7 +254,7 @@ def test_names_of_sources_that_do_not_exist_are_refused() -> None:
 
 
 def test_ids_names_and_members_must_be_equally_many() -> None:
-    with pytest.raises(SourcesError, match="equally many, got 1 ids, 2 names, 1 member lists"):
+    with pytest.raises(SourcesError, match="got 1 ids, 2 names, 1 member lists"):
         Sources(("a",), ("a", "b"), (np.array([0]),))
 
 
@@ -317,7 +317,7 @@ def test_a_checkpoint_that_is_not_finite_is_named_with_its_parameter(task: Task)
 
 def test_columns_must_have_equally_many_rows() -> None:
     x, y = _columns()
-    with pytest.raises(DataError, match=r"equally many rows, got \[11, 12\]"):
+    with pytest.raises(DataError, match=r"the same number of rows, got \[11, 12\]"):
         _simulate(data=(x, y[:11]))
 
 

@@ -1,9 +1,9 @@
-"""Ground truth: what F really is for models retrained on subsets of the data, kept in a folder.
+"""Keeps ground truth in a folder: F under models that were retrained on subsets of the data.
 
-`truth.json` says what was asked for: kind, N, runs, seed, measurement, fingerprints, probes; and how it was made:
-device, versions. `subsets.safetensors` has the sources, and which of them each subset lacks;
-`values-000000.safetensors` and so on have F of every query under some of the models, and say which, of which truth.
-Model number run · subsets + i is that of subset i, whatever the number of runs: more of them add files.
+`truth.json` records what was requested (kind, N, runs, seed, measurement, fingerprints, probes) and how it was made
+(device, versions). `subsets.safetensors` holds the sources, and which of them each subset lacks.
+`values-000000.safetensors` and so on hold F of every query under some of the models, and name the models and the ground
+truth they belong to. Model number run · subsets + i is trained on subset i, so more runs only add files.
 """
 
 import contextlib
@@ -18,7 +18,7 @@ from datetime import UTC, datetime
 from functools import cached_property
 from itertools import zip_longest
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -26,9 +26,13 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
 from torch import Tensor
 
-from imprint.display import for_terminal
+from imprint.attribution.result import Attribution
+from imprint.display import count_of, for_terminal
 from imprint.errors import DataError, StoreError
-from imprint.evaluation.subsets import Kind, Subsets
+from imprint.evaluation.matching import match_scores
+from imprint.evaluation.removal import compare_changes
+from imprint.evaluation.statistics import ROUNDING
+from imprint.evaluation.subsets import Design, Subsets
 from imprint.sources import Sources
 from imprint.store.files import refuse_unreadable, write_tensors
 from imprint.store.fingerprint import changed, compare_data, of_sources
@@ -36,15 +40,12 @@ from imprint.store.folder import locked, make_folder, write_sealed
 from imprint.store.manifest import versions
 from imprint.store.values import Value, read_json, sealed
 
-if TYPE_CHECKING:
-    from imprint.attribution.result import Attribution
-
 logger = logging.getLogger(__name__)
 TRUTH = "truth.json"
 SCHEMA = 3  # the first had other seeds; files of values of the second do not say what they belong to
 SEEDED = 2  # the first schema that can be continued
 PROBES = {"losses": "loss on probe example", "measures": "F at random parameters of query"}
-"""Values that tell one loss, or measurement, from another; in words."""
+"""Values that distinguish one loss, or measurement, from another; for messages."""
 
 
 @dataclass(frozen=True)
@@ -58,15 +59,17 @@ class Truth:
 
     def __post_init__(self) -> None:
         if not isinstance(self.values, Tensor):
-            raise DataError(f"values of a truth must be a tensor, got a {type(self.values).__name__}.")
+            raise DataError(f"the values of a ground truth must be a tensor, got a {type(self.values).__name__}.")
         shape = tuple(self.values.shape)
         if len(shape) != 3 or shape[1] != len(self.subsets) or 0 in shape:
             raise DataError(
-                f"values of a truth must have shape (runs, {len(self.subsets)} subsets, queries), each at least 1; got "
-                f"{shape}."
+                f"the values of a ground truth must have shape (runs, {len(self.subsets)} subsets, queries), each at "
+                f"least 1; got {shape}."
             )
         if not bool(self.values.isfinite().all()):
-            raise DataError("values of a truth must be finite: train the models that are missing or have diverged.")
+            raise DataError(
+                "the values of a ground truth must be finite: retrain the models that are missing or diverged."
+            )
         object.__setattr__(self, "values", self.values.detach().double().cpu())
 
     @property
@@ -75,35 +78,50 @@ class Truth:
 
     def __repr__(self) -> str:
         runs, subsets, queries = self.values.shape
-        counts = f"{_counted(subsets, 'subset')} × {_counted(runs, 'run')}"
+        counts = f"{count_of(subsets, 'subset')} × {count_of(runs, 'run')}"
         measure = for_terminal(self.measure)
-        return f"Truth({self.subsets.kind}: {counts}, {measure} of {_counted(queries, 'query', 'queries')})"
+        return f"Truth({self.subsets.kind}: {counts}, {measure} of {count_of(queries, 'query', 'queries')})"
 
     @cached_property
     def lacking(self) -> list[tuple[int, ...]]:
-        """Of a removal: what is removed, in the order of the columns of `effects`."""
+        """The removed sources of each removal, in the order of the columns of `effects`."""
         return [removed for removed in self.subsets.removed if removed]
 
     @cached_property
     def effects(self) -> Tensor:
-        """Of a removal: the change of F against the models that lack nothing, shape (runs, queries, removals)."""
+        """The change of F by each removal, compared with training on everything, shape (runs, queries, removals)."""
         whole = torch.tensor([not removed for removed in self.subsets.removed])
         if self.subsets.kind != "removal":
-            raise DataError("effects of removals need models trained on everything beside them: these are halves.")
+            raise DataError(
+                "effects of removals need models trained on everything to compare with; these are trained on halves."
+            )
         if not bool(whole.any()):
-            raise DataError("effects of removals need models trained on everything beside them: ask for a baseline.")
+            raise DataError("effects of removals need models trained on everything to compare with: add a baseline.")
         baseline = self.values[:, whole].mean(1, keepdim=True)
         return (self.values[:, ~whole] - baseline).transpose(1, 2)
 
-    def slope(self, result: "Attribution") -> float:
-        """Of actual on predicted changes of F: what `result.calibrate` multiplies scores by."""
-        from imprint.evaluation.metrics import slope
+    @property
+    def changes(self) -> Tensor:
+        """F under halves, or effects of removals; (runs, queries, subsets)."""
+        return self.values.transpose(1, 2) if self.subsets.kind == "halves" else self.significant_effects
 
-        return slope(result, self).estimate.value
+    @property
+    def significant_effects(self) -> Tensor:
+        """The `effects`, zero where they are only rounding of F."""
+        effects, largest = self.effects, self.values.abs().amax(1)[:, :, None]
+        return effects * (effects.amax(2, keepdim=True) - effects.amin(2, keepdim=True) > ROUNDING * largest)
+
+    def match(self, result: Attribution | Tensor) -> Tensor:
+        """Return scores (queries, sources) that belong to these sources and queries; refuse others."""
+        return match_scores(result, self.subsets, self.values.shape[2], self.measure, self.about)
+
+    def slope(self, result: Attribution) -> float:
+        """Return the slope of actual on predicted changes of F, by which `result.calibrate` multiplies scores."""
+        return compare_changes(self.match(result), self.subsets, self.changes).slope.value
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> "Truth":
-        """Read a folder; runs that are not complete are left out, and said."""
+        """Read a folder; leave out incomplete runs, with a warning."""
         folder = TruthFolder(Path(path))
         request = folder.request()
         runs, subsets, count = (request[key] for key in ("runs", "subsets", "queries"))
@@ -120,11 +138,11 @@ class Truth:
         if not bool(complete.any()):
             done = int((~values.isnan()).any(2).sum())
             raise StoreError(
-                f"{path} is unfinished: {done} of {begun * subsets} models are there and no run is "
-                "complete. Make the same call again to go on."
+                f"{path} is unfinished: {done} of {begun * subsets} models are there and no run is complete. Make the "
+                "same call again to resume."
             )
         if int(complete.sum()) < begun:
-            logger.warning("%s: %d of %d runs are complete, the others left out", path, complete.sum(), begun)
+            logger.warning("%s: %d of %d runs are complete, the others are left out", path, complete.sum(), begun)
         return cls(trained, values[complete], request["measure"], request)
 
 
@@ -172,7 +190,7 @@ class TruthFolder:
             write_tensors(self.path / "subsets.safetensors", tensors, {"imprint": json.dumps(names)})
 
     def request(self) -> dict[str, Any]:
-        """Read what the folder is a truth of."""
+        """Read what was requested of the ground truth in this folder."""
         file = self.path / TRUTH
         if not file.is_file():
             raise StoreError(f"{self.path} holds no ground truth: there is no truth.json.")
@@ -267,10 +285,10 @@ def _checked(value: Value) -> dict[str, Any]:
     return content
 
 
-def together(kind: Kind, missing: Iterable[int], subsets: int, at_once: int) -> list[range]:
-    """Which of the missing models are trained together: neighbours, up to so many.
+def together(kind: Design, missing: Iterable[int], subsets: int, at_once: int) -> list[range]:
+    """Group the missing models to train together: neighbours, at most `at_once`.
 
-    The models of a removal share their seed and with it their dropout, so those of different runs are kept apart.
+    The models of one run of removals share their seed, and so their dropout; those of different runs stay separate.
     """
     spans: list[range] = []
     for model in missing:
@@ -284,25 +302,25 @@ def together(kind: Kind, missing: Iterable[int], subsets: int, at_once: int) -> 
 
 
 def _identity(about: dict[str, Any]) -> str:
-    """The seal of a truth whatever its number of runs, which may grow."""
+    """Return the seal of a ground truth without its number of runs, which may grow."""
     seal: str = sealed({name: value for name, value in about.items() if name != "runs"})["sha256"]
     return seal
 
 
 def of_subsets(subsets: Subsets) -> dict[str, str]:
-    """Fingerprints of the sources, and of which of them each subset lacks."""
+    """Fingerprint the sources, and which of them each subset lacks."""
     lacking = hashlib.sha256(json.dumps(subsets.removed).encode()).hexdigest()
     return {"sources": of_sources(subsets.sources), "subsets": lacking}
 
 
 def circumstances(at_once: int, device: torch.device) -> dict[str, Any]:
-    """What is kept with a truth beside what was asked for; `noise` is how far F moves if the same is trained again."""
+    """Describe how a ground truth was made; `noise` is how far F moves when the same model is trained again."""
     now = datetime.now(UTC).isoformat(timespec="seconds")
     return {"at_once": at_once, "device": str(device), "noise": 0.0, "versions": versions(), "created": now}
 
 
 def _difference(name: str, was: Any, value: Any, n: int) -> str | None:
-    """How one part of a request differs from what was kept, in words; None if it does not."""
+    """Describe how one part of a request differs from the saved one, or None."""
     if name == "probes":
         return next(filter(None, (changed(words, was[part], value[part]) for part, words in PROBES.items())), None)
     if name == "fingerprints":
@@ -325,17 +343,13 @@ def _difference(name: str, was: Any, value: Any, n: int) -> str | None:
 
 
 def _first_change(lines: list[str], others: list[str]) -> str:
-    """The first of some lines that is not the same in others."""
+    """Return the first line that differs from the other list."""
     pairs = zip_longest(lines, others)
     return next((line.strip() for line, other in pairs if line != other and line), "nothing there")
 
 
-def _counted(count: int, one: str, many: str = "") -> str:
-    return f"{count} {one if count == 1 else many or one + 's'}"
-
-
 def _packed(name: str, lists: Sequence[np.ndarray[Any, np.dtype[np.int64]]]) -> dict[str, Tensor]:
-    """Lists of numbers as two tensors: all of them, and how long each is."""
+    """Pack lists of numbers into two tensors: all of them, and the length of each."""
     flat = np.concatenate([*lists, np.empty(0, np.int64)])
     return {name: torch.from_numpy(flat), f"{name}_lengths": torch.tensor([len(each) for each in lists])}
 

@@ -41,7 +41,7 @@ def prepare_export(
     sources: Sequence[str] | None,
     checkpoint: int | None,
 ) -> tuple[Point, list[Counted]]:
-    """What is exported and the queries it is tested on, once all that is quickly seen to be wrong is refused."""
+    """Check everything that is quick to check; return what is exported, and the queries it is tested on."""
     _refuse_place(Path(folder).absolute())
     point = Point.of(task, Store.of(store), sources, checkpoint)
     batches = as_batches(queries, task.device)
@@ -65,7 +65,7 @@ def write_export(
     fill: Callable[[Path, Path], tuple[str | None, dict[str, tuple[str, str]]]],
     read: Callable[[Export], Tensor],
 ) -> Export:
-    """Have `fill` write an export into a folder beside its place, test it through `read`, and put it there if good.
+    """Have `fill` write an export beside its place, test it through `read`, and move it there if it passes.
 
     fill(where, place): returns the plain model's name and the adapters (plus, minus) by source id.
     """
@@ -88,7 +88,7 @@ def write_export(
             vocabulary=point.vocabulary,
             probes=probes,
             self_test=SelfTest(sum(count for count, _ in queries), 0.0, 0.0, "", gains.deviation),
-            files=_checksums(beside),
+            files=_hash_files(beside),
             versions={name: version(name) for name in ("torch", "transformers", "peft")},
         )
         export = _test(draft, point, queries, gains, read(draft))
@@ -102,7 +102,7 @@ def write_export(
 
 @contextmanager
 def _lock_place(place: Path) -> Iterator[Path]:
-    """A temporary folder for an export, while no other process exports to the same place."""
+    """Make a temporary folder for an export, while no other process exports to the same place."""
     prefix = f".{place.name}"
     try:
         place.parent.mkdir(parents=True, exist_ok=True)
@@ -125,14 +125,14 @@ def _refuse_place(place: Path) -> None:
         raise StoreError(f"{place} holds {what}: give a new folder for the export, or remove that one.")
 
 
-def _checksums(folder: Path) -> dict[str, str]:
-    """Of every file but those of the plain model, which the probes recognise and which may be very large."""
+def _hash_files(folder: Path) -> dict[str, str]:
+    """Hash every file but those of the plain model, which the probes recognise and which may be very large."""
     files = [path for path in sorted(folder.rglob("*")) if path.is_file() and folder / MODEL not in path.parents]
     return {path.relative_to(folder).as_posix(): sha256(path) for path in files}
 
 
 def _write_probes(folder: Path, point: Point, queries: list[Counted], dtype: str) -> dict[str, list[float]]:
-    """Keep the first few queries; their log-likelihoods at the checkpoint in float32 and in the serving precision."""
+    """Write a few queries; return their log-likelihoods at the checkpoint, in float32 and in the serving precision."""
     count, batch = queries[0]
     few = map_tensors(lambda column: column[: min(count, _PROBES)].cpu().contiguous(), batch)
     write_tensors(folder / PROBES, {name: few[name] for name in COLUMNS})
@@ -163,7 +163,7 @@ def _layers(point: Point) -> dict[str, list[int]]:
 
 
 def _test(draft: Export, point: Point, queries: list[Counted], gains: Gains, found: Tensor) -> Export:
-    """The export with the outcome of its self-test; refused where its scores are not those of `central`."""
+    """Return the export with its self-test; refuse one whose scores are not those of `central`."""
     exact, readout = point.exact(queries)
     central = point.central(queries, gains.values)
     deviation = _deviation(found, central, gains.values)
@@ -197,5 +197,5 @@ def _test(draft: Export, point: Point, queries: list[Counted], gains: Gains, fou
 
 
 def _deviation(found: Tensor, expected: Tensor, gains: Tensor) -> float:
-    """Relative, over all scores at displacements of equal length."""
+    """Return a relative deviation, over all scores at displacements of equal length."""
     return float(((found - expected) * gains).norm() / (expected * gains).norm())

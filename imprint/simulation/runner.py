@@ -21,7 +21,7 @@ from imprint.runtime.turns import settle_child
 from imprint.simulation import engines
 from imprint.simulation.checkpoint_files import CheckpointFiles
 from imprint.simulation.engines import Chunk, Engine
-from imprint.simulation.guards import outweighing
+from imprint.simulation.guards import check_weights
 from imprint.simulation.inputs import Inputs
 from imprint.simulation.path import Hooks
 from imprint.simulation.sizing import fit_batches, refit
@@ -71,8 +71,8 @@ def simulate(
     checkpoints: state dicts or .safetensors files; by default the model as it is. A pair (checkpoint, moments) brings
         Adam's second moments for a plan with that preconditioner, as a dict by parameter or a .safetensors file; those
         that a `Recorder` has kept beside a file are found without being named.
-    out: folder of the store; without it the store is temporary and vanishes with the returned object. A simulation
-        that was killed goes on where it stood when the same call is made again; a finished one is returned.
+    out: folder of the store; without it the store is temporary and vanishes with the returned object. The
+        same call again resumes an interrupted simulation, and returns a finished one.
     batch_size: how many examples are evaluated at once, by default 1,024, on a GPU 8,192; memory and speed only (the
         plan has the mini-batch), but for the draw of dropout along the path.
     device: where the data goes; it must be the model's device, which is the default.
@@ -82,7 +82,7 @@ def simulate(
         simulation had to decide (step sizes, ε, chunk and batch sizes) is taken from it, so that on the same device
         with as many threads the imprints come out the same to the bit.
     hash_data: how the data is hashed, by which changed data is refused later. "sampled" hashes 1,024 examples, for data
-        that is too large or slow to read once more; "none" takes data that is another one at each reading, such as
+        that is too large or slow to read once more; "none" accepts data that changes from reading to reading, such as
         randomly augmented images. Both are kept as a warning, and every later comparison says so.
     note: anything worth keeping with the store, as JSON values: it goes into the manifest.
     progress: True for a line on standard error, False for none, or a function of (done, total).
@@ -113,8 +113,10 @@ def simulate(
             if replay is not None:
                 _take_over(replay, request, writer, inputs)
             run = _Run(inputs, memory, writer, bar)
-            done = tuple(run.checkpoint(index, settings) for index, settings in enumerate(inputs.settings))
-            inputs.notice(outweighing([c.weight for c in done], [c.measured.norms for c in done]))
+            done: tuple[Checkpoint, ...] = ()
+            for index, settings in enumerate(inputs.settings):
+                done = (*done, run.checkpoint(index, settings))
+            inputs.notice(check_weights([c.weight for c in done], [c.measured.norms for c in done]))
             cost = Cost(time.monotonic() - started, peak.bytes, resumed)
             return writer.finish(_manifest(inputs, writer, done, run.probes(done), cost, note))
 
@@ -142,7 +144,7 @@ def _manifest(
 
 @contextmanager
 def _resumable(writer: Writer) -> Iterator[None]:
-    """Leave the folder of a simulation that fails or is interrupted so that the same call resumes it."""
+    """Leave the folder of a simulation that fails or is interrupted in a state from which the same call resumes."""
     try:
         yield
     except BaseException as error:
@@ -163,7 +165,7 @@ def _count_work(inputs: Inputs, progress: bool | Advance) -> Progress:
 
 
 def _refuse_note(note: Any) -> None:
-    """A note that cannot be written is refused before the work, not after it."""
+    """Refuse a note that cannot be written: before the work, not after it."""
     try:
         text = json.dumps(note, allow_nan=False)
         parsed(text.encode(), Path("note"))
@@ -174,7 +176,7 @@ def _refuse_note(note: Any) -> None:
 
 
 def _take_over(replay: Store, request: Request, writer: Writer, inputs: Inputs) -> None:
-    """Settle every checkpoint as an earlier simulation of the same did."""
+    """Settle every checkpoint as an earlier simulation of the same request did."""
     before = replace(replay.manifest.request, fixed=request.fixed)  # which does not change what is simulated
     if different := difference(before, request, inputs.seen):
         raise StoreError(f"{replay.path} cannot be replayed: {different}.")

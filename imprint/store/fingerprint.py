@@ -17,7 +17,7 @@ from torch import Tensor
 
 from imprint.batches import leaves, raw_bytes
 from imprint.data import Data, HashData
-from imprint.display import placeless
+from imprint.display import strip_addresses
 from imprint.errors import ReliabilityWarning
 from imprint.sources import Sources
 from imprint.task import Batch, Task
@@ -263,4 +263,4 @@ def _content(leaf: object) -> bytes:
     """Return what is hashed of a leaf: kind and values of a tensor, the text of anything else."""
     if isinstance(leaf, Tensor):
         return f"{leaf.dtype}{tuple(leaf.shape)}".encode() + raw_bytes(leaf).tobytes()
-    return placeless(repr(leaf)).encode()
+    return strip_addresses(repr(leaf)).encode()

@@ -4,12 +4,11 @@ They are spread over the data, include every class that a column of the data hol
 the largest and smallest inputs, where rules that depend on the input show.
 """
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from imprint.batches import leaves
-from imprint.data import Data
+from imprint.data import Data, spread_examples
 from imprint.store.probing import split_batch
 from imprint.task import Batch, Functional, Parameters
 
@@ -23,11 +22,6 @@ _LOOKED = 128  # examples among which those with small and large losses are foun
 _BYTES = 16 << 20  # of all probes; the first are kept whatever they take
 _SEARCHED = 1 << 20  # numbers at most that are searched for classes within a row
 _NONE = torch.zeros(0, dtype=torch.int64)
-
-
-def spread_examples(n: int, count: int = SPREAD) -> Tensor:
-    """Return the indices of examples spread over the data."""
-    return torch.from_numpy(np.unique(np.linspace(0, n - 1, min(count, n)).round().astype(np.int64)))
 
 
 def choose_probes(functional: Functional, theta: Parameters, data: Data) -> list[int]:

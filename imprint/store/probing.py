@@ -15,7 +15,6 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import cache
 from operator import itemgetter
 from typing import Any
 
@@ -27,6 +26,7 @@ from imprint.batches import is_columnar, leaves, map_tensors
 from imprint.compat import has_convolutions
 from imprint.store.records import Positive
 from imprint.task import Batch, Functional, Parameters, Task
+from imprint.tensors.noise import draw_noise, move_parameters
 
 GROUPS = 32  # of parameters, each with two figures of the gradient
 DISTANCES = (0.03, 0.5)  # of the places around a checkpoint, relative to each parameter
@@ -35,7 +35,6 @@ REGULARISERS = 3
 
 _AT_ONCE = 16  # examples evaluated together
 _BACKWARD_AT_ONCE = 4  # … where a gradient is taken, which keeps activations
-_NOISE = 65_537  # numbers in the fixed sequence; a prime, so that it does not repeat with the rows of a matrix
 
 Values = list[float | None]
 """Of the probes, in order; None where one is not finite, or could not be computed."""
@@ -75,7 +74,7 @@ def evaluate_probes(
         shown = [_summarise_outputs(functional, theta, parts)] if outputs else []
         moved = []
         for number, distance in enumerate(DISTANCES):
-            place = _displace(theta, distance, number)
+            place = move_parameters(theta, distance, number)
             moved.append(_attempt(_compute_losses, functional, place, parts, count))
             if outputs:
                 shown.append(_attempt(_summarise_outputs, functional, place, parts, len(shown[0])))
@@ -96,10 +95,10 @@ def _measure_gradient(functional: Functional, theta: Parameters, batch: Batch, c
     It is the gradient of a weighted sum of losses, with the probes' own labels and with those of others, away from θ:
     in this sum the gradients of a model that fits its data neither vanish nor cancel.
     """
-    place = _displace(theta, DISTANCES[-1], len(DISTANCES) - 1)
+    place = move_parameters(theta, DISTANCES[-1], len(DISTANCES) - 1)
     total = {name: torch.zeros_like(p) for name, p in place.items()}
     parts = [*split_batch(batch, count, _BACKWARD_AT_ONCE), *_mix_rows(batch, count, _BACKWARD_AT_ONCE)]
-    weights = _take_noise(len(DISTANCES) + 1, sum(size for size, _ in parts))
+    weights = draw_noise(len(DISTANCES) + 1, sum(size for size, _ in parts))
     start = 0
     try:
         for size, part in parts:
@@ -125,7 +124,7 @@ def _summarise_by_group(gradient: Parameters) -> list[float]:
     for index, slope in enumerate(gradient.values()):
         group, flat = index * groups // len(gradient), slope.detach().flatten().double()
         squares[group] += float(flat @ flat)
-        along[group] += float(flat @ _take_noise(len(DISTANCES) + 2, len(flat), 7919 * index).to(flat))
+        along[group] += float(flat @ draw_noise(len(DISTANCES) + 2, len(flat), 7919 * index).to(flat))
     return [*map(math.sqrt, squares), *along]
 
 
@@ -155,7 +154,7 @@ def _summarise_outputs(functional: Functional, theta: Parameters, parts: list[tu
     for count, part in parts:
         z = functional.outputs(theta, part).detach()
         rows = z.reshape(count if z.dim() and len(z) == count else 1, -1).double()
-        weights = 1 + _take_noise(len(DISTANCES), rows.shape[1]).to(
+        weights = 1 + draw_noise(len(DISTANCES), rows.shape[1]).to(
             rows
         )  # not around 0: a shift of all outputs shows too
         found += [_round_finite(value) for value in (rows @ weights / math.sqrt(rows.shape[1])).tolist()]
@@ -185,34 +184,6 @@ def _round_finite(value: float | None) -> float | None:
 
 def _round(value: float) -> float:
     return float(f"{value:.6g}") if math.isfinite(value) else value
-
-
-def _displace(theta: Parameters, distance: float, number: int) -> Parameters:
-    """Move θ by a distance relative to the size of each parameter, or of all where one is 0."""
-    norms = {name: float(torch.linalg.vector_norm(p, dtype=torch.float64)) for name, p in theta.items()}
-    overall = math.sqrt(sum(norm**2 for norm in norms.values()) / sum(p.numel() for p in theta.values())) or 1.0
-    place = {}
-    for index, (name, p) in enumerate(theta.items()):
-        size = norms[name] / math.sqrt(max(1, p.numel())) or overall
-        noise = _take_noise(number, p.numel(), 7919 * index).to(p)
-        place[name] = noise.mul_(distance * size).reshape(p.shape).add_(p)
-    return place
-
-
-def _take_noise(number: int, count: int, start: int = 0) -> Tensor:
-    """Take numbers of a fixed sequence, between −√3 and √3: of variance 1."""
-    twice, start = _make_sequence(number), start % _NOISE
-    if count <= _NOISE:
-        return twice[start : start + count].clone()
-    return twice[start : start + _NOISE].repeat(-(-count // _NOISE))[:count]
-
-
-@cache
-def _make_sequence(number: int) -> Tensor:
-    """Make a fixed sequence, twice: NumPy promises that this generator's bits stay the same, unlike distributions."""
-    bits = np.random.PCG64(number).random_raw(_NOISE)
-    numbers = ((bits >> np.uint64(11)) * 2.0**-52 - 1.0) * math.sqrt(3)
-    return torch.from_numpy(np.tile(numbers.astype(np.float32), 2))
 
 
 @contextmanager

@@ -152,5 +152,5 @@ def test_checkpoints_of_an_adapter_are_told_from_those_of_a_model(tmp_path: Path
     recording = Recording(tmp_path / "kept", at=(2,))
     adapted = get_peft_model(gpt2().float(), LoraConfig(r=2, target_modules=["c_attn"], fan_in_fan_out=True))
     train(adapted, recording, tmp_path)
-    with pytest.raises(TaskError, match=r"and \d+ others; .* It is of an adapter: make the task of the model"):
+    with pytest.raises(TaskError, match=r"and \d+ more; .* an adapter's checkpoint. Build the task from the model"):
         task(gpt2().float()).complete(load_file(recording.paths[0]))

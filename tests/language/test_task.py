@@ -383,5 +383,5 @@ def test_scores_through_an_adapter_are_compared_with_retraining_of_the_plain_mod
     assert [metric.name for metric in evaluate(result, truth)][-1].startswith("slope")
     other = task(llama(), parameters="lora:2")
     wrong = attribute(other, simulate(other, windows.columns, sources, Plan(steps=1), progress=False), queries())
-    with pytest.raises(DataError, match="another model or measurement than the truth"):
+    with pytest.raises(DataError, match="another model or measurement than the ground truth"):
         evaluate(wrong, truth)

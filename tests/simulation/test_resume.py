@@ -289,7 +289,7 @@ def test_a_run_goes_on_with_less_memory(
     assert "sources at once" not in caplog.text
     with pytest.raises(Killed):
         run(tmp_path / "store", plan, memory="1kB", progress=dies_at(share + 0.15))
-    assert "going on with 1 sources at once instead of 6, which memory=1kB does not allow" in caplog.text
+    assert "simulating 1 sources at once instead of 6, to respect memory=1kB" in caplog.text
     store = run(tmp_path / "store", plan, memory="1kB")
     assert store.checkpoints[0].choices.rows_at_once == 6
     store.verify()
@@ -609,7 +609,7 @@ def test_a_spectral_run_goes_on_with_less_memory(
         with pytest.raises(Killed):
             run(tmp_path / "store", plan, memory="1GB")
     store = run(tmp_path / "store", plan, memory="1kB")
-    assert "going on with 1 sources at once instead of 6, which memory=1kB does not allow" in caplog.text
+    assert "simulating 1 sources at once instead of 6, to respect memory=1kB" in caplog.text
     store.verify()
     one, other = (s.imprints(0, 0, 6, torch.device("cpu")) for s in (whole, store))
     for name, tensor in one.items():
@@ -742,7 +742,7 @@ def test_a_snapshot_that_cannot_be_kept_does_not_stop_the_run(
     monkeypatch.setattr(snapshot, "save", no_space)
     store = run(tmp_path / "store", PLANS["tangent"])
     assert contents(store.path) == contents(made(PLANS["tangent"]))
-    assert "no snapshot was kept, the simulation goes on without: could not write" in caplog.text
+    assert "no snapshot could be saved, the simulation continues without it: could not write" in caplog.text
     assert "No space left on device" in caplog.text
 
 

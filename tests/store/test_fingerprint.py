@@ -16,7 +16,7 @@ from imprint import Plan, Sources, Store, StoreError, Task, attribute, self_infl
 from imprint.data import Data
 from imprint.errors import DataError, ReadoutError, ReliabilityWarning
 from imprint.evaluation import Subsets, retrain
-from imprint.evaluation.metrics import check_origin
+from imprint.evaluation.matching import check_origin
 from imprint.store.fingerprint import SAMPLED, compare_data, of_batches, of_data, recognise_data
 
 CPU, N = torch.device("cpu"), 1400
