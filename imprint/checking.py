@@ -28,7 +28,7 @@ from imprint.simulation.runner import simulate
 from imprint.simulation.sizing import fit_batches
 from imprint.simulation.step_size import coarse_curvature
 from imprint.sources import Sources
-from imprint.store.files import nearest_folder
+from imprint.store.files import find_nearest_folder
 from imprint.store.reading import Store
 from imprint.task import Batch, Parameters, Task
 
@@ -301,7 +301,7 @@ def _gather_queries(inputs: Inputs, queries: Any, collate_fn: Collate | None) ->
 
 def _check_disk(expected: Estimate, out: str | os.PathLike[str] | None) -> Iterator[str]:
     """Explain that the disk is too small."""
-    place = nearest_folder(out)
+    place = find_nearest_folder(out)
     free = shutil.disk_usage(place).free
     if expected.disk_bytes > free:
         yield (

@@ -491,7 +491,7 @@ def test_a_store_does_not_go_into_a_file(task: Task, tmp_path: Path) -> None:
 
 def test_a_store_does_not_go_into_a_folder_with_other_things(task: Task, tmp_path: Path) -> None:
     (tmp_path / "notes.txt").write_text("kept")
-    with pytest.raises(StoreError, match="not empty"):
+    with pytest.raises(StoreError, match="holds something else: give a new folder for the store"):
         _simulate(task, out=tmp_path)
     assert (tmp_path / "notes.txt").read_text() == "kept"
 

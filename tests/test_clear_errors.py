@@ -153,7 +153,7 @@ def test_fewer_examples_are_evaluated_at_once_where_memory_is_little(memory: str
     task, sources = Task(model, loss, parameters="2.*"), Sources.groups({"a": [0, 1], "b": [2]})
     store = simulate(task, columns(500), sources, Plan(steps=1, lr=1e-3), memory=memory, progress=False)
     assert max(sizes) == (256 if memory else 500)
-    assert store.manifest.execution["batch_size"] == (256 if memory else 1024)
+    assert store.manifest.execution.batch_size == (256 if memory else 1024)
 
 
 # Results.
@@ -241,9 +241,9 @@ def ask(out: Path) -> Truth:
 
 def test_a_truth_in_a_place_that_cannot_be_written_is_refused_in_a_line(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    with pytest.raises(StoreError, match=r"cannot be made: .* Give a folder that you may write to"):
+    with pytest.raises(StoreError, match=r"could not make the folder .* Give a folder that you may write to"):
         ask(tmp_path / "file" / "truth")
-    with pytest.raises(StoreError, match="cannot be made"):
+    with pytest.raises(StoreError, match="could not make the folder"):
         ask(Path("/proc/truth"))
 
 

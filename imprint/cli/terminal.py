@@ -101,8 +101,6 @@ def _describe_imprints(values: dict[str, Any]) -> str:
 def _describe_cost(values: dict[str, Any]) -> str:
     """Describe the time and memory of a simulation, beside the estimate."""
     cost = values["cost"]
-    if not cost:
-        return "unknown"
     seconds, peak = format_duration(cost["seconds"]), format_size(cost["peak_bytes"])
     if cost["resumed"]:
         return f"{seconds} since it was resumed; at most {peak} of memory"
