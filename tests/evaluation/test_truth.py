@@ -229,6 +229,7 @@ ask(Path(sys.argv[1]), slow)
 """
 
 
+@pytest.mark.system
 def test_a_killed_process_leaves_its_models_and_lets_others_in(tmp_path: Path) -> None:
     process = subprocess.Popen(
         [sys.executable, "-c", KILLABLE, str(tmp_path / "truth")],
@@ -428,7 +429,7 @@ def test_a_folder_with_something_else_is_refused_untouched(name: str, tmp_path: 
     with pytest.raises(StoreError, match=r"no truth\.json"):
         Truth.load(tmp_path)
     assert contents(tmp_path) == {tmp_path / name: b"mine"}
-    with pytest.raises(StoreError, match="holds something else"):
+    with pytest.raises(StoreError, match="is a file: give a folder for the ground truth"):
         ask(tmp_path / name)
 
 

@@ -23,9 +23,8 @@ CASES = [("gpt2", "*lora_B*", 4, False), ("llama", "*lora_*", 8, True)]
 
 
 @pytest.fixture(scope="module", params=CASES, ids=["gpt2", "llama A and B, scale 2"])
-def exported(request: Any, tmp_path_factory: Any) -> tuple[Task, Store, Export]:
-    task, store = models.prepared(*request.param)
-    return task, store, export.to_onnx(task, store, tmp_path_factory.mktemp("out") / "x", models.queries())
+def exported(request: Any) -> tuple[Task, Store, Export]:
+    return models.graph(*request.param)
 
 
 def test_the_graph_scores_as_central_does(exported: Any) -> None:

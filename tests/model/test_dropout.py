@@ -125,7 +125,7 @@ def test_mini_batches_drop_too_and_engines_agree(engine: str) -> None:
 def test_many_sources_at_once_see_what_one_by_one_they_see(monkeypatch: pytest.MonkeyPatch) -> None:
     problem = noisy()
     together = problem.simulate(plan())
-    monkeypatch.setattr("imprint.simulation.engines.protocol.why_not_together", lambda *given: "this is a test")
+    monkeypatch.setattr("imprint.simulation.engines.protocol.find_why_not_vmap", lambda *given: "this is a test")
     alone = problem.simulate(plan())
     assert together.checkpoints[0].choices.vectorised and not alone.checkpoints[0].choices.vectorised
     torch.testing.assert_close(imprints(together), imprints(alone), rtol=1e-10, atol=1e-13)
