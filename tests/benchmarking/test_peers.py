@@ -78,7 +78,7 @@ def test_scores_do_not_depend_on_batches(name: str, size: str, small: Bench, mon
         asked.append(size)
         return made(columns, size)
 
-    monkeypatch.setattr(module, "loader", told)
+    monkeypatch.setattr(module, "make_loader", told)
     batched = small.score(peers(small)[name], 0).scores
     assert 7 in asked
     torch.testing.assert_close(batched, whole, rtol=1e-4, atol=1e-4 * float(whole.abs().max()))
@@ -113,7 +113,7 @@ def test_scores_that_are_not_finite_are_said_to_be_so(small: Bench, monkeypatch:
     def broken(*_: Any) -> MethodScores:
         return MethodScores(torch.full((10, 60), torch.nan), 0, 0)
 
-    monkeypatch.setattr(module, "_timed", broken)
+    monkeypatch.setattr(module, "_run_timed", broken)
     found = small.compare({"broken": peers(small)["IF-Arnoldi"]}, [0])
     assert "| broken | undefined |" in found.to_markdown()
     values = json.loads(json.dumps(found.to_json(), allow_nan=False))["methods"]["broken"]
