@@ -17,6 +17,7 @@ import pytest
 
 from imprint import errors
 from imprint.errors import ImprintError
+from tests.test_import import _graph
 
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
@@ -262,6 +263,15 @@ def test_every_test_that_is_named_exists() -> None:
     ]
     assert missing == []
     assert len(named) > 20
+
+
+def test_the_diagram_of_the_packages_is_their_graph() -> None:
+    page = (DOCS / "architecture.md").read_text(encoding="utf-8")
+    diagram = page.split("```text\n")[1].split("```")[0].splitlines()
+    level = {name: line for line, text in enumerate(diagram) for name in re.findall(r"(\w+)(?:/|\.py)", text)}
+    graph = _graph()
+    assert sorted(level) == sorted(graph)
+    assert [(part, used) for part, all_used in graph.items() for used in all_used if level[used] > level[part]] == []
 
 
 @pytest.mark.parametrize("page", ["CONTRIBUTING.md", "docs/architecture.md"])

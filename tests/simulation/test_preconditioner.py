@@ -425,5 +425,5 @@ def test_moments_that_appear_or_vanish_are_noticed(tmp_path: Path) -> None:
 def test_where_no_plan_asks_for_moments_they_do_not_matter(tmp_path: Path) -> None:
     plan = Plan(steps=3, lr=0.05)
     store = two_checkpoints(tmp_path / "store", plan)
-    assert store.manifest.fingerprints["moments"] == [None, None]
+    assert store.manifest.request.moments == (None, None)
     assert two_checkpoints(tmp_path / "store", plan, scale=1.5).manifest == store.manifest
