@@ -14,11 +14,13 @@ Batch = Any
 """What the user's collate function makes: tensors, tuples, lists or mappings of them."""
 
 
-def own_containers(batch: Batch, leaf: Callable[[Any], Any] = lambda value: value) -> Batch:
+def own_containers(batch: Batch, leaf: Callable[[Any], Any] | None = None) -> Batch:
     """Rebuild a batch in new containers around `leaf` of each value, by default around the same tensors.
 
     A user's function may change the containers that it is given.
     """
+    if leaf is None and type(batch) is tuple and set(map(type, batch)) == {Tensor}:
+        return batch  # there is nothing in it to change
     if isinstance(batch, tuple) and hasattr(batch, "_fields"):
         return type(batch)(*(own_containers(value, leaf) for value in batch))
     if type(batch) in (list, tuple):
@@ -28,7 +30,7 @@ def own_containers(batch: Batch, leaf: Callable[[Any], Any] = lambda value: valu
         for key, value in batch.items():
             mapped[key] = own_containers(value, leaf)
         return mapped
-    return leaf(batch)
+    return batch if leaf is None else leaf(batch)
 
 
 def map_tensors(function: Callable[[Tensor], Tensor], batch: Batch) -> Batch:

@@ -491,7 +491,7 @@ def test_a_store_does_not_go_into_a_file(task: Task, tmp_path: Path) -> None:
 
 def test_a_store_does_not_go_into_a_folder_with_other_things(task: Task, tmp_path: Path) -> None:
     (tmp_path / "notes.txt").write_text("kept")
-    with pytest.raises(StoreError, match="not empty"):
+    with pytest.raises(StoreError, match="holds something else: give a new folder for the store"):
         _simulate(task, out=tmp_path)
     assert (tmp_path / "notes.txt").read_text() == "kept"
 
@@ -580,7 +580,7 @@ def test_the_step_of_central_must_be_positive(step: float, task: Task, store: St
 
 
 def test_literal_is_refused_where_the_engine_makes_no_end_points(task: Task, store: Store) -> None:
-    with pytest.raises(ReadoutError, match=r"literal.*tangent engine does not make.*keep_pair=True"):
+    with pytest.raises(ReadoutError, match=r"literal readout needs both perturbed end points.*keep_pair=True"):
         attribute(task, store, _columns(3), readout="literal", progress=False)
 
 

@@ -334,7 +334,7 @@ def test_queries_that_cannot_be_measured_are_found() -> None:
 
 def test_what_does_not_fit_together_raises_as_it_does_in_a_simulation() -> None:
     member = classifier()
-    with pytest.raises(SourcesError, match="divide 12 examples, the training data has 6"):
+    with pytest.raises(SourcesError, match="made for 12 training examples, the data has 6"):
         checked(member._replace(data=(member.data[0][:6], member.data[1][:6])))
     with pytest.raises(DataError, match="there are no queries"):
         checked(member, queries=[])

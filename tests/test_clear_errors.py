@@ -30,7 +30,7 @@ from imprint import (
     check,
     simulate,
 )
-from imprint.checking import shown_plan
+from imprint.checking import format_plan
 from imprint.cli.app import app
 from imprint.cli.inspection import inspect_store
 from imprint.evaluation import Subsets, Truth, retrain
@@ -153,7 +153,7 @@ def test_fewer_examples_are_evaluated_at_once_where_memory_is_little(memory: str
     task, sources = Task(model, loss, parameters="2.*"), Sources.groups({"a": [0, 1], "b": [2]})
     store = simulate(task, columns(500), sources, Plan(steps=1, lr=1e-3), memory=memory, progress=False)
     assert max(sizes) == (256 if memory else 500)
-    assert store.manifest.execution["batch_size"] == (256 if memory else 1024)
+    assert store.manifest.execution.batch_size == (256 if memory else 1024)
 
 
 # Results.
@@ -188,8 +188,8 @@ def test_a_folder_given_as_checkpoint_names_the_file_in_it(tmp_path: Path) -> No
 def test_the_plan_line_says_what_steps_follow_and_see() -> None:
     plan = Plan(steps=9, lr=0.1, preconditioner="adam", momentum=0.9, batch_size=64, source_sample=8)
     for part in ("preconditioner adam", "momentum 0.9", "batch size 64", "source sample 8"):
-        assert part in shown_plan(plan)
-        assert part not in shown_plan(Plan(steps=9))
+        assert part in format_plan(plan)
+        assert part not in format_plan(Plan(steps=9))
 
 
 def test_two_sources_of_one_name_are_both_inspected(tmp_path: Path) -> None:
@@ -241,9 +241,9 @@ def ask(out: Path) -> Truth:
 
 def test_a_truth_in_a_place_that_cannot_be_written_is_refused_in_a_line(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    with pytest.raises(StoreError, match=r"cannot be made: .* Give a folder that you may write to"):
+    with pytest.raises(StoreError, match=r"could not make the folder .* Give a folder that you may write to"):
         ask(tmp_path / "file" / "truth")
-    with pytest.raises(StoreError, match="cannot be made"):
+    with pytest.raises(StoreError, match="could not make the folder"):
         ask(Path("/proc/truth"))
 
 

@@ -3,6 +3,7 @@
 import json
 import re
 import runpy
+import shlex
 import sys
 from contextlib import redirect_stdout
 from importlib.util import find_spec
@@ -71,8 +72,13 @@ def test_the_careless_blog_of_the_command_line_example_harms_every_query() -> No
 def test_every_completion_of_the_language_example_is_credited_to_the_publisher_who_writes_so(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    """By the commands of the page, and a check, and an export to ONNX besides."""
     assert run("language_model.py") == ""  # it is for the commands
-    task = f"{EXAMPLES}/language_model.py:task"
+    Path("examples").symlink_to(EXAMPLES)
+    task = "examples/language_model.py:task"
+    page = (EXAMPLES.parent / "docs" / "command-line.md").read_text(encoding="utf-8")
+    lines = re.findall(r"^\$ imprint (.*language.*)", page, re.MULTILINE)
+    simulating, attributing, exporting = (shlex.split(line, comments=True) for line in lines)
 
     def printed(*arguments: str) -> str:
         """By a command in a process of its own, in which the example trains anew."""
@@ -85,13 +91,15 @@ def test_every_completion_of_the_language_example_is_credited_to_the_publisher_w
     named = re.findall(r"│ (\w+) +│ ([^│]+?) +│\n", printed("check", task))
     assert [name for name, _ in named[:2]] == ["parameters", "store"]
     assert named[0][1].startswith("1,024 of ") and "4.1 kB per source" in named[1][1]
-    printed("simulate", task, "-o", "store", "--no-check")
-    queries = json.loads(printed("attribute", "store", "--task", task, "--json"))["queries"]
+    printed(*simulating, "--no-check")
+    queries = json.loads(printed(*attributing, "--json"))["queries"]
     for credits, publisher in zip(queries, ("almanac", "gazette", "logbook"), strict=True):
         effects = {credit["name"]: credit["removal_effect"] for credit in credits}
         own = effects.pop(publisher)
         assert own < 0 and min(effects.values()) > 0.1 * own
-    exported = json.loads(printed("export", "store", "--task", task, "-o", "graph", "--format", "onnx", "--json"))
+    printed(*exporting)
+    onnx = ("export", "runs/language", "--task", task, "-o", "graph", "--format", "onnx")
+    exported = json.loads(printed(*onnx, "--json"))
     assert exported["sources"] == ["almanac", "gazette", "logbook"]
     assert exported["self_test"]["central"] <= 1e-4
 

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 from safetensors import safe_open
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor
 
 from imprint.benchmarking.comparison import Comparison, MethodScores, average_queries
@@ -32,8 +32,9 @@ from imprint.evaluation.truth import Truth
 from imprint.plan import Plan
 from imprint.runtime.memory import Peak
 from imprint.runtime.progress import Advance
-from imprint.store.files import Lock, clear_leftovers, nearest_folder, write
+from imprint.store.files import write, write_tensors
 from imprint.store.fingerprint import compare_data, of_batches, of_data, of_tensors
+from imprint.store.folder import locked, make_folder
 from imprint.task import Batch, Parameters, Task
 
 DRAWS = (1, 2, 3)  # seeds of halves and of their retraining; tuning used seeds from 100 on
@@ -117,23 +118,18 @@ class Bench:
 
     def __init__(self, protocol: Protocol, out: str | os.PathLike[str], progress: bool | Advance = True) -> None:
         self.protocol, self.out, self._progress = protocol, Path(out), progress
-        nearest_folder(out)  # refuses a file
-        self.out.mkdir(parents=True, exist_ok=True)
+        make_folder(self.out, "the benchmark", "bench.json")
         about = protocol.to_json()
         place = self.out / "bench.json"
-        if place.is_file() and not _same(place.read_text(), about):
-            raise StoreError(f"{self.out} holds another benchmark: give a new folder.")
+        if place.is_file() and (different := _find_difference(place.read_text(), about)):
+            raise StoreError(f"{self.out} holds another benchmark: {different}. Give a new folder.")
         write(place, lambda path: path.write_text(json.dumps(about)))
 
     @contextmanager
     def alone(self) -> Iterator[None]:
         """Keep other processes out of the folder."""
-        lock = Lock(self.out)
-        try:
-            clear_leftovers(self.out)
+        with locked(self.out):
             yield
-        finally:
-            lock.release()
 
     @cached_property
     def truths(self) -> list[Truth]:
@@ -196,7 +192,7 @@ class Bench:
         )
         for index, run in enumerate(runs):
             tensors = {f"{epoch}/{name}": t[index].cpu() for epoch, stack in kept.items() for name, t in stack.items()}
-            write(self._state(run, halves), lambda path, tensors=tensors: save_file(tensors, path))  # type: ignore[misc]
+            write_tensors(self._state(run, halves), tensors)
 
     def _state(self, run: int, halves: bool) -> Path:
         return self.out / "runs" / f"{'half' if halves else 'full'}-{run:03}.safetensors"
@@ -237,7 +233,7 @@ class Bench:
             tensors["loo_scores"] = _to_float32(found.loo_scores)
         about = {key: value for key, value in vars(found).items() if key not in ("scores", "loo_scores")}
         metadata = {"imprint": json.dumps(about), "method": method.key_text()}
-        write(place, lambda path: save_file(tensors, path, metadata))
+        write_tensors(place, tensors, metadata)
         return replace(found, scores=tensors["scores"], loo_scores=tensors.get("loo_scores"))
 
     def compare(self, methods: dict[str, Method], runs: Sequence[int], leave_one_out: bool = False) -> Comparison:
@@ -280,18 +276,21 @@ def _mean_or_lowest(values: Array) -> float:
     return float(np.nan_to_num(average_queries(values).value, nan=-np.inf))
 
 
-def _same(text: str, about: dict[str, Any]) -> bool:
-    """Tell whether a saved description is that of the same benchmark."""
+def _find_difference(text: str, about: dict[str, Any]) -> str | None:
+    """Name the first field of a saved description that differs; None if it is of the same benchmark."""
     try:
         kept = json.loads(text)
         data = compare_data(kept.pop("data"), about["data"], about["n"])
     except (ValueError, KeyError, AttributeError):
-        return False
-    others = {name: value for name, value in json.loads(json.dumps(about)).items() if name in kept}
-    if data.same and kept == others:
-        data.warn()
-        return True
-    return False
+        return "its bench.json describes none"
+    if not data.same:
+        return f"the data changed{data.remark}"
+    now = json.loads(json.dumps(about))
+    for name, was in kept.items():
+        if now.get(name) != was:
+            return f"its {name} changed"
+    data.warn()
+    return None
 
 
 def _to_float32(scores: Tensor) -> Tensor:

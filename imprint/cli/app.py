@@ -29,7 +29,14 @@ _EXIT_STATUS = (
 )
 
 app = typer.Typer(
-    help="Measure how much each data source moves a model's predictions, with forward passes only.",
+    help="""Measure how much each data source moves a model's predictions, with forward passes only.
+
+    A source is a training example, or a named group of them. `imprint simulate` computes once how each source moves the
+    parameters of the model, its imprint, and writes the imprints to a store. `imprint attribute` then reads out the
+    effect of every source on any query.
+
+    Start with `imprint demo`, or with `imprint check my_model.py:task` for a model of your own.
+    """,
     epilog=_EXIT_STATUS,
     no_args_is_help=True,
     rich_markup_mode="markdown",

@@ -80,7 +80,7 @@ class Experiment:
         manifest, named = store.manifest, read_command(store)
         task = named.task if named.task in library else None
         sources = named.sources if named.sources == PER_EXAMPLE else None
-        batch_size = manifest.execution.get("batch_size")
+        batch_size = manifest.execution.batch_size
         kept = Experiment(task=task, sources=sources, plan=manifest.plan.to_json(), dtype=manifest.dtype)
         return self.override(replace(kept, batch_size=batch_size))
 

@@ -1,9 +1,8 @@
 """Describes a store in plain values, for `imprint inspect` and for programs."""
 
+import math
 from dataclasses import asdict
 from typing import Any
-
-import torch
 
 from imprint.store.reading import Store
 
@@ -24,7 +23,7 @@ def inspect_store(store: Store) -> dict[str, Any]:
             {"id": store.source_ids[i], "name": store.source_names[i], "size": store.source_sizes[i]}
             for i in sorted(range(len(store)), key=lambda index: -store.source_sizes[index])[:8]
         ],
-        "parameters": sum(torch.Size(p["shape"]).numel() for p in manifest.parameters.values()),
+        "parameters": sum(math.prod(p.shape) for p in manifest.parameters.values()),
         "dtype": manifest.dtype,
         "bytes": store.bytes,
         "bytes_per_source": _bytes_per_source(store),
@@ -32,7 +31,7 @@ def inspect_store(store: Store) -> dict[str, Any]:
         "checkpoints": checkpoints,
         "readouts": list_readouts(store),
         "warnings": list(store.warnings),
-        "cost": manifest.cost,
+        "cost": asdict(manifest.cost),
         "note": manifest.note,
         "versions": manifest.versions,
         "created": manifest.created,

@@ -24,7 +24,7 @@ from imprint.errors import ConfigurationError, ImprintError, PlanError, first_li
 from imprint.plan import Plan
 from imprint.runtime.threads import set_threads
 from imprint.sources import Sources
-from imprint.store.reading import DTYPES
+from imprint.store.request import DTYPES
 from imprint.task import Task
 
 _TYPE_NAMES = {"task": "an imprint.Task", "sources": "an imprint.Sources", "plan": "an imprint.Plan"}

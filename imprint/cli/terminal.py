@@ -13,10 +13,10 @@ from rich.table import Table
 from rich.text import Text
 
 from imprint.attribution.top import Top
-from imprint.checking import Check, shown_plan, size
+from imprint.checking import Check, format_plan, format_size
 from imprint.cli.experiment import read_note
 from imprint.display import count_of, for_terminal, name_some
-from imprint.runtime.progress import Advance, duration
+from imprint.runtime.progress import Advance, format_duration
 from imprint.store.values import is_number
 
 if TYPE_CHECKING:
@@ -95,15 +95,13 @@ def _describe_imprints(values: dict[str, Any]) -> str:
     if values["plan"]["form"] == "projected":
         form = f", projected to {values['plan']['directions']} directions"
     each = f"{values['parameters']:,} values each, {values['dtype']}{form}"
-    return f"{each}; {size(values['bytes_per_source'])} per source, {size(values['bytes'])} in all"
+    return f"{each}; {format_size(values['bytes_per_source'])} per source, {format_size(values['bytes'])} in all"
 
 
 def _describe_cost(values: dict[str, Any]) -> str:
     """Describe the time and memory of a simulation, beside the estimate."""
     cost = values["cost"]
-    if not cost:
-        return "unknown"
-    seconds, peak = duration(cost["seconds"]), size(cost["peak_bytes"])
+    seconds, peak = format_duration(cost["seconds"]), format_size(cost["peak_bytes"])
     if cost["resumed"]:
         return f"{seconds} since it was resumed; at most {peak} of memory"
     expected = read_note(values["note"]).get("estimate")
@@ -111,7 +109,8 @@ def _describe_cost(values: dict[str, Any]) -> str:
     time, memory = guesses.get("seconds"), guesses.get("peak_bytes")
     if not (is_number(time) and is_number(memory)):  # there was no estimate, or the note is the caller's own
         return f"{seconds}; at most {peak} of memory"
-    return f"{seconds} (estimated {duration(float(time))}); at most {peak} of memory (estimated {size(memory)})"
+    times = f"{seconds} (estimated {format_duration(float(time))})"
+    return f"{times}; at most {peak} of memory (estimated {format_size(memory)})"
 
 
 _SOMETIMES = (  # shown only where a checkpoint has them: of a basis, and of Adam
@@ -152,15 +151,17 @@ def render_check(check: Check) -> RenderableType:
         ("parameters", f"{check.values:,} of {check.values_in_all:,} values: {name_some(list(check.parameters), 4)}"),
         ("sources", f"{check.sources:,} over {check.examples:,} training examples"),
         ("checkpoints", str(check.checkpoints)),
-        ("plan", shown_plan(check.plan)),
+        ("plan", format_plan(check.plan)),
     ]
     if check.estimate is not None:
         found = check.estimate
         together = f"one by one: {found.one_by_one}" if found.one_by_one else f"{found.rows_at_once:,} sources at once"
-        pairs.insert(1, ("store", f"{size(found.bytes_per_source)} per source, {size(found.store_bytes)} in all"))
+        pairs.insert(
+            1, ("store", f"{format_size(found.bytes_per_source)} per source, {format_size(found.store_bytes)} in all")
+        )
         pairs += [
-            ("time", f"about {duration(found.seconds)}, {together}"),
-            ("peak memory", f"about {size(found.peak_bytes)}"),
+            ("time", f"about {format_duration(found.seconds)}, {together}"),
+            ("peak memory", f"about {format_size(found.peak_bytes)}"),
         ]
     table = Table("", "", "works", "remark")
     for kind, possibilities in (("engine", check.engines), ("readout", check.readouts)):

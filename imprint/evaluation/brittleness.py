@@ -21,7 +21,7 @@ from imprint.evaluation.together import Together, Train
 from imprint.runtime.progress import Advance
 from imprint.sources import Sources
 from imprint.store.fingerprint import of_batches, of_data, probe_measures
-from imprint.store.reading import describe
+from imprint.store.request import describe
 from imprint.task import Task, require_task
 
 _FEW = 0.1  # of the queries; more that are wrong from the start trigger a warning

@@ -33,7 +33,7 @@ from imprint.evaluation.trials import (
     shapes,
     spread,
 )
-from imprint.evaluation.truth import SCHEMA, Folder, Truth, circumstances, of_subsets, together
+from imprint.evaluation.truth import SCHEMA, Truth, TruthFolder, circumstances, of_subsets, together
 from imprint.runtime.progress import Advance, Progress
 from imprint.store.fingerprint import (
     of_batches,
@@ -43,8 +43,9 @@ from imprint.store.fingerprint import (
     recognise_data,
     without_adapter,
 )
-from imprint.store.probing import class_examples, see_losses
-from imprint.store.reading import describe
+from imprint.store.probe_examples import choose_class_examples
+from imprint.store.probing import evaluate_losses
+from imprint.store.request import describe
 from imprint.task import Batch, Task, require_task
 
 logger = logging.getLogger(__name__)
@@ -82,7 +83,7 @@ def retrain(
     request = _describe_request(train, task, subsets, batches, known, runs, seed)
     seeds = [each for run in range(runs) for each in subsets.seeds(run, seed)]
     work = _Work(train, task, batches, subsets, seeds)
-    folder = None if out is None else Folder(Path(out))
+    folder = None if out is None else TruthFolder(Path(out))
     bar = Progress("retraining", len(seeds) * work.units, work.unit, progress)
     with folder.opened(request, subsets) if folder else contextlib.nullcontext() as found, contextlib.closing(bar):
         rows = folder.kept(found) if folder and found else {}
@@ -360,8 +361,8 @@ def _describe_request(
             raise DataError("the task's model differs from those that are trained: give the task a model from `build`.")
         functional, theta = initial.at(initial.state())
         with initial.evaluating():
-            probes = class_examples(train.examples)
-            losses = see_losses(functional, theta, train.examples.gather(torch.tensor(probes)), len(probes))
+            probes = choose_class_examples(train.examples)
+            losses = evaluate_losses(functional, theta, train.examples.gather(torch.tensor(probes)), len(probes))
         model = strip_addresses(repr(initial.model)).splitlines()
         fingerprints |= {"initial model": of_tensors(initial.state())}
     request = {

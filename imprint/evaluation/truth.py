@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor
 
 from imprint.attribution.result import Attribution
@@ -34,12 +34,14 @@ from imprint.evaluation.removal import compare_changes
 from imprint.evaluation.statistics import ROUNDING
 from imprint.evaluation.subsets import Design, Subsets
 from imprint.sources import Sources
-from imprint.store.files import LOCK, Lock, clear_leftovers, is_leftover, refuse_unreadable, write
+from imprint.store.files import refuse_unreadable, write_tensors
 from imprint.store.fingerprint import changed, compare_data, of_sources
+from imprint.store.folder import locked, make_folder, write_sealed
 from imprint.store.manifest import versions
 from imprint.store.values import Value, read_json, sealed
 
 logger = logging.getLogger(__name__)
+TRUTH = "truth.json"
 SCHEMA = 3  # the first had other seeds; files of values of the second do not say what they belong to
 SEEDED = 2  # the first schema that can be continued
 PROBES = {"losses": "loss on probe example", "measures": "F at random parameters of query"}
@@ -120,7 +122,7 @@ class Truth:
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> "Truth":
         """Read a folder; leave out incomplete runs, with a warning."""
-        folder = Folder(Path(path))
+        folder = TruthFolder(Path(path))
         request = folder.request()
         runs, subsets, count = (request[key] for key in ("runs", "subsets", "queries"))
         trained, kept = folder.subsets(request), folder.kept(request)
@@ -144,7 +146,7 @@ class Truth:
         return cls(trained, values[complete], request["measure"], request)
 
 
-class Folder:
+class TruthFolder:
     """The files of a ground truth."""
 
     def __init__(self, path: Path) -> None:
@@ -152,26 +154,14 @@ class Folder:
 
     @contextlib.contextmanager
     def opened(self, request: dict[str, Any], subsets: Subsets) -> Iterator[dict[str, Any] | None]:
-        """The folder locked for writing. Gives what is kept of the same request, None if nothing is."""
-        file = self.path / "truth.json"
-        if self.path.exists() and not file.is_file() and (not self.path.is_dir() or self._strange()):
-            raise StoreError(f"{self.path} holds something else: give a new folder for the ground truth.")
-        try:
-            self.path.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise StoreError(
-                f"{self.path} cannot be made: {error.strerror or error}. Give a folder that you may write to."
-            ) from error
-        lock = Lock(self.path)
-        try:
-            clear_leftovers(self.path)
-            kept = self.request() if file.is_file() else None
+        """Lock the folder for writing; give what is kept of the same request, None if nothing is."""
+        make_folder(self.path, "the ground truth", TRUTH)
+        with locked(self.path):
+            kept = self.request() if (self.path / TRUTH).is_file() else None
             if kept is not None:
                 self._compare(kept, request)
                 self._write_subsets(subsets)
             yield kept
-        finally:
-            lock.release()
 
     def _compare(self, kept: dict[str, Any], wanted: dict[str, Any]) -> None:
         """Refuse another request than the one that was kept, but for the number of runs."""
@@ -188,23 +178,20 @@ class Folder:
 
     def begin(self, about: dict[str, Any], subsets: Subsets) -> None:
         """Write what the folder is a truth of, unless that is what it says."""
-        file = self.path / "truth.json"
-        if not file.is_file() or self.request() != about:
-            text = json.dumps(sealed(about), indent=1)
-            write(file, lambda path: path.write_text(text))
+        if not (self.path / TRUTH).is_file() or self.request() != about:
+            write_sealed(self.path / TRUTH, about)
         self._write_subsets(subsets)
 
     def _write_subsets(self, subsets: Subsets) -> None:
         if not (self.path / "subsets.safetensors").is_file():
-            write(self.path / "subsets.safetensors", lambda path: _write_subsets(subsets, path))
-
-    def _strange(self) -> bool:
-        """Whether there is more than what a call leaves that is killed as it begins."""
-        return any(file.name != LOCK and not is_leftover(file) for file in self.path.iterdir())
+            names = {"ids": subsets.sources.ids, "names": subsets.sources.names}
+            removed = [np.array(each, dtype=np.int64) for each in subsets.removed]
+            tensors = {**_packed("removed", removed), **_packed("members", subsets.sources.members)}
+            write_tensors(self.path / "subsets.safetensors", tensors, {"imprint": json.dumps(names)})
 
     def request(self) -> dict[str, Any]:
         """Read what was requested of the ground truth in this folder."""
-        file = self.path / "truth.json"
+        file = self.path / TRUTH
         if not file.is_file():
             raise StoreError(f"{self.path} holds no ground truth: there is no truth.json.")
         value = read_json(file)
@@ -236,7 +223,7 @@ class Folder:
         """Write the values of some models of a truth, shape (models, queries)."""
         metadata = {"sha256": _hash(values), "truth": _identity(about), "models": f"{models.start}-{models.stop - 1}"}
         file = self.path / f"values-{models.start:06}.safetensors"
-        write(file, lambda path: save_file({"values": values}, path, metadata))
+        write_tensors(file, {"values": values}, metadata)
 
     def kept(self, about: dict[str, Any]) -> dict[int, Tensor]:
         """The values of the models that are there, by their number, in order."""
@@ -359,15 +346,6 @@ def _first_change(lines: list[str], others: list[str]) -> str:
     """Return the first line that differs from the other list."""
     pairs = zip_longest(lines, others)
     return next((line.strip() for line, other in pairs if line != other and line), "nothing there")
-
-
-def _write_subsets(subsets: Subsets, path: Path) -> None:
-    tensors = {
-        **_packed("removed", [np.array(r, dtype=np.int64) for r in subsets.removed]),
-        **_packed("members", subsets.sources.members),
-    }
-    names = {"ids": subsets.sources.ids, "names": subsets.sources.names}
-    save_file(tensors, path, {"imprint": json.dumps(names)})
 
 
 def _packed(name: str, lists: Sequence[np.ndarray[Any, np.dtype[np.int64]]]) -> dict[str, Tensor]:

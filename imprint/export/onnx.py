@@ -26,9 +26,8 @@ from imprint.export.point import Point
 from imprint.export.reading import Scores, scores
 from imprint.export.record import Export
 from imprint.export.writing import prepare_export, write_export
-from imprint.store.files import write
+from imprint.store.files import write_tensors
 from imprint.store.reading import Store
-from imprint.store.tensorfile import save
 from imprint.task import Parameters, Task
 
 GRAPH, DISPLACEMENTS = "scores.onnx", "displacements.safetensors"
@@ -59,7 +58,7 @@ def to_onnx(
         at = {name: tensor.cpu().float() for name, tensor in point.state.items()}
         graph = Graph(model, point.layers, at, task.names).eval()
         _export(graph, stacks, where / GRAPH)
-        write(where / DISPLACEMENTS, lambda path: save(stacks, path, {}))
+        write_tensors(where / DISPLACEMENTS, stacks)
         return None, {}
 
     def tested(draft: Export) -> Tensor:

@@ -27,9 +27,8 @@ from imprint.export.point import Counted
 from imprint.export.reading import Scores, read
 from imprint.export.record import MODEL, Export
 from imprint.export.writing import prepare_export, write_export
-from imprint.store.files import write
+from imprint.store.files import write_tensors
 from imprint.store.reading import Store
-from imprint.store.tensorfile import save
 from imprint.store.values import read_json
 from imprint.task import Batch, Task
 
@@ -176,7 +175,7 @@ def _write_adapter(folder: Path, layers: list[Adapted], parameters: Mapping[str,
     for path, (down, up) in adapter_tensors(layers, parameters).items():
         for part, tensor in (("lora_A", down), ("lora_B", up)):
             tensors[f"base_model.model.{path}.{part}.weight"] = tensor.detach().cpu().contiguous()
-    write(folder / "adapter_model.safetensors", lambda path: save(tensors, path, {"format": "pt"}))
+    write_tensors(folder / "adapter_model.safetensors", tensors, {"format": "pt"})
     about.save_pretrained(str(folder))
 
 

@@ -1,6 +1,5 @@
 """Write an export beside its place, test it on queries, and move it there only if its scores are right."""
 
-import json
 import logging
 import os
 from collections.abc import Callable, Iterator, Sequence
@@ -20,10 +19,9 @@ from imprint.export.likelihood import COLUMNS, as_batches, log_likelihood, refus
 from imprint.export.point import Counted, Point
 from imprint.export.record import MODEL, PROBES, RECORD, SCHEMA, Export, Exported, ExportKind, SelfTest
 from imprint.readout.kernels import forward_only
-from imprint.store.files import LOCK, Lock, clear_leftovers, sha256, temporary_folder, write
+from imprint.store.files import sha256, temporary_folder, write_tensors
+from imprint.store.folder import locked, write_sealed
 from imprint.store.reading import Store
-from imprint.store.tensorfile import save
-from imprint.store.values import sealed
 from imprint.task import Task
 
 logger = logging.getLogger(__name__)
@@ -95,8 +93,7 @@ def write_export(
         )
         export = _test(draft, point, queries, gains, read(draft))
         values = {name: value for name, value in asdict(export).items() if name != "folder"}
-        text = json.dumps(sealed({**values, "schema": SCHEMA}), indent=1)
-        write(beside / RECORD, lambda path: path.write_text(text, encoding="utf-8"))
+        write_sealed(beside / RECORD, {**values, "schema": SCHEMA})
         if place.exists():
             place.rmdir()  # it is empty
         beside.rename(place)
@@ -109,16 +106,11 @@ def _lock_place(place: Path) -> Iterator[Path]:
     prefix = f".{place.name}"
     try:
         place.parent.mkdir(parents=True, exist_ok=True)
-        lock = Lock(place.parent, f"{prefix}{LOCK}")
-        try:
+        with locked(place.parent, prefix), temporary_folder(place.parent, prefix) as folder:
             _refuse_place(place)
-            clear_leftovers(place.parent, prefix)
-            with temporary_folder(place.parent, prefix) as folder:
-                beside = folder / "export"  # with the permissions of any new folder
-                beside.mkdir()
-                yield beside
-        finally:
-            lock.release()
+            beside = folder / "export"  # with the permissions of any new folder
+            beside.mkdir()
+            yield beside
     except OSError as error:
         raise StoreError(f"could not write the export {place}: {error.strerror or error}.") from error
 
@@ -143,7 +135,7 @@ def _write_probes(folder: Path, point: Point, queries: list[Counted], dtype: str
     """Write a few queries; return their log-likelihoods at the checkpoint, in float32 and in the serving precision."""
     count, batch = queries[0]
     few = map_tensors(lambda column: column[: min(count, _PROBES)].cpu().contiguous(), batch)
-    write(folder / PROBES, lambda path: save({name: few[name] for name in COLUMNS}, path, {}))
+    write_tensors(folder / PROBES, {name: few[name] for name in COLUMNS})
     on_device = map_tensors(lambda column: column.to(point.task.device), few)
     states = {dtype: point.rounded(DTYPES[dtype]), "float32": point.state}
     with forward_only(point.task):

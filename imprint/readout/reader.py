@@ -233,7 +233,7 @@ class Reader:
         self.observed.values += measure_first_queries(base.functional, base.theta, batch, count)
         self.observed.unit = natural_scale(self.task, batch)
         if (base.functional.measure or self.task.measure) is self.task.loss and self.store.manifest.probes is not None:
-            self.observed.values += self.store.manifest.probes.losses
+            self.observed.values += self.store.manifest.probes.values.losses
         self._try_factors(base, batch, count)
         if failure := self._try_readout(base, batch, count):
             if self.readout != "jvp":

@@ -25,12 +25,11 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.func import grad, vjp
 
-from imprint.data import Collate, HashData
+from imprint.data import Collate, HashData, spread_examples
 from imprint.errors import SimulationError
 from imprint.model.dropout import dropouts
 from imprint.model.measures import find_targets, margin
@@ -129,7 +128,7 @@ def look(descent: Descent, on_work: Callable[[int], None]) -> Look:
     slope = flat.vector(descent.base_gradient(theta, batches, 0))
     inside, drift = sums @ basis.T, basis @ slope
     outside = sums - inside @ basis
-    examples = _spread(len(data), EXAMPLES)
+    examples = spread_examples(len(data), EXAMPLES)
     at_once = max(1, data.batch_size // len(examples)) if descent.vectorise else 0
     derivative = _differentiate_outputs(task, theta, data.gather(examples), len(examples), at_once)
     return Look(
@@ -172,11 +171,6 @@ def _measure_trace(
     return max(total, 0.0)
 
 
-def _spread(count: int, most: int) -> Tensor:
-    """Return at most `most` of the numbers below `count`, evenly spread."""
-    return torch.from_numpy(np.linspace(0, count - 1, min(most, count)).round().astype(np.int64))
-
-
 def _differentiate_outputs(
     task: Functional, theta: Parameters, batch: Batch, count: int, at_once: int
 ) -> Callable[[Parameters], Tensor]:
@@ -194,7 +188,7 @@ def _differentiate_outputs(
         unit, classes = 1.0, wanted
     else:
         unit, classes = _measure_unit(task, z, batch, count), None
-    chosen = _spread(z.numel(), OUTPUTS).to(z.device)
+    chosen = spread_examples(z.numel(), OUTPUTS).to(z.device)
 
     def values(theta: Parameters) -> Tensor:
         z = task.outputs(theta, batch)

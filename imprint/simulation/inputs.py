@@ -27,8 +27,9 @@ from imprint.simulation.preflight import Result, check_device, own, refuse_nonfi
 from imprint.simulation.states import States
 from imprint.sources import Sources, require_sources
 from imprint.store.fingerprint import of_data, of_sources, of_tensors, partly_hashed
-from imprint.store.probing import Seen, choose_probes, module_settings, regulariser_values, see
-from imprint.store.reading import DTYPES, describe
+from imprint.store.probe_examples import choose_probes
+from imprint.store.probing import ProbeValues, describe_modules, evaluate_probes, evaluate_regulariser
+from imprint.store.request import DTYPES, DataHashes, Probed, Request, specify
 from imprint.task import Functional, Parameters, Task, require_task
 
 logger = logging.getLogger(__name__)
@@ -173,49 +174,47 @@ class Inputs:
         recorded = self.states.moments(index) if wanted else None
         return None if recorded is None else of_tensors(recorded)
 
-    def request(self) -> dict[str, Any]:
+    def request(self) -> Request:
         """Return everything the imprints depend on; a store is resumed and reused for the same request only."""
         first = self.state(self.first)
         functional, theta = self.task.at(first)
         examples = self._own_loss(choose_probes, functional, theta, self.data)
         seen = self._seen_at(functional, theta, examples)
-        pulls = own("regulariser failed", regulariser_values, functional, theta)
+        pulls = own("regulariser failed", evaluate_regulariser, functional, theta)
         self._refuse_nonfinite(pulls)
         every = range(len(self.states))
         states = [of_tensors(first if index == self.first else self._read(index)) for index in every]
         _warn_same(states)
-        return {
-            "n": len(self.data),
-            "dtype": self.stored_as,
-            "plan": self.plan.to_json(),
-            "parameters": describe(self.task),
-            "fixed": {name: of_tensors({name: tensor}) for name, tensor in self.fixed.items()},
-            "states": states,
-            "moments": [self._moments(index) for index in every],
-            "sources": of_sources(self.sources),
-            "losses": seen.losses,
-            "probes": {
-                "examples": examples,
-                **{name: getattr(seen, name) for name in ("moved", "outputs", "precision", "gradients")},
-            },
-            "modules": module_settings(self.task.model),
-            "regulariser": pulls,
-            "data": of_data(self.data, self.hash_data),
-        }
+        return Request(
+            n=len(self.data),
+            dtype=self.stored_as,
+            plan=self.plan,
+            parameters=specify(self.task),
+            fixed={name: of_tensors({name: tensor}) for name, tensor in self.fixed.items()},
+            states=tuple(states),
+            moments=tuple(self._moments(index) for index in every),
+            sources=of_sources(self.sources),
+            data=DataHashes(**of_data(self.data, self.hash_data)),
+            probes=Probed(examples, seen),
+            modules=describe_modules(self.task.model),
+            regulariser=tuple(pulls),
+        )
 
     @cached_property
     def probes(self) -> list[int]:
         """The training examples that the loss is recognised by."""
         return self._own_loss(choose_probes, *self.task.at(self.state(self.first)), self.data)
 
-    def seen(self, examples: list[int]) -> Seen:
+    def seen(self, examples: list[int]) -> ProbeValues:
         """Return what the task computes on some examples, at the first checkpoint and around it."""
         return self._seen_at(*self.task.at(self.state(self.first)), examples)
 
-    def _seen_at(self, functional: Functional, theta: Parameters, examples: list[int]) -> Seen:
+    def _seen_at(self, functional: Functional, theta: Parameters, examples: list[int]) -> ProbeValues:
         batch = self.data.gather(torch.tensor(examples))
         wanted = self.plan.seen_curvature == "gauss-newton"
-        found = self._own_loss(partial(see, outputs=wanted, gradients=True), functional, theta, batch, len(examples))
+        found = self._own_loss(
+            partial(evaluate_probes, outputs=wanted, gradients=True), functional, theta, batch, len(examples)
+        )
         for example, loss in zip(examples, found.losses, strict=True):
             if not math.isfinite(loss):
                 owner = self.sources.owner(example)

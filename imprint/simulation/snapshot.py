@@ -13,9 +13,8 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from imprint.errors import StoreError, first_line
-from imprint.store.files import write
+from imprint.store.files import write_tensors
 from imprint.store.fingerprint import of_tensors
-from imprint.store.tensorfile import save
 from imprint.store.values import parsed
 from imprint.task import Parameters
 
@@ -79,7 +78,7 @@ class Snapshot:
         about = {"step": state.step, "start": self._start, "sha256": _checksum(state.step, self._start, tensors)}
         metadata = {"imprint": json.dumps(about)}
         try:
-            write(self._path, lambda path: save(tensors, path, metadata))
+            write_tensors(self._path, tensors, metadata)
             self._used = True
         except StoreError as error:
             logger.warning("no snapshot could be saved, the simulation continues without it: %s", error)

@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Callable
-from statistics import median
 from typing import Any, Literal
 
 import torch
@@ -106,8 +105,3 @@ def over_rows(
 def six_digits(values: list[float]) -> list[float]:
     """Round figures to six digits: the last digits of a sum depend on where tensors lie in memory."""
     return [float(f"{value:.6g}") for value in values]
-
-
-def spread(values: list[float]) -> dict[str, float]:
-    """Return the least, the median and the largest of some figures."""
-    return {"least": min(values), "median": median(values), "largest": max(values)}

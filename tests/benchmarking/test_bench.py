@@ -280,9 +280,19 @@ def other_queries(protocol: Protocol) -> Protocol:
     return replace(protocol, queries=tuple(part.flip(0) for part in protocol.queries))
 
 
-@pytest.mark.parametrize("other", [other_training, other_data, other_model, other_queries])
-def test_what_was_made_of_other_things_is_not_taken(made: Bench, other: Callable[[Protocol], Protocol]) -> None:
-    with pytest.raises(StoreError, match="holds another benchmark: give a new folder"):
+@pytest.mark.parametrize(
+    ("other", "named"),
+    [
+        (other_training, "its training"),
+        (other_data, "the data"),
+        (other_model, "its model"),
+        (other_queries, "its queries"),
+    ],
+)
+def test_what_was_made_of_other_things_is_not_taken(
+    made: Bench, other: Callable[[Protocol], Protocol], named: str
+) -> None:
+    with pytest.raises(StoreError, match=rf"holds another benchmark: {named} changed\. Give a new folder"):
         Bench(other(made.protocol), made.out)
     again(made)
 
@@ -291,7 +301,7 @@ def test_what_was_made_of_other_things_is_not_taken(made: Bench, other: Callable
     "changed", [{"name": "other"}, {"halves": 13}, {"draws": (1, 2, 3)}, {"checkpoints": (2,)}, {"path": PLAN}]
 )
 def test_another_benchmark_in_the_same_folder_is_refused(made: Bench, changed: dict[str, Any]) -> None:
-    with pytest.raises(StoreError, match="holds another benchmark: give a new folder"):
+    with pytest.raises(StoreError, match=r"holds another benchmark: its \w+ changed\. Give a new folder"):
         Bench(replace(made.protocol, **changed), made.out)
     again(made)
 

@@ -3,6 +3,7 @@
 import json
 import shutil
 import sys
+from dataclasses import asdict
 from io import StringIO
 from pathlib import Path
 from types import SimpleNamespace
@@ -164,7 +165,7 @@ def test_unions_have_the_share_that_is_asked_for() -> None:
 
 def test_the_truth_of_a_function_knows_its_data_where_the_file_has_it() -> None:
     known = Truth.load("removal").about["fingerprints"]["data"]
-    assert known == Store("store").manifest.fingerprints["data"]
+    assert known == asdict(Store("store").manifest.request.data)
     Path("other.py").write_text(MODEL.replace("data, queries = (x, y), (", "data, queries = (x + 1, y), ("))
     with pytest.raises(ImprintError, match="data"):
         run("retrain", "other.py:train", "--kind", "sources", "--runs", "2", "--out", "removal")

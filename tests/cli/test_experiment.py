@@ -347,7 +347,7 @@ def test_files_of_torch_save_are_left_to_the_simulation_which_says_what_it_wants
     torch.save({}, folder / f"model{suffix}")
     found = objects(folder, checkpoints=(f"model{suffix}",))
     assert found.checkpoints == [f"model{suffix}"]
-    with pytest.raises(TaskError, match=r"What torch\.save wrote is not taken"):
+    with pytest.raises(TaskError, match=r"Files of torch\.save are not read"):
         simulate(found.task, found.data, Sources.per_example(6), progress=False, checkpoints=found.checkpoints)
 
 

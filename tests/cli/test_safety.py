@@ -392,7 +392,7 @@ def test_a_file_that_is_touched_is_hashed_again_and_not_each_time(
         hashed.append(path.name)
         return sha256(path)
 
-    monkeypatch.setattr("imprint.store.reading.sha256", counted)
+    monkeypatch.setattr("imprint.store.opening.sha256", counted)
     reader.scores(DATA)
     assert not hashed
     (store.path / "checkpoint-000/imprints-00000.safetensors").touch()
@@ -421,8 +421,8 @@ def test_a_forked_child_does_not_delete_a_temporary_store() -> None:
 def test_a_name_twice_in_an_object_is_refused(tmp_path: Path) -> None:
     store = made(tmp_path / "store")
     text = (store.path / "manifest.json").read_text()
-    (store.path / "manifest.json").write_text('{"n": 1000000,' + text.lstrip().removeprefix("{"))
-    with pytest.raises(StoreError, match="the name 'n' appears more than once"):
+    (store.path / "manifest.json").write_text('{"created": "1000000",' + text.lstrip().removeprefix("{"))
+    with pytest.raises(StoreError, match="the name 'created' appears more than once"):
         Store(store.path)
 
 

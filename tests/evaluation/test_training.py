@@ -459,7 +459,7 @@ def test_models_that_vmap_cannot_run_are_refused_with_the_reason() -> None:
         return values if values.sum().item() > 0 else -values
 
     kind = Kind(PERCEPTRON.build, PERCEPTRON.data, lambda model: Task(model, losses))
-    with pytest.raises(TaskError, match=r"cannot be trained in one batch.*RuntimeError.*train\(subset, seed\)"):
+    with pytest.raises(TaskError, match=r"cannot be trained together.*RuntimeError.*train\(subset, seed\)"):
         kind.together(SUBSETS, SEEDS, TRAINING)
 
 

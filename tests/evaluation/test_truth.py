@@ -429,7 +429,7 @@ def test_a_folder_with_something_else_is_refused_untouched(name: str, tmp_path: 
     with pytest.raises(StoreError, match=r"no truth\.json"):
         Truth.load(tmp_path)
     assert contents(tmp_path) == {tmp_path / name: b"mine"}
-    with pytest.raises(StoreError, match="holds something else"):
+    with pytest.raises(StoreError, match="is a file: give a folder for the ground truth"):
         ask(tmp_path / name)
 
 

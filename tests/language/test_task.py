@@ -284,7 +284,7 @@ def test_tokens_of_another_vocabulary_are_refused_before_the_model_sees_them() -
     small = gpt2(vocab_size=100)
     with pytest.raises(TaskError, match=r"the tokenizer has \d+ tokens and the model knows 100: is it another model's"):
         task(small, tokenizer())
-    with pytest.raises(TaskError, match=r"there is a token \d+, and the model knows tokens below 100: .*another token"):
+    with pytest.raises(TaskError, match=r"a token is \d+, and the model knows tokens below 100: .*another token"):
         simulate(task(small), columns, documents().sources(LABELS), PLAN, progress=False)
     language = task(gpt2())
     store = simulated(language, columns)

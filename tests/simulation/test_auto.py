@@ -419,7 +419,7 @@ def test_a_checkpoint_with_nan_is_refused_by_number() -> None:
 def test_a_checkpoint_without_curvature_is_refused_by_number() -> None:
     task, data = classifier()
     certain = {name: 1e6 * tensor for name, tensor in task.state().items()}
-    with pytest.raises(SimulationError, match="checkpoint 1 has no curvature, from which a plan could be chosen"):
+    with pytest.raises(SimulationError, match="checkpoint 1 has no curvature to choose a plan from"):
         Plan.auto(task, data, Sources.per_example(30), [task.state(), certain], progress=False)
 
 

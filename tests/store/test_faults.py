@@ -303,7 +303,7 @@ FACTORED_WRONG: dict[str, tuple[tuple[Any, ...], Any, str]] = {
         [],
         r"checkpoints\[0\]\.basis and checkpoints\[0\]\.decided\.layers belong together",
     ),
-    "another layer": (("decided", "layers"), ["7"], "'7' is no linear layer of its parameters"),
+    "another layer": (("decided", "layers"), ["7"], "'7', which is no linear layer of its parameters"),
     "no directions": (("decided", "directions"), None, r"checkpoints\[0\]\.basis has no place without directions"),
     "other directions": (("decided", "directions"), 2, "does not fit the manifest: tensor .* is .*, not"),
     "half a step": (("steps",), 0.5, r"checkpoints\[0\]\.steps must be a whole number"),
@@ -336,15 +336,19 @@ def rewrite(folder: Path, *path: Any, value: Any) -> None:
 
 SHARD = ("checkpoints", 0, "imprints")
 WRONG: dict[str, tuple[tuple[Any, ...], Any, str]] = {
-    "n is none": (("n",), 0, "n must be a whole number of at least 1, got 0"),
-    "n is enormous": (("n",), 10**30, "number '1000000000000000000000000000000' is too large"),
-    "n is a flag": (("n",), True, "n must be a whole number of at least 1, got True"),
-    "unknown dtype": (("dtype",), "int8", "dtype must be one of float32, bfloat16, float64, got 'int8'"),
-    "infinite lr": (("plan", "lr"), float("inf"), "Infinity is not a number of JSON"),
-    "overflowing lr": (("plan", "lr"), -0.5, "plan: lr must be a positive number"),
-    "weights of nothing": (("plan", "weight"), [0.0, 0.0, 0.0], "plan: weight must be positive for at least one"),
+    "n is none": (("request", "n"), 0, "n must be a whole number of at least 1, got 0"),
+    "n is enormous": (("request", "n"), 10**30, "number '1000000000000000000000000000000' is too large"),
+    "n is a flag": (("request", "n"), True, "n must be a whole number of at least 1, got True"),
+    "unknown dtype": (("request", "dtype"), "int8", "dtype must be one of float32, bfloat16, float64, got 'int8'"),
+    "infinite lr": (("request", "plan", "lr"), float("inf"), "Infinity is not a number of JSON"),
+    "overflowing lr": (("request", "plan", "lr"), -0.5, "plan: lr must be a positive number"),
+    "weights of nothing": (
+        ("request", "plan", "weight"),
+        [0.0, 0.0, 0.0],
+        "plan: weight must be positive for at least one",
+    ),
     "other weight": (("checkpoints", 0, "weight"), 3.0, r"checkpoints\[0\]\.weight is 3\.0, by the plan it is 1\.0"),
-    "too few settings": (("plan", "steps"), [2, 2], "plan: settings per checkpoint must be equally many"),
+    "too few settings": (("request", "plan", "steps"), [2, 2], "plan: settings per checkpoint must be equally many"),
     "no epsilon": (("checkpoints", 0, "decided", "epsilon"), None, r"decided\.epsilon is None, by the plan it is 1\.0"),
     "no base": (("checkpoints", 0, "base"), None, r"checkpoints\[0\]\.base is missing"),
     "no shards": (SHARD, [], r"checkpoints\[0\]\.imprints is missing"),
@@ -369,12 +373,12 @@ WRONG: dict[str, tuple[tuple[Any, ...], Any, str]] = {
     ),
     "half a character": (("created",), "\ud83d", "surrogates not allowed"),
     "another shape": (
-        ("parameters", "0.bias", "shape"),
+        ("request", "parameters", "0.bias", "shape"),
         [3],
         "parameter '0.bias' was .3,. of torch.float32 in the store",
     ),
     "no type": (
-        ("parameters", "0.bias", "dtype"),
+        ("request", "parameters", "0.bias", "dtype"),
         "torch.nn",
         r"parameters\['0.bias'\].dtype must be one of .*'torch.nn'",
     ),
@@ -469,7 +473,7 @@ TENSORS: dict[str, tuple[Callable[[dict[str, Tensor]], dict[str, Tensor]], str]]
     "a row less": (lambda t: {k: v[:1].clone() for k, v in t.items()}, r"is \(1, .* not \(2, "),
     "another shape": (lambda t: {**t, "0.bias": t["0.bias"][:, :1].clone()}, r"'0.bias' is \(2, 1\) .* not \(2, 2\)"),
     "another dtype": (lambda t: {**t, "0.bias": t["0.bias"].double()}, "'0.bias' is .*float64, not .*float32"),
-    "whole numbers": (lambda t: {**t, "0.bias": t["0.bias"].long()}, "'0.bias' is .*another dtype, not .*float32"),
+    "whole numbers": (lambda t: {**t, "0.bias": t["0.bias"].long()}, "'0.bias' is .*int64, not .*float32"),
     "missing": (lambda t: {k: v for k, v in t.items() if k != "0.bias"}, "'0.bias' is missing"),
     "renamed": (lambda t: {f"x.{k}": v for k, v in t.items()}, "is missing"),
 }
@@ -694,7 +698,7 @@ def fails_for_want_of_room(folder: Path, **options: Any) -> str | None:
         make(folder, **options)
     except StoreError as error:
         message = str(error)
-        assert "same call again: a simulation with out= goes on where it stood" in message, message
+        assert "same call again: a simulation with out= resumes" in message, message
         assert "could not write" in message
         assert not list(folder.rglob(".*")), "a half-written file was left"
         return message

@@ -31,7 +31,7 @@ from imprint.evaluation.metrics import evaluate as evaluate_scores
 from imprint.evaluation.retraining import retrain as retrain_subsets
 from imprint.evaluation.subsets import Subsets
 from imprint.evaluation.together import Together
-from imprint.evaluation.truth import Folder, Truth
+from imprint.evaluation.truth import Truth, TruthFolder
 from imprint.store.manifest import MANIFEST
 
 Removal = Literal["halves", "sources", "examples", "unions"]
@@ -166,7 +166,7 @@ def _load_sources(objects: Objects) -> imprint.Sources:
 
 def _count_finished(out: Path, subsets: Subsets, seed: int) -> int:
     """Count the models that a folder holds of the same ground truth."""
-    folder = Folder(out)
+    folder = TruthFolder(out)
     if not _is_truth(out):
         return 0
     about = folder.request()

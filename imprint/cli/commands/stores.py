@@ -51,8 +51,7 @@ from imprint.cli.terminal import (
 from imprint.display import for_csv, for_terminal
 from imprint.errors import ConfigurationError, ReliabilityWarning, StoreError
 from imprint.store.files import write
-from imprint.store.manifest import MANIFEST
-from imprint.store.reading import JOURNAL
+from imprint.store.manifest import JOURNAL, MANIFEST
 
 _LOADED = ("task", "data", "sources", "collate_fn", "checkpoints")  # what a simulation loads
 
@@ -91,7 +90,7 @@ def check(
     """Check whether a simulation will work, and estimate its time, memory and disk space.
 
     Tries every engine and readout on a few examples and times a few steps. Shows the selected parameters, the size of
-    the store, the time and memory to expect, and the reason wherever something fails or falls back to a slower way.
+    the store, the time and memory to expect, and the reason wherever something fails or falls back to a slower method.
     Writes nothing. Exits with status 1 if the simulation cannot start.
 
     For example:
@@ -222,7 +221,7 @@ def _silence(shown: Iterable[str]) -> Iterator[None]:
 
 def _use_threads_of(store: imprint.Store) -> None:
     """Use as many threads as the store was made with, unless that is absurd on this machine."""
-    threads, most = store.manifest.execution.get("threads", 1), max(64, 4 * (os.cpu_count() or 1))
+    threads, most = store.manifest.execution.threads, max(64, 4 * (os.cpu_count() or 1))
     if threads <= most:
         torch.set_num_threads(threads)
     else:

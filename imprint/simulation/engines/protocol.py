@@ -22,8 +22,8 @@ from imprint.simulation.preflight import find_why_not_vmap, refuse_loss
 from imprint.simulation.sizing import rows_that_fit
 from imprint.sources import Sources
 from imprint.store.checkpoint import Decided, File, Measured
-from imprint.store.manifest import DTYPES
-from imprint.store.tensorfile import Layout, layout
+from imprint.store.layouts import Layout, layout
+from imprint.store.request import DTYPES
 from imprint.task import Parameters
 
 _SAMPLE = 16  # sources that are simulated to measure what all of them will take
