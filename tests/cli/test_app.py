@@ -720,7 +720,7 @@ def test_a_terminal_is_shown_a_bar_and_a_log_gets_lines() -> None:
 @pytest.fixture
 def small_digits(monkeypatch: pytest.MonkeyPatch) -> None:
     """The benchmark of digits in a form that takes seconds."""
-    monkeypatch.setattr("imprint.cli.commands.bench.protocol", lambda name, device: little_digits())
+    monkeypatch.setattr("imprint.cli.commands.bench.load_protocol", lambda name, device: little_digits())
 
 
 def test_a_benchmark_leaves_a_table_a_picture_and_json(command: Command, empty: Path, small_digits: None) -> None:
