@@ -55,7 +55,7 @@ def test_a_setting_is_simulated_and_finds_its_mislabeller() -> None:
 
 
 def test_what_is_not_there_is_told() -> None:
-    with pytest.raises(ConfigurationError, match="there is no setting 'cifar': use one of digits, mnist-mlp"):
+    with pytest.raises(ConfigurationError, match="setting 'cifar' is unknown: use one of digits, mnist-mlp"):
         load_setting("cifar")
     if not torch.cuda.is_available():
         with pytest.raises(ConfigurationError, match="cannot be used here"):
