@@ -38,7 +38,7 @@ def best_of_grid(bench: Bench, run: int) -> tuple[float, dict[str, object]]:
     """The highest LDS of the grid from one run, and where it is."""
     epochs, truth = bench.protocol.epochs, bench.first_runs[0]
     found = [ScoreParts.at(bench, state, "margin", 300) for state in bench.states([run])[0]]
-    kept = truth.subsets.kept().to(found[0].products)
+    kept = truth.subsets.membership().to(found[0].products)
     top = max(each.frozen.largest for each in found)
     best, where = -np.inf, {}
     for damping in top * 2.0 ** -np.arange(STEPS):

@@ -368,7 +368,7 @@ def _beyond(values: Array) -> Array:
 
 def effects_of(halves: Truth) -> Tensor:
     """What each source does to each passage, (queries, sources), by ridge regression on which sources a half has."""
-    kept, values = halves.subsets.kept().double(), halves.values.double().mean(0)
+    kept, values = halves.subsets.membership().double(), halves.values.double().mean(0)
     kept, values = kept - kept.mean(0), values - values.mean(0)
     found: Tensor = torch.linalg.solve(kept.T @ kept + torch.eye(kept.shape[1], dtype=kept.dtype), kept.T @ values)
     return found.T
@@ -379,7 +379,7 @@ def table(bench: Bench, scores: dict[str, Tensor]) -> tuple[dict[str, dict[str, 
 
     And the LDS of imprints in some parameters relative to that of the first of them.
     """
-    kept, actual = bench.halves.subsets.kept().double().T, bench.halves.values.mean(0).T.numpy()
+    kept, actual = bench.halves.subsets.membership().double().T, bench.halves.values.mean(0).T.numpy()
     strongest = effects_of(bench.halves).argmax(1)
     halves, specific = Against(actual), Against(_beyond(actual))
     removed = Against(bench.removals.effects.mean(0).numpy()) if bench.removals else None

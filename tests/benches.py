@@ -56,7 +56,7 @@ def planted(scores: Tensor, noise: float, out: Path, protocol: Protocol) -> Benc
     truths = []
     for draw in protocol.draws:
         subsets = Subsets.halves(scores.shape[1], protocol.halves, seed=draw)
-        values = (subsets.kept().double() @ scores.double().T).expand(protocol.runs, -1, -1)
+        values = (subsets.membership().double() @ scores.double().T).expand(protocol.runs, -1, -1)
         away = torch.randn(values.shape, generator=generator, dtype=torch.float64)
         truths.append(Truth(subsets, values + noise * values.std(1, keepdim=True) * away, "margin"))
     bench.__dict__["truths"] = truths

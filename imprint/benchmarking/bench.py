@@ -224,7 +224,7 @@ class Bench:
     def scored(self, name: str, method: Method, run: int, leave_one_out: bool = False) -> MethodScores:
         """Load the scores of a method from one training run, or compute them."""
         place = self.out / "scores" / f"{name}-{run}.safetensors"
-        kept = _kept(place, method) if place.is_file() else None
+        kept = _load_scores(place, method) if place.is_file() else None
         if kept and (kept.tried == 1 or not leave_one_out or kept.loo_scores is not None):
             return kept
         found = self.score(method, run, leave_one_out)
@@ -298,7 +298,7 @@ def _to_float32(scores: Tensor) -> Tensor:
     return scores.to(torch.float32, copy=True, memory_format=torch.contiguous_format)
 
 
-def _kept(place: Path, method: Method) -> MethodScores | None:
+def _load_scores(place: Path, method: Method) -> MethodScores | None:
     """Load the scores in a file if they belong to this method."""
     with safe_open(place, framework="pt") as file:
         about = file.metadata()

@@ -41,7 +41,7 @@ def paths(plan: Plan, checkpoint: int) -> Method:
     def score(bench: Bench, kept: Runs) -> Iterator[MethodScores]:
         protocol = bench.protocol
         task, data = protocol.build_task("margin"), protocol.train.examples
-        halves = torch.cat([truth.subsets.kept() for truth in bench.truths])
+        halves = torch.cat([truth.subsets.membership() for truth in bench.truths])
         sources = Sources.groups({str(index): row.nonzero().flatten().tolist() for index, row in enumerate(halves)})
         begin = time.monotonic()
         store = simulate(

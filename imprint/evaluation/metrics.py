@@ -108,7 +108,7 @@ def lds(result: Attribution | Tensor, truth: Truth) -> Metric:
         raise DataError(
             "the linear datamodelling score needs ground truth from random halves, this one removes sources."
         )
-    return predicted_lds(truth.match(result) @ truth.subsets.kept().double().T, truth)
+    return predicted_lds(truth.match(result) @ truth.subsets.membership().double().T, truth)
 
 
 def predicted_lds(predicted: Tensor, truth: Truth) -> Metric:
@@ -132,7 +132,7 @@ def loo(result: Attribution | Tensor, truth: Truth) -> Metric:
 def removal(result: Attribution | Tensor, truth: Truth) -> RemovalCheck:
     """Compare the predicted effects of the removals in a ground truth with the actual ones."""
     scores = truth.match(result)
-    lacking = ~truth.subsets.kept()
+    lacking = ~truth.subsets.membership()
     lacking = lacking[lacking.any(1)].double()
     return RemovalCheck.of(-(scores @ lacking.T) / truth.subsets.n, truth.significant_effects)
 

@@ -132,4 +132,4 @@ def compare_changes(scores: Tensor, subsets: Subsets, actual: Tensor) -> Removal
         )
     compared = [index for index, removed in enumerate(subsets.removed) if removed]
     seen = torch.tensor([len(subsets.examples(index)) for index in compared], dtype=torch.float64)
-    return RemovalCheck.of(scores @ subsets.kept()[compared].double().T / seen, actual)
+    return RemovalCheck.of(scores @ subsets.membership()[compared].double().T / seen, actual)

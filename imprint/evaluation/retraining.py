@@ -33,7 +33,7 @@ from imprint.evaluation.trials import (
     shapes,
     spread,
 )
-from imprint.evaluation.truth import SCHEMA, Truth, TruthFolder, circumstances, of_subsets, together
+from imprint.evaluation.truth import SCHEMA, Truth, TruthFolder, describe_circumstances, group_models, of_subsets
 from imprint.runtime.progress import Advance, Progress
 from imprint.store.fingerprint import (
     of_batches,
@@ -86,8 +86,8 @@ def retrain(
     folder = None if out is None else TruthFolder(Path(out))
     bar = Progress("retraining", len(seeds) * work.units, work.unit, progress)
     with folder.opened(request, subsets) if folder else contextlib.nullcontext() as found, contextlib.closing(bar):
-        rows = folder.kept(found) if folder and found else {}
-        about = found or {**request, **circumstances(work.at_once(), task.device)}
+        rows = folder.read_values(found) if folder and found else {}
+        about = found or {**request, **describe_circumstances(work.at_once(), task.device)}
         about = {**about, "runs": max(about["runs"], runs)}
         tried: dict[int, Tensor] = {}
         if folder and rows:
@@ -99,12 +99,12 @@ def retrain(
             tried, _ = work.try_training(bar, rows)
         parts = {range(model, model + 1): values for model, values in tried.items() if model not in rows}
         missing = (model for model in range(len(seeds)) if model not in rows and model not in tried)
-        for models in [*parts, *together(subsets.kind, missing, len(subsets), about["at_once"])]:
+        for models in [*parts, *group_models(subsets.kind, missing, len(subsets), about["at_once"])]:
             values = parts[models] if models in parts else work.values(models, bar.advance)
             rows |= dict(zip(models, values, strict=True))
             if folder:
-                folder.begin(about, subsets)
-                folder.keep(models, values, about)
+                folder.write_request(about, subsets)
+                folder.write_values(models, values, about)
     values = torch.stack([rows[model] for model in range(len(seeds))]).reshape(runs, len(subsets), work.count)
     return Truth(subsets, values, task.measure_name, {**about, "runs": runs})
 

@@ -121,7 +121,7 @@ class Subsets:
             kept[self.sources.members[position]] = False
         return torch.from_numpy(np.flatnonzero(kept))
 
-    def kept(self) -> Tensor:
+    def membership(self) -> Tensor:
         """Return which sources are in which subset, shape (subsets, sources)."""
         table = torch.ones(len(self), len(self.sources), dtype=torch.bool)
         for index, positions in enumerate(self.removed):

@@ -123,9 +123,9 @@ class Truth:
     def load(cls, path: str | os.PathLike[str]) -> "Truth":
         """Read a folder; leave out incomplete runs, with a warning."""
         folder = TruthFolder(Path(path))
-        request = folder.request()
+        request = folder.read_request()
         runs, subsets, count = (request[key] for key in ("runs", "subsets", "queries"))
-        trained, kept = folder.subsets(request), folder.kept(request)
+        trained, kept = folder.read_subsets(request), folder.read_values(request)
         if len(trained) != subsets:
             raise StoreError(f"{path} is damaged: it has {len(trained)} subsets, and its truth.json says {subsets}.")
         there = min(runs, max(kept, default=0) // subsets + 1)  # runs of which a model is there
@@ -154,17 +154,17 @@ class TruthFolder:
 
     @contextlib.contextmanager
     def opened(self, request: dict[str, Any], subsets: Subsets) -> Iterator[dict[str, Any] | None]:
-        """Lock the folder for writing; give what is kept of the same request, None if nothing is."""
+        """Lock the folder for writing; return what it records of the same request, or None."""
         make_folder(self.path, "the ground truth", TRUTH)
         with locked(self.path):
-            kept = self.request() if (self.path / TRUTH).is_file() else None
+            kept = self.read_request() if (self.path / TRUTH).is_file() else None
             if kept is not None:
                 self._compare(kept, request)
                 self._write_subsets(subsets)
             yield kept
 
     def _compare(self, kept: dict[str, Any], wanted: dict[str, Any]) -> None:
-        """Refuse another request than the one that was kept, but for the number of runs."""
+        """Refuse another request than the recorded one, except for the number of runs."""
         if kept["schema"] < SEEDED:
             raise StoreError(
                 f"{self.path} was made by an earlier version, which drew other seeds: it can be read but not "
@@ -173,12 +173,12 @@ class TruthFolder:
         for name, value in wanted.items():
             if name in ("schema", "runs"):
                 continue
-            if difference := _difference(name, kept.get(name), value, wanted["n"]):
+            if difference := _describe_difference(name, kept.get(name), value, wanted["n"]):
                 raise StoreError(f"{self.path} holds another ground truth: {difference}.")
 
-    def begin(self, about: dict[str, Any], subsets: Subsets) -> None:
-        """Write what the folder is a truth of, unless that is what it says."""
-        if not (self.path / TRUTH).is_file() or self.request() != about:
+    def write_request(self, about: dict[str, Any], subsets: Subsets) -> None:
+        """Write what was requested, unless it is recorded already."""
+        if not (self.path / TRUTH).is_file() or self.read_request() != about:
             write_sealed(self.path / TRUTH, about)
         self._write_subsets(subsets)
 
@@ -186,10 +186,10 @@ class TruthFolder:
         if not (self.path / "subsets.safetensors").is_file():
             names = {"ids": subsets.sources.ids, "names": subsets.sources.names}
             removed = [np.array(each, dtype=np.int64) for each in subsets.removed]
-            tensors = {**_packed("removed", removed), **_packed("members", subsets.sources.members)}
+            tensors = {**_pack("removed", removed), **_pack("members", subsets.sources.members)}
             write_tensors(self.path / "subsets.safetensors", tensors, {"imprint": json.dumps(names)})
 
-    def request(self) -> dict[str, Any]:
+    def read_request(self) -> dict[str, Any]:
         """Read what was requested of the ground truth in this folder."""
         file = self.path / TRUTH
         if not file.is_file():
@@ -199,19 +199,19 @@ class TruthFolder:
         if schema is None or schema.whole() > SCHEMA:
             found = "none" if schema is None else schema.content
             raise StoreError(f"{file} has schema {found}, this version reads up to {SCHEMA}: upgrade imprint.")
-        return _checked(value.unsealed())
+        return _check_request(value.unsealed())
 
-    def subsets(self, request: dict[str, Any]) -> Subsets:
-        """The subsets the models were trained on."""
+    def read_subsets(self, request: dict[str, Any]) -> Subsets:
+        """Read the subsets that the models were trained on."""
         file = self.path / "subsets.safetensors"
         try:
             refuse_unreadable(file)
             tensors = load_file(file)
             with safe_open(file, framework="pt") as opened:
                 table = json.loads(opened.metadata()["imprint"])
-            members = tuple(part.numpy() for part in _unpacked("members", tensors))
+            members = tuple(part.numpy() for part in _unpack("members", tensors))
             sources = Sources(tuple(table["ids"]), tuple(table["names"]), members, request["n"])
-            removed = tuple(tuple(part.tolist()) for part in _unpacked("removed", tensors))
+            removed = tuple(tuple(part.tolist()) for part in _unpack("removed", tensors))
             found = Subsets(request["kind"], request["n"], sources, removed)
         except (OSError, SafetensorError, MemoryError, LookupError, TypeError, ValueError, RuntimeError) as error:
             raise StoreError(f"{file} is damaged: {error}") from error
@@ -219,47 +219,46 @@ class TruthFolder:
             raise StoreError(f"{file} is damaged: it differs from its fingerprint.")
         return found
 
-    def keep(self, models: range, values: Tensor, about: dict[str, Any]) -> None:
-        """Write the values of some models of a truth, shape (models, queries)."""
+    def write_values(self, models: range, values: Tensor, about: dict[str, Any]) -> None:
+        """Write the values of some models, shape (models, queries)."""
         metadata = {"sha256": _hash(values), "truth": _identity(about), "models": f"{models.start}-{models.stop - 1}"}
         file = self.path / f"values-{models.start:06}.safetensors"
         write_tensors(file, {"values": values}, metadata)
 
-    def kept(self, about: dict[str, Any]) -> dict[int, Tensor]:
-        """The values of the models that are there, by their number, in order."""
+    def read_values(self, about: dict[str, Any]) -> dict[int, Tensor]:
+        """Read the values of the finished models, by their number, in order."""
         found: dict[int, Tensor] = {}
         seal = _identity(about)
         for file in self.path.glob("values-*.safetensors"):
             if number := re.fullmatch(r"values-(\d+)", file.stem):
                 start = int(number[1])
-                found.update(enumerate(self._part(file, start, about, seal), start))
+                found.update(enumerate(self._read_part(file, start, about, seal), start))
         return dict(sorted(found.items()))
 
-    def _part(self, file: Path, start: int, about: dict[str, Any], seal: str) -> Tensor:
-        """The values in a file, shape (models, queries), once it is known to be whole and of this truth."""
+    def _read_part(self, file: Path, start: int, about: dict[str, Any], seal: str) -> Tensor:
+        """Read the values in a file, shape (models, queries); refuse damaged or foreign ones."""
         try:
             refuse_unreadable(file)
             with safe_open(file, framework="pt") as opened:
                 values: Tensor = opened.get_tensor("values")
-                told = opened.metadata()
-            whole = _hash(values) == told["sha256"] and values.dim() == 2
+                recorded = opened.metadata()
+            whole = _hash(values) == recorded["sha256"] and values.dim() == 2
         except (OSError, SafetensorError, MemoryError, KeyError, TypeError) as error:
             raise StoreError(f"{file} is damaged: {error}. Delete it to have it made again.") from error
         if not whole:
             raise StoreError(f"{file} is damaged: it differs from its checksum. Delete it to have it made again.")
         place = {"truth": seal, "models": f"{start}-{start + len(values) - 1}"}
-        known = about["schema"] < SCHEMA or all(told.get(name) == value for name, value in place.items())
+        known = about["schema"] < SCHEMA or all(recorded.get(name) == value for name, value in place.items())
         fits = start + len(values) <= about["runs"] * about["subsets"] and values.shape[1] == about["queries"]
         if not (known and fits):
             raise StoreError(
-                f"{file} holds other models than this ground truth has in their place: delete it to have them made "
-                "again."
+                f"{file} holds other models than this ground truth has there: delete it to have them made again."
             )
         return values
 
 
-def _checked(value: Value) -> dict[str, Any]:
-    """What a truth.json says, once every field that is counted on has its kind."""
+def _check_request(value: Value) -> dict[str, Any]:
+    """Check the type of every field of a truth.json, and return it."""
     found = value.mapping()
 
     def field(name: str) -> Value:
@@ -285,7 +284,7 @@ def _checked(value: Value) -> dict[str, Any]:
     return content
 
 
-def together(kind: Design, missing: Iterable[int], subsets: int, at_once: int) -> list[range]:
+def group_models(kind: Design, missing: Iterable[int], subsets: int, at_once: int) -> list[range]:
     """Group the missing models to train together: neighbours, at most `at_once`.
 
     The models of one run of removals share their seed, and so their dropout; those of different runs stay separate.
@@ -313,13 +312,13 @@ def of_subsets(subsets: Subsets) -> dict[str, str]:
     return {"sources": of_sources(subsets.sources), "subsets": lacking}
 
 
-def circumstances(at_once: int, device: torch.device) -> dict[str, Any]:
+def describe_circumstances(at_once: int, device: torch.device) -> dict[str, Any]:
     """Describe how a ground truth was made; `noise` is how far F moves when the same model is trained again."""
     now = datetime.now(UTC).isoformat(timespec="seconds")
     return {"at_once": at_once, "device": str(device), "noise": 0.0, "versions": versions(), "created": now}
 
 
-def _difference(name: str, was: Any, value: Any, n: int) -> str | None:
+def _describe_difference(name: str, was: Any, value: Any, n: int) -> str | None:
     """Describe how one part of a request differs from the saved one, or None."""
     if name == "probes":
         return next(filter(None, (changed(words, was[part], value[part]) for part, words in PROBES.items())), None)
@@ -348,13 +347,13 @@ def _first_change(lines: list[str], others: list[str]) -> str:
     return next((line.strip() for line, other in pairs if line != other and line), "nothing there")
 
 
-def _packed(name: str, lists: Sequence[np.ndarray[Any, np.dtype[np.int64]]]) -> dict[str, Tensor]:
+def _pack(name: str, lists: Sequence[np.ndarray[Any, np.dtype[np.int64]]]) -> dict[str, Tensor]:
     """Pack lists of numbers into two tensors: all of them, and the length of each."""
     flat = np.concatenate([*lists, np.empty(0, np.int64)])
     return {name: torch.from_numpy(flat), f"{name}_lengths": torch.tensor([len(each) for each in lists])}
 
 
-def _unpacked(name: str, tensors: dict[str, Tensor]) -> tuple[Tensor, ...]:
+def _unpack(name: str, tensors: dict[str, Tensor]) -> tuple[Tensor, ...]:
     return torch.split(tensors[name], tensors[f"{name}_lengths"].tolist())
 
 

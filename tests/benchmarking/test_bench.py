@@ -103,7 +103,7 @@ def test_leave_one_out_is_of_the_loss_and_positive_helps(made: Bench) -> None:
 
 def test_halves_as_sources_have_the_summed_scores_of_their_examples(made: Bench) -> None:
     each, halves = made.score(imprints(PLAN), 0), made.score(paths(AT_THE_END, 1), 0)
-    kept = torch.cat([truth.subsets.kept() for truth in made.truths]).double()
+    kept = torch.cat([truth.subsets.membership() for truth in made.truths]).double()
     assert halves.halves and halves.scores.dtype == torch.float64
     torch.testing.assert_close(halves.scores, each.scores @ kept.T, rtol=1e-9, atol=1e-9)
     methods = {"each, summed": Method(lambda *_: [each], {}), "a half each": Method(lambda *_: [halves], {})}
@@ -182,7 +182,7 @@ def test_memory_is_that_of_scoring_without_the_training_before(tmp_path: Path, m
 def without_each(scores: Tensor) -> Truth:
     """A truth in which examples with positive scores lower the loss."""
     subsets = Subsets.without_each(scores.shape[1])
-    return Truth(subsets, -(subsets.kept().double() @ scores.double().T)[None], "loss")
+    return Truth(subsets, -(subsets.membership().double() @ scores.double().T)[None], "loss")
 
 
 @pytest.fixture

@@ -52,7 +52,7 @@ def planted(
 ) -> Truth:
     """A truth in which the scores are right but for their size: F = F₀ + size·Σ s/|S| over what a subset S has."""
     weight = torch.tensor([[1 / len(subsets.examples(index))] for index in range(len(subsets))], dtype=torch.float64)
-    exact = 3 + size * weight * (subsets.kept().double() @ scores.T)
+    exact = 3 + size * weight * (subsets.membership().double() @ scores.T)
     values = exact + noise * weight * draw(runs, *exact.shape, seed=seed)
     return Truth(subsets, values, "loss")
 

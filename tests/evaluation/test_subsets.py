@@ -18,12 +18,12 @@ OVERLAPPING = Sources.groups({"a": [0, 1, 2], "b": [2, 3], "c": [5]})  # example
 def test_halves_are_halves(sources: int, half: int) -> None:
     subsets = Subsets.halves(sources, 20)
     assert len(subsets) == 20
-    assert subsets.kept().sum(1).tolist() == [half] * 20
+    assert subsets.membership().sum(1).tolist() == [half] * 20
     assert [len(subsets.examples(i)) for i in range(20)] == [half] * 20
 
 
 def test_halves_are_distinct_and_every_source_is_in_about_half_of_them() -> None:
-    kept = Subsets.halves(40, 200).kept()
+    kept = Subsets.halves(40, 200).membership()
     assert len({tuple(row) for row in kept.tolist()}) == 200
     share = kept.double().mean(0)
     assert float((share - 0.5).abs().max()) < 4 * 0.5 / 200**0.5
@@ -65,7 +65,7 @@ def test_a_removal_takes_all_members_whatever_other_sources_have_them() -> None:
         [0, 1, 4, 5],
         [0, 1, 2, 3, 4],
     ]
-    assert subsets.kept().tolist() == [[True] * 3, [False, True, True], [True, False, True], [True, True, False]]
+    assert subsets.membership().tolist() == [[True] * 3, [False, True, True], [True, False, True], [True, True, False]]
 
 
 def test_removals_can_be_of_some_sources_and_come_after_a_baseline() -> None:

@@ -179,7 +179,7 @@ def test_a_kept_truth_is_what_was_returned(how: Train | Together, subsets: Subse
     assert (kept.measure, kept.subsets.kind, kept.subsets.n) == (truth.measure, subsets.kind, N)
     assert kept.subsets.removed == subsets.removed
     assert kept.subsets.sources.ids == subsets.sources.ids
-    assert torch.equal(kept.subsets.kept(), subsets.kept())
+    assert torch.equal(kept.subsets.membership(), subsets.membership())
     assert {file.suffix for file in contents(tmp_path)} == {".safetensors", ".json"}
 
 

@@ -169,9 +169,9 @@ def _count_finished(out: Path, subsets: Subsets, seed: int) -> int:
     folder = TruthFolder(out)
     if not _is_truth(out):
         return 0
-    about = folder.request()
+    about = folder.read_request()
     same = about["kind"] == subsets.kind and about["n"] == subsets.n and about["seed"] == seed
-    return len(folder.kept(about)) if same and about["subsets"] == len(subsets) else 0
+    return len(folder.read_values(about)) if same and about["subsets"] == len(subsets) else 0
 
 
 def _describe_resuming(done: int, models: int) -> str:
