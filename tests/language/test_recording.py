@@ -50,7 +50,7 @@ def test_steps_worth_keeping_are_kept_with_their_second_moments(tmp_path: Path) 
     model, recording = gpt2().float(), Recording(tmp_path / "kept", at=(1, 3))
     seen = train(model, recording, tmp_path)
     assert [path.name for path in recording.paths] == ["checkpoint-000001.safetensors", "checkpoint-000003.safetensors"]
-    assert repr(recording) == f"Recording({str(tmp_path / 'kept')!r}, at 1, 3: 2 kept)"
+    assert repr(recording) == f"Recording({str(tmp_path / 'kept')!r}, at 1, 3: 2 saved)"
     language = task(model)
     for path, step in zip(recording.paths, (1, 3), strict=True):
         kept = language.complete(load_file(path))

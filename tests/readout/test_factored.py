@@ -17,7 +17,6 @@ from imprint.cli.app import app
 from imprint.cli.inspection import inspect_store
 from imprint.readout.kernels import ReadoutName, query_gradients
 from imprint.readout.reader import Reader
-from imprint.simulation import runner
 from imprint.tensors.vectors import Flat
 from tests.problems import known
 from tests.tensors.test_rows import CASES, Make, mlp
@@ -205,16 +204,6 @@ def test_parts_that_cancel_are_rounded_together(form: Any) -> None:
         kept = {name: tensors.get_slice(name).get_dtype() for name in tensors.keys()}  # noqa: SIM118
     assert kept.pop("coefficients") == ("F32" if form == "factored" else "BF16")
     assert set(kept.values()) <= {"BF16"}
-
-
-def test_a_store_whose_coefficients_are_bfloat16_is_still_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As the first versions wrote them."""
-    with monkeypatch.context() as earlier:
-        earlier.setattr(runner, "coefficients_dtype", lambda stored: stored)
-        old = store(task(), dtype=torch.bfloat16, out=tmp_path / "store")
-    old.verify()
-    assert old.factored(0, 0, N, {}, CPU).coefficients is not None
-    close(scores(task(), old), scores(task(), store(task())), 0.02)
 
 
 def test_parameters_of_two_dtypes_are_refused_in_words() -> None:

@@ -737,9 +737,9 @@ def test_a_snapshot_that_cannot_be_kept_does_not_stop_the_run(
     made: Made, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def no_space(*arguments: object) -> None:
-        raise OSError(28, "No space left on device")
+        raise StoreError("could not write: No space left on device")
 
-    monkeypatch.setattr(snapshot, "save", no_space)
+    monkeypatch.setattr(snapshot, "write_tensors", no_space)
     store = run(tmp_path / "store", PLANS["tangent"])
     assert contents(store.path) == contents(made(PLANS["tangent"]))
     assert "no snapshot could be saved, the simulation continues without it: could not write" in caplog.text
@@ -756,7 +756,7 @@ def test_snapshots_are_kept_more_seldom_where_they_take_long(
         written.append(clock.now)
         clock.now += takes
 
-    monkeypatch.setattr(snapshot, "write", slow)
+    monkeypatch.setattr(snapshot, "write_tensors", slow)
     monkeypatch.setattr(snapshot, "SECONDS", 60.0)
     kept = snapshot.Snapshot(tmp_path / "snapshot.safetensors", 0, clock)
     while len(written) < 3:

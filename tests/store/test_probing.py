@@ -11,6 +11,7 @@ from torch.nn import functional as F
 
 from imprint import Plan, Sources, Store, StoreError, Task, attribute, simulate
 from imprint.data import Data
+from imprint.errors import ConcurrencyError
 from imprint.store.comparison import compare_gradients, compare_losses, compare_modules
 from imprint.store.probe_examples import PROBES, choose_probes
 from imprint.store.probing import ProbeValues, describe_modules, evaluate_probes
@@ -257,3 +258,14 @@ def test_probes_have_the_largest_and_the_smallest_inputs() -> None:
     task = Task(model(), cross_entropy())
     chosen = choose_probes(*task.at(task.state()), Data((x, y), device=CPU))
     assert set(x.argmax(0).tolist()) | set(x.argmin(0).tolist()) <= set(chosen)
+
+
+@pytest.mark.parametrize("error", [MemoryError, torch.OutOfMemoryError, ConcurrencyError])
+def test_an_error_that_says_nothing_about_the_loss_is_no_changed_loss(error: type[Exception], tmp_path: Path) -> None:
+    def failing(model: nn.Module, batch: Any) -> Tensor:
+        raise error("not now")
+
+    store = run(Task(model(), cross_entropy()), tmp_path / "store")
+    task = Task(model(), failing)
+    with pytest.raises(error, match="not now"):
+        store.check_loss(*task.at(task.state()))
