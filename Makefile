@@ -10,17 +10,31 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet --constraint constraints.txt \
 	$(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
 
-.PHONY: demo test test-long lint docs release-check clean
+# SLICE and MINUTES: a part of the long tests, as in SLICE=3/8, and after how many minutes no more of them are started.
+SLICE ?=
+MINUTES ?=
+FAST := -m "not system and not long" -n $(WORKERS) --dist worksteal
+
+.PHONY: demo test coverage test-system test-long lint docs release-check clean
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/.report
 	$(BIN)/imprint demo
 
+# What pip packages suffice for, in 12 minutes of one core.
 test: lint
-	$(BIN)/pytest -m "not long" -n $(WORKERS) --dist loadfile --cov --cov-report=term
+	$(BIN)/pytest $(FAST)
 
+coverage: lint
+	$(BIN)/pytest $(FAST) --cov --cov-report=term
+
+# Processes that are killed, signals, mounts, servers and browsers.
+test-system: $(VENV)/.test
+	$(BIN)/pytest -m "system and not long" -n $(WORKERS) --dist worksteal tests
+
+# Corpora, load and attacks.
 test-long: $(VENV)/.test
-	$(BIN)/pytest -m long
+	$(BIN)/pytest -m long $(if $(SLICE),--slice $(SLICE)) $(if $(MINUTES),--minutes $(MINUTES)) tests
 
 lint: $(VENV)/.test
 	$(BIN)/ruff check .

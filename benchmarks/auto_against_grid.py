@@ -18,8 +18,8 @@ from torch import Tensor
 
 from imprint.benchmarking.bench import Bench
 from imprint.benchmarking.methods import imprints
-from imprint.benchmarking.settings.catalogue import SETTINGS, protocol
-from imprint.benchmarking.sweep import Filterable
+from imprint.benchmarking.settings.catalogue import SETTINGS, load_protocol
+from imprint.benchmarking.sweep import ScoreParts
 from imprint.evaluation.metrics import lds
 from imprint.plan import Settings
 
@@ -36,9 +36,9 @@ def spearman(predicted: Tensor, actual: Tensor) -> float:
 
 def best_of_grid(bench: Bench, run: int) -> tuple[float, dict[str, object]]:
     """The highest LDS of the grid from one run, and where it is."""
-    epochs, truth = bench.protocol.epochs, bench.once[0]
-    found = [Filterable.at(bench, state, "margin", 300) for state in bench.states([run])[0]]
-    kept = truth.subsets.kept().to(found[0].products)
+    epochs, truth = bench.protocol.epochs, bench.first_runs[0]
+    found = [ScoreParts.at(bench, state, "margin", 300) for state in bench.states([run])[0]]
+    kept = truth.subsets.membership().to(found[0].products)
     top = max(each.frozen.largest for each in found)
     best, where = -np.inf, {}
     for damping in top * 2.0 ** -np.arange(STEPS):
@@ -61,12 +61,12 @@ def main() -> None:
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--runs", type=int, default=2)
     options = parser.parse_args()
-    made = replace(protocol(options.setting, options.device), draws=(DRAW,))
+    made = replace(load_protocol(options.setting, options.device), draws=(DRAW,))
     bench = Bench(made, options.out / options.setting)
     ratios = []
     for run in range(DRAW, DRAW + options.runs):
         scored = bench.score(imprints(), run)
-        chosen = lds(scored.scores.double().cpu(), bench.once[0]).estimate.value
+        chosen = lds(scored.scores.double().cpu(), bench.first_runs[0]).estimate.value
         best, where = best_of_grid(bench, run)
         ratios.append(chosen / best)
         print(json.dumps({"run": run, "auto": chosen, "plan": scored.note, "best": best, **where}), flush=True)

@@ -11,7 +11,7 @@ import argparse
 import json
 import subprocess
 import sys
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
@@ -85,7 +85,7 @@ def child(name: str, phase: str) -> None:
         assert found is not None
         print(json.dumps({"seconds": found.seconds, "peak_bytes": found.peak_bytes}))
     else:
-        print(json.dumps(imprint.simulate(*given, memory=case.memory, progress=False).manifest.cost))
+        print(json.dumps(asdict(imprint.simulate(*given, memory=case.memory, progress=False).manifest.cost)))
 
 
 def measured(name: str, phase: str) -> dict[str, Any]:

@@ -22,8 +22,9 @@ from imprint.benchmarking.settings import digits
 from imprint.data import Data
 from imprint.evaluation.brittleness import brittleness
 from imprint.evaluation.mislabels import detection_auc, example_losses, mislabel_auc
-from imprint.evaluation.retraining import Together, retrain
+from imprint.evaluation.retraining import retrain
 from imprint.evaluation.subsets import Subsets
+from imprint.evaluation.together import Together
 from imprint.evaluation.training import train_together
 from imprint.task import Parameters
 

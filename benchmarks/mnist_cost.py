@@ -19,7 +19,7 @@ import torch
 import imprint
 from imprint.benchmarking.bench import Bench
 from imprint.benchmarking.peers import peers
-from imprint.benchmarking.settings.catalogue import protocol
+from imprint.benchmarking.settings.catalogue import load_protocol
 from imprint.runtime.memory import Peak
 
 EPOCHS = (2, 3, 5, 8)
@@ -36,7 +36,7 @@ PLANS: dict[str, tuple[imprint.Plan | None, torch.dtype | None]] = {
 
 def bench(out: str, device: str) -> Bench:
     """A benchmark whose training ends with the last checkpoint that is wanted."""
-    found = protocol("mnist-mlp", device)
+    found = load_protocol("mnist-mlp", device)
     short = replace(found.train, training=replace(found.train.training, epochs=EPOCHS[-1]))
     return Bench(replace(found, train=short, checkpoints=EPOCHS), out, progress=False)
 
@@ -45,7 +45,7 @@ def ours(out: str, device: str, name: str) -> dict[str, Any]:
     """Simulate and attribute."""
     made = bench(out, device)
     plan, dtype = PLANS[name]
-    task, data = made.protocol.task("margin"), made.protocol.train.examples
+    task, data = made.protocol.build_task("margin"), made.protocol.train.examples
     states = made.states([0])[0]
     columns, sources = data.gather(torch.arange(len(data))), imprint.Sources.per_example(len(data))
     peak, begin = Peak(data.device), time.monotonic()

@@ -64,12 +64,12 @@ def median_ms(call: Callable[[], object], device: torch.device, repeats: int) ->
 def trak(task: imprint.Task, examples: int, device: torch.device) -> Callable[[tuple[Tensor, Tensor]], object] | None:
     """dattri's TRAK of one model, made ready for queries; None where dattri is not installed."""
     try:
-        from imprint.benchmarking.peers import Setting, loader
+        from imprint.benchmarking.peers import DattriTask, make_loader
     except ImportError:
         return None
-    attributor = Setting(task).trak([task.state()])
-    attributor.cache(loader(data(examples, device), 500))
-    return lambda queries: attributor.attribute(loader(queries))
+    attributor = DattriTask(task).trak([task.state()])
+    attributor.cache(make_loader(data(examples, device), 500))
+    return lambda queries: attributor.attribute(make_loader(queries))
 
 
 def main() -> None:

@@ -22,7 +22,7 @@ from torch.nn import functional as F
 from imprint.benchmarking.settings import digits, mnist
 from imprint.data import Data
 from imprint.evaluation.subsets import Subsets
-from imprint.evaluation.training import Training, initialised, measured, models_at_once, train_together
+from imprint.evaluation.training import Training, initialise, measure_stack, models_at_once, train_together
 from imprint.task import Task
 
 Pairs = tuple[Tensor, Tensor]
@@ -43,7 +43,7 @@ def setting_of(name: str) -> Setting:
         split = digits.load(0)
         return Setting(digits.model, split.train, split.queries, digits.TRAINING)
     train, queries = mnist.load()
-    return Setting(mnist.mlp, train, queries, mnist.SETTINGS["mlp"].training)
+    return Setting(mnist.mlp, train, queries, mnist.RECIPES["mlp"].training)
 
 
 def moved(pairs: Pairs, device: torch.device) -> Pairs:
@@ -67,7 +67,7 @@ def together(
     seconds = time.perf_counter() - start
     task = Task.classifier(build().to(device))
     queries = moved(setting.queries, device)
-    return torch.cat([measured(task, stack, queries, len(queries[1])) for stack in stacks]), most, seconds
+    return torch.cat([measure_stack(task, stack, queries, len(queries[1])) for stack in stacks]), most, seconds
 
 
 def alone(setting: Setting, halves: list[Tensor], device: torch.device) -> tuple[Tensor, float]:
@@ -77,7 +77,7 @@ def alone(setting: Setting, halves: list[Tensor], device: torch.device) -> tuple
     start = time.perf_counter()
     models = []
     for seed, half in enumerate(halves):
-        model = initialised(setting.build, seed).to(device)
+        model = initialise(setting.build, seed).to(device)
         optimiser = torch.optim.SGD(
             model.parameters(), training.lr, training.momentum, weight_decay=training.weight_decay
         )

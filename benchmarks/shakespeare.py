@@ -35,7 +35,7 @@ from imprint.data import Data
 from imprint.evaluation import Metric, Subsets, Truth, lds, retrain
 from imprint.evaluation.metrics import removal
 from imprint.evaluation.statistics import Array, Estimate, ceiling, correlations, mean_estimate, ranks
-from imprint.evaluation.training import measured, record_together, train_together
+from imprint.evaluation.training import measure_stack, record_together, train_together
 from imprint.runtime.progress import Progress
 from imprint.store.files import write
 from imprint.task import Parameters
@@ -200,7 +200,7 @@ def _measured(bench: Bench, stack: Parameters) -> Tensor:
     """F of the passages under each of some models, (models, queries)."""
     parts = torch.arange(len(bench.text.passages)).split(bench.arguments.chunk)
     asked = Data(bench.queries, device=bench.device)
-    return torch.cat([measured(bench.task, stack, asked.gather(part), len(part)) for part in parts], 1)
+    return torch.cat([measure_stack(bench.task, stack, asked.gather(part), len(part)) for part in parts], 1)
 
 
 def lexical(bench: Bench) -> dict[str, Tensor]:
@@ -368,7 +368,7 @@ def _beyond(values: Array) -> Array:
 
 def effects_of(halves: Truth) -> Tensor:
     """What each source does to each passage, (queries, sources), by ridge regression on which sources a half has."""
-    kept, values = halves.subsets.kept().double(), halves.values.double().mean(0)
+    kept, values = halves.subsets.membership().double(), halves.values.double().mean(0)
     kept, values = kept - kept.mean(0), values - values.mean(0)
     found: Tensor = torch.linalg.solve(kept.T @ kept + torch.eye(kept.shape[1], dtype=kept.dtype), kept.T @ values)
     return found.T
@@ -379,7 +379,7 @@ def table(bench: Bench, scores: dict[str, Tensor]) -> tuple[dict[str, dict[str, 
 
     And the LDS of imprints in some parameters relative to that of the first of them.
     """
-    kept, actual = bench.halves.subsets.kept().double().T, bench.halves.values.mean(0).T.numpy()
+    kept, actual = bench.halves.subsets.membership().double().T, bench.halves.values.mean(0).T.numpy()
     strongest = effects_of(bench.halves).argmax(1)
     halves, specific = Against(actual), Against(_beyond(actual))
     removed = Against(bench.removals.effects.mean(0).numpy()) if bench.removals else None

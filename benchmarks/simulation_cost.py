@@ -36,7 +36,7 @@ def seconds(plan: imprint.Plan, steps: int, sources: int, repeats: int) -> float
         imprint.simulate(task, setting.train, groups, imprint.Plan.from_json(settings), progress=False)
         for _ in range(repeats)
     ]
-    return float(median(store.manifest.cost["seconds"] for store in found))
+    return float(median(store.manifest.cost.seconds for store in found))
 
 
 def slope(x: tuple[int, ...], y: list[float]) -> float:

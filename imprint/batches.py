@@ -1,4 +1,4 @@
-"""Batches: nested containers of tensors, walked, copied, measured and described."""
+"""Walks, copies, measures and describes batches: nested containers of tensors."""
 
 from collections.abc import Callable, Mapping, MutableMapping
 from copy import copy
@@ -9,11 +9,32 @@ import torch
 from torch import Tensor
 
 from imprint.errors import DataError
-from imprint.task import Batch, own_containers
+
+Batch = Any
+"""What the user's collate function makes: tensors, tuples, lists or mappings of them."""
+
+
+def own_containers(batch: Batch, leaf: Callable[[Any], Any] | None = None) -> Batch:
+    """Rebuild a batch in new containers around `leaf` of each value, by default around the same tensors.
+
+    A user's function may change the containers that it is given.
+    """
+    if leaf is None and type(batch) is tuple and set(map(type, batch)) == {Tensor}:
+        return batch  # there is nothing in it to change
+    if isinstance(batch, tuple) and hasattr(batch, "_fields"):
+        return type(batch)(*(own_containers(value, leaf) for value in batch))
+    if type(batch) in (list, tuple):
+        return type(batch)(own_containers(value, leaf) for value in batch)
+    if isinstance(batch, MutableMapping):
+        mapped = copy(batch)
+        for key, value in batch.items():
+            mapped[key] = own_containers(value, leaf)
+        return mapped
+    return batch if leaf is None else leaf(batch)
 
 
 def map_tensors(function: Callable[[Tensor], Tensor], batch: Batch) -> Batch:
-    """`batch` with `function` applied to every tensor in it; other leaves stay as they are."""
+    """Apply `function` to every tensor of a batch; leave other values as they are."""
     if isinstance(batch, Tensor):
         return function(batch)
     if isinstance(batch, MutableMapping) and not isinstance(batch, dict):  # such as a tokenizer's result
@@ -29,22 +50,22 @@ def map_tensors(function: Callable[[Tensor], Tensor], batch: Batch) -> Batch:
     return batch
 
 
-def copied(batch: Batch) -> Batch:
-    """Return a batch with tensors and arrays of its own, in containers of the same types.
+def copy_batch(batch: Batch) -> Batch:
+    """Copy the tensors and arrays of a batch, in containers of the same types; share other objects.
 
-    Whoever made it may fill the same memory again. Objects of other kinds stay as they are.
+    Whoever made the batch may fill the same memory again.
     """
-    return own_containers(batch, _copied_leaf)
 
+    def copy_leaf(value: Any) -> Any:
+        if isinstance(value, Tensor):
+            return value.detach().clone()
+        return value.copy() if isinstance(value, np.ndarray) else value
 
-def _copied_leaf(value: Any) -> Any:
-    if isinstance(value, Tensor):
-        return value.detach().clone()
-    return value.copy() if isinstance(value, np.ndarray) else value
+    return own_containers(batch, copy_leaf)
 
 
 def leaves(batch: Batch) -> list[Any]:
-    """The tensors and other values in a batch, in order."""
+    """List the tensors and other values of a batch, in order."""
     if isinstance(batch, Mapping):
         return [leaf for value in batch.values() for leaf in leaves(value)]
     if isinstance(batch, list | tuple):
@@ -53,30 +74,30 @@ def leaves(batch: Batch) -> list[Any]:
 
 
 def length(batch: Batch) -> int:
-    """How many samples a collated batch has: the first dimension of its first tensor."""
+    """Count the samples of a collated batch: the first dimension of its first tensor."""
     for leaf in leaves(batch):
         if isinstance(leaf, Tensor) and leaf.dim() > 0:
             return leaf.shape[0]
     raise DataError(f"a batch must hold at least one tensor with a first dimension; got {type(batch).__name__}.")
 
 
-def shown_batch(batch: Batch) -> str:
-    """What a batch is made of, for messages.
+def describe_batch(batch: Batch) -> str:
+    """Describe what a batch is made of, for messages.
 
-    >>> shown_batch({"ids": torch.zeros(2, 3), "names": ["a", "b"]})
+    >>> describe_batch({"ids": torch.zeros(2, 3), "names": ["a", "b"]})
     "{'ids': float32 (2, 3), 'names': list}"
     """
     if isinstance(batch, Tensor):
         return f"{str(batch.dtype).removeprefix('torch.')} {tuple(batch.shape)}"
     if isinstance(batch, Mapping):
-        return "{" + ", ".join(f"{key!r}: {shown_batch(value)}" for key, value in batch.items()) + "}"
+        return "{" + ", ".join(f"{key!r}: {describe_batch(value)}" for key, value in batch.items()) + "}"
     if isinstance(batch, list | tuple) and any(isinstance(value, Tensor) for value in batch):
-        return f"({', '.join(map(shown_batch, batch))})"
+        return f"({', '.join(map(describe_batch, batch))})"
     return type(batch).__name__
 
 
 def is_columnar(batch: Batch, count: int) -> bool:
-    """Whether every leaf is a tensor whose first dimension runs over the `count` samples."""
+    """Tell whether every leaf is a tensor whose first dimension runs over the `count` samples."""
     return all(isinstance(leaf, Tensor) and leaf.dim() > 0 and leaf.shape[0] == count for leaf in leaves(batch))
 
 

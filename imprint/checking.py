@@ -1,4 +1,4 @@
-"""Before a simulation: will it work on this task, by which engine and readout, and what will it take?"""
+"""Finds out before a simulation whether it will work, by which engine and readout, and what it will take."""
 
 import logging
 import os
@@ -19,7 +19,7 @@ from imprint.errors import ImprintError, SimulationError, first_line
 from imprint.plan import Plan, State
 from imprint.readout.kernels import ReadoutName
 from imprint.readout.reader import Reader
-from imprint.runtime.progress import duration
+from imprint.runtime.progress import format_duration
 from imprint.runtime.turns import settle_child
 from imprint.simulation import engines
 from imprint.simulation.estimate import Estimate, estimate
@@ -28,7 +28,7 @@ from imprint.simulation.runner import simulate
 from imprint.simulation.sizing import fit_batches
 from imprint.simulation.step_size import coarse_curvature
 from imprint.sources import Sources
-from imprint.store.files import nearest_folder
+from imprint.store.files import find_nearest_folder
 from imprint.store.reading import Store
 from imprint.task import Batch, Parameters, Task
 
@@ -37,10 +37,10 @@ _QUERIES = 4
 _PATIENCE = 120.0  # seconds of a simulation up to which checkpoints are looked at as closely as it will
 
 
-def size(count: float | None) -> str:
-    """Bytes for a person.
+def format_size(count: float | None) -> str:
+    """Format a number of bytes for a person.
 
-    >>> size(1_500_000), size(999_999), size(None)
+    >>> format_size(1_500_000), format_size(999_999), format_size(None)
     ('1.5 MB', '1 MB', 'unknown')
     """
     if count is None:
@@ -52,12 +52,12 @@ def size(count: float | None) -> str:
     return f"{count:,.0f} PB"
 
 
-def shown_plan(plan: Plan) -> str:
-    """What a plan says of engine and checkpoints, for a person.
+def format_plan(plan: Plan) -> str:
+    """Format what a plan says of engine and checkpoints.
 
-    >>> shown_plan(Plan(engine="spectral", steps="infinite", damping=(0.1, 0.02)))
+    >>> format_plan(Plan(engine="spectral", steps="infinite", damping=(0.1, 0.02)))
     'spectral, Gauss–Newton; steps infinite; lr auto; damping 0.1, 0.02; weight 1'
-    >>> shown_plan(Plan(steps=9, lr=0.1, preconditioner="adam", momentum=0.9, batch_size=64))
+    >>> format_plan(Plan(steps=9, lr=0.1, preconditioner="adam", momentum=0.9, batch_size=64))
     'tangent; steps 9; lr 0.1; damping 0; weight 1; preconditioner adam; momentum 0.9; batch size 64'
     """
     head = [plan.engine] + (["Gauss–Newton"] if plan.seen_curvature == "gauss-newton" else [])
@@ -124,22 +124,22 @@ class Check:
         found = self.estimate
         lines = [f"problem: {problem}" for problem in self.problems] or [self.tried]
         lines += [f"warning: {message}" for message in self.warnings]
-        each = "" if found is None else f" of {size(found.bytes_per_source)} each"
+        each = "" if found is None else f" of {format_size(found.bytes_per_source)} each"
         lines.append(
             f"{self.values:,} of {self.values_in_all:,} values of the parameters, {self.sources:,} sources{each}"
         )
         if found is not None:
             lines.append(
-                f"about {duration(found.seconds)}, at most {size(found.peak_bytes)} of memory, a store of "
-                f"{size(found.store_bytes)}"
+                f"about {format_duration(found.seconds)}, at most {format_size(found.peak_bytes)} of memory, "
+                f"a store of {format_size(found.store_bytes)}"
             )
-        lines.append(f"plan: {shown_plan(self.plan)}")
+        lines.append(f"plan: {format_plan(self.plan)}")
         for kind, possibilities in (("engine", self.engines), ("readout", self.readouts)):
             lines += [f"{kind} {p.name}: {'works' if p.works else 'no'}, {p.remark}" for p in possibilities]
         return "\n".join(lines)
 
     def to_json(self) -> dict[str, Any]:
-        """As plain JSON values."""
+        """Return plain JSON values."""
         return {**asdict(self), "plan": self.plan.to_json(), "ok": self.ok}
 
 
@@ -174,22 +174,24 @@ def check(
     inputs = Inputs.checked(task, data, sources, plan, checkpoints, hash_data=hash_data, **options)
     problems: list[str] = []
     expected: Estimate | None = None
-    with task.evaluating(), _quiet():  # one thread at a time, as what is made quiet belongs to all of them
+    with task.evaluating(), _silence():  # one thread at a time, as what is made quiet belongs to all of them
         if batch_size is None:
             fit_batches(inputs, memory, engines.get(inputs.plan).rows_per_source(inputs.plan))
         state = inputs.state(inputs.first)
         inputs.examine()
-        batch, count = _queries(inputs, queries, collate_fn)
+        batch, count = _gather_queries(inputs, queries, collate_fn)
         with coarse_curvature():
             trials = {engine.name: engine.trial(inputs.plan) for engine in engines.registered()}
-            stores = {name: _tried(inputs, state, data, trial, collate_fn) for name, trial in trials.items()}
-        attempts = tuple(_engine(name, found) for name, found in stores.items())
+            stores = {name: _try_plan(inputs, state, data, trial, collate_fn) for name, trial in trials.items()}
+        attempts = tuple(_describe_engine(name, found) for name, found in stores.items())
         works = any(isinstance(found, Store) for found in stores.values())
         chosen = stores[inputs.plan.engine]
         stores = {inputs.plan.engine: chosen, **stores}  # readouts are tried on its own store, if there is one
         paired = next(name for name, trial in trials.items() if trial.holds_pair)
         readouts = (
-            tuple(_readout(task, stores, paired, kind, batch, count) for kind in get_args(ReadoutName)) if works else ()
+            tuple(_try_readout(task, stores, paired, kind, batch, count) for kind in get_args(ReadoutName))
+            if works
+            else ()
         )
         try:
             if isinstance(chosen, Exception):
@@ -200,9 +202,9 @@ def check(
                 _look_ahead(inputs, memory, patient=False)
                 raise
             _look_ahead(inputs, memory, patient=expected.seconds <= _PATIENCE)
-            problems += _obstacles(expected, out)
+            problems += _check_disk(expected, out)
         except (ImprintError, torch.OutOfMemoryError) as error:
-            problems.append(_told(error))
+            problems.append(_explain(error))
     if readouts and not any(readout.works for readout in readouts):
         problems.append(f"no readout works: {readouts[0].remark}")
     selected = {name: tuple(task.model.get_parameter(name).shape) for name in task.names}
@@ -222,8 +224,10 @@ def check(
     )
 
 
-def _tried(inputs: Inputs, state: Parameters, data: Any, plan: Plan, collate_fn: Collate | None) -> Store | Exception:
-    """A store of one step of a plan on a few examples, or why there is none."""
+def _try_plan(
+    inputs: Inputs, state: Parameters, data: Any, plan: Plan, collate_fn: Collate | None
+) -> Store | Exception:
+    """Simulate one step of a plan on a few examples; return the store, or the error."""
     count = min(_EXAMPLES, len(inputs.data))
     few = map_tensors(lambda t: t[:count], data) if is_columns(data) else Subset(data, range(count))
     two = Sources.groups({index: [index] for index in range(min(2, count))})
@@ -241,46 +245,46 @@ def _look_ahead(inputs: Inputs, memory: int | str | None, patient: bool) -> None
             engines.at_checkpoint(inputs, index, inputs.state(index), memory).look_ahead(patient)
 
 
-def _told(error: Exception) -> str:
-    """An error as a problem, with what to do where memory runs out."""
+def _explain(error: Exception) -> str:
+    """Describe an error as a problem, and what to do where memory runs out."""
     if isinstance(error, torch.OutOfMemoryError):
         return f"memory runs out ({first_line(error)}): lower memory= or batch_size=, or select fewer parameters."
     return str(error)
 
 
-def _engine(name: str, found: Store | Exception) -> Possibility:
+def _describe_engine(name: str, found: Store | Exception) -> Possibility:
     if isinstance(found, Exception):
-        return Possibility(name, False, _told(found))
-    return Possibility(name, True, _together(found.checkpoints[0].measured.one_by_one))
+        return Possibility(name, False, _explain(found))
+    return Possibility(name, True, _describe_way(found.checkpoints[0].measured.one_by_one))
 
 
-def _readout(
+def _try_readout(
     task: Task, stores: dict[str, Store | Exception], paired: str, kind: ReadoutName, batch: Batch, count: int
 ) -> Possibility:
-    """Whether queries can be read out this way from a store, if it holds what the readout needs.
+    """Try a readout on a store that holds what it needs.
 
     paired: the engine whose store holds both perturbed end points.
     """
     found = stores[paired] if kind == "literal" else next(s for s in stores.values() if isinstance(s, Store))
     if isinstance(found, Exception):
-        return Possibility(kind, False, _told(found))
+        return Possibility(kind, False, _explain(found))
     try:
         reader = Reader(task, found, readout=kind)
         reader.scores(batch, count)
     except (ImprintError, torch.OutOfMemoryError) as error:
-        return Possibility(kind, False, _told(error))
+        return Possibility(kind, False, _explain(error))
     if "fallback" in reader.details:
         return Possibility(kind, False, f"{reader.details['fallback']}; central takes its place")
     needs = f'; needs engine="{paired}" and keep_pair=True' if kind == "literal" else ""
-    return Possibility(kind, True, _together(reader.details.get("one_by_one")) + needs)
+    return Possibility(kind, True, _describe_way(reader.details.get("one_by_one")) + needs)
 
 
-def _together(alone: object) -> str:
+def _describe_way(alone: object) -> str:
     return f"sources one by one, {alone}" if alone else "many sources at once"
 
 
-def _queries(inputs: Inputs, queries: Any, collate_fn: Collate | None) -> tuple[Batch, int]:
-    """A few queries as one batch, and how many they are."""
+def _gather_queries(inputs: Inputs, queries: Any, collate_fn: Collate | None) -> tuple[Batch, int]:
+    """Return a few queries as one batch, and how many they are."""
     if queries is None:
         count = min(_QUERIES, len(inputs.data))
         return inputs.data.gather(torch.arange(count)), count
@@ -295,9 +299,9 @@ def _queries(inputs: Inputs, queries: Any, collate_fn: Collate | None) -> tuple[
     return batch, count
 
 
-def _obstacles(expected: Estimate, out: str | os.PathLike[str] | None) -> Iterator[str]:
-    """In words, that the disk is too small."""
-    place = nearest_folder(out)
+def _check_disk(expected: Estimate, out: str | os.PathLike[str] | None) -> Iterator[str]:
+    """Explain that the disk is too small."""
+    place = find_nearest_folder(out)
     free = shutil.disk_usage(place).free
     if expected.disk_bytes > free:
         yield (
@@ -307,8 +311,8 @@ def _obstacles(expected: Estimate, out: str | os.PathLike[str] | None) -> Iterat
 
 
 @contextmanager
-def _quiet() -> Iterator[None]:
-    """Fallbacks are part of the answer here, and need not be logged or warned of too."""
+def _silence() -> Iterator[None]:
+    """Silence logs and warnings: fallbacks are part of the answer here."""
     log = logging.getLogger("imprint")
     level = log.level
     log.setLevel(logging.CRITICAL)

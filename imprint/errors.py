@@ -1,23 +1,23 @@
-"""The errors a caller may want to catch. Their messages say what was given, what was expected and what to do."""
+"""Defines the errors a caller may want to catch. Messages say what was given, what was expected and what to do."""
 
 from imprint.display import for_terminal
 
 
 def first_line(error: BaseException) -> str:
-    """The kind of an error and the first line of its message."""
+    """Return the type of an error and the first line of its message."""
     lines = str(error).strip().splitlines()
     return f"{type(error).__name__}: {lines[0].rstrip('.') if lines else '(no message)'}"
 
 
 class ImprintError(Exception):
-    """Any error this library raises on purpose. Its message has names and paths in it, and moves no cursor."""
+    """Any error that this library raises on purpose. Its message is safe to print, whatever names it quotes."""
 
     def __str__(self) -> str:
         return "\n".join(map(for_terminal, super().__str__().split("\n")))
 
 
 class ReliabilityWarning(UserWarning):
-    """A result may be wrong or less certain than it looks; the message names the remedy."""
+    """Says that a result may be wrong or less certain than it looks, and what to do about it."""
 
 
 class TaskError(ImprintError, ValueError):
@@ -33,7 +33,7 @@ class DataError(ImprintError, ValueError):
 
 
 class PlanError(ImprintError, ValueError):
-    """A setting of a simulation is out of its range, or does not fit the others."""
+    """A setting is out of range, or conflicts with another one."""
 
 
 class SimulationError(ImprintError, RuntimeError):
@@ -45,19 +45,19 @@ class DivergenceError(SimulationError):
 
 
 class StoreError(ImprintError, RuntimeError):
-    """A store cannot be written, or what it holds cannot be trusted."""
+    """A store cannot be written, or its contents cannot be trusted."""
 
 
 class ReadoutError(ImprintError, RuntimeError):
-    """A readout cannot be done as asked on this task and store."""
+    """A readout cannot be computed as requested for this task and store."""
 
 
 class ConcurrencyError(ImprintError, RuntimeError):
-    """Another thread of the process got in the way of a computation."""
+    """Another thread of the process interfered with a computation."""
 
 
 class ConfigurationError(ImprintError, ValueError):
-    """What the command line or a configuration file names cannot be found or used."""
+    """Something that the command line or a configuration file names cannot be found or used."""
 
 
 class MissingExtra(ImprintError, ImportError):

@@ -172,7 +172,7 @@ class Plan:
         for name in sorted(set().union(*(rules.fields for rules in _engines.values())) - self.rules.fields):
             if getattr(self, name) != getattr(type(self), name):
                 owners = " or ".join(f'engine="{each}"' for each, rules in _engines.items() if name in rules.fields)
-                raise PlanError(f"{name} belongs to {owners}; the {self.engine} engine has no such thing.")
+                raise PlanError(f"{name} belongs to {owners}; the {self.engine} engine does not use it.")
         _one_of("curvature", self.curvature, ("auto", *get_args(Curvature)))
         _require(self.preconditioner in (None, "adam"), "preconditioner", self.preconditioner, 'None or "adam"')
         _require(_number(self.momentum) and self.momentum < 1, "momentum", self.momentum, "at least 0 and below 1")
@@ -209,7 +209,7 @@ class Plan:
         return self.perturbs and (self.keep_pair or self.variant != "two_sided")
 
     def at(self, checkpoint: int, checkpoints: int) -> Settings:
-        """The settings for checkpoint number `checkpoint` of `checkpoints`."""
+        """Return the settings for checkpoint number `checkpoint` of `checkpoints`."""
 
         def pick(name: str) -> Any:
             value = getattr(self, name)
@@ -234,7 +234,7 @@ class Plan:
         hash_data: "HashData" = "all",
         progress: "bool | Advance" = True,
     ) -> "Plan":
-        """A plan with settings for each checkpoint, from curvature and gradients there; see `simulation.auto`.
+        """Choose a plan with settings for each checkpoint, from curvature and gradients there; see `simulation.auto`.
 
         The arguments are those of `simulate`. Sources of one example each get the spectral engine, groups the path
         of the tangent engine, with dropout if the model has some.
@@ -242,12 +242,12 @@ class Plan:
         return _choosers[-1](task, data, sources, checkpoints, batch_size, collate_fn, hash_data, progress)
 
     def to_json(self) -> dict[str, Any]:
-        """As plain JSON values."""
+        """Return plain JSON values."""
         return {name: list(v) if isinstance(v, tuple) else v for name, v in vars(self).items()}
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> "Plan":
-        """The plan a manifest describes; unknown fields are errors."""
+        """Read a plan from a manifest; unknown fields are errors."""
         known = {item.name for item in dataclasses.fields(cls)}
         for name in values:
             if name not in known:
@@ -262,7 +262,7 @@ def register_chooser(choose: Callable[..., Plan]) -> None:
 
 
 def _plain(value: Any) -> Any:
-    """Lists as tuples, and numbers of numpy or torch as Python's."""
+    """Turn lists into tuples, and numbers of numpy or torch into Python's."""
     if hasattr(value, "tolist"):
         value = value.tolist()
     return tuple(_plain(item) for item in value) if isinstance(value, list | tuple) else value

@@ -1,4 +1,4 @@
-"""Sources: the units of credit, as named and possibly overlapping sets of training examples."""
+"""Defines sources, the units of credit: named and possibly overlapping sets of training examples."""
 
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -8,13 +8,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from imprint.display import name_some
 from imprint.errors import SourcesError
 
 Members = np.ndarray[Any, np.dtype[np.int64]]
 
 
 def require_sources(sources: object) -> None:
-    """What a user gave in the place of sources is refused if it is something else."""
+    """Refuse anything but sources, such as a list of labels."""
     if not isinstance(sources, Sources):
         raise SourcesError(
             f"sources must be an imprint.Sources, got a {type(sources).__name__}: Sources.by_label takes one label "
@@ -24,7 +25,7 @@ def require_sources(sources: object) -> None:
 
 @dataclass(frozen=True)
 class Sources:
-    """Sets of training examples, in order, each with a unique id and a name to show.
+    """Sets of training examples, in order, each with a unique id and a display name.
 
     >>> sources = Sources.by_label(["times", "post", "times"])
     >>> sources
@@ -36,21 +37,21 @@ class Sources:
     ids: tuple[str, ...]
     names: tuple[str, ...]
     members: tuple[Members, ...]
-    length: int | None = None  # of the training data, where it is known
+    length: int | None = None  # how many training examples there are, where that is known
 
     def __post_init__(self) -> None:
         if not self.ids:
-            raise SourcesError("there are no sources: at least one is needed.")
+            raise SourcesError("there are no sources: give at least one.")
         if not len(self.ids) == len(self.names) == len(self.members):
             counts = f"{len(self.ids)} ids, {len(self.names)} names, {len(self.members)} member lists"
-            raise SourcesError(f"ids, names and members must be equally many, got {counts}.")
+            raise SourcesError(f"each source needs an id, a name and a list of members, got {counts}.")
         if len(set(self.ids)) < len(self.ids):
             seen: set[str] = set()
             twice = next(i for i in self.ids if i in seen or seen.add(i))  # type: ignore[func-returns-value]
             raise SourcesError(f"source id {twice!r} appears more than once: ids must be unique.")
         for text in (*self.ids, *self.names):
             if not isinstance(text, str) or any("\ud800" <= character <= "\udfff" for character in text):
-                raise SourcesError(f"ids and names must be texts of whole characters, got {text!r}.")
+                raise SourcesError(f"ids and names must be valid Unicode strings, got {text!r}.")
         for identity, members in zip(self.ids, self.members, strict=True):
             if len(members) == 0:
                 raise SourcesError(f"source {identity!r} has no members: leave it out, or give it examples.")
@@ -59,15 +60,15 @@ class Sources:
 
     @classmethod
     def per_example(cls, n: int) -> "Sources":
-        """Every one of `n` training examples is a source of its own."""
+        """Make each of `n` training examples a source of its own."""
         ids = tuple(map(str, range(n)))
         return cls(ids, ids, tuple(np.arange(n).reshape(n, 1)), n)
 
     @classmethod
     def by_label(cls, labels: Sequence[Hashable] | Tensor, names: Mapping[Any, str] | None = None) -> "Sources":
-        """One source for each distinct label, sorted; `labels[i]` is the label of training example i."""
+        """Make one source for each distinct label, sorted; `labels[i]` is the label of training example i."""
         if isinstance(labels, Tensor | np.ndarray) and labels.ndim != 1:
-            raise SourcesError(f"labels must be one per training example, got shape {tuple(labels.shape)}.")
+            raise SourcesError(f"expected one label per training example, got labels of shape {tuple(labels.shape)}.")
         values = labels.tolist() if isinstance(labels, Tensor | np.ndarray) else list(labels)
         groups: dict[Hashable, list[int]] = {}
         for index, label in enumerate(values):
@@ -80,7 +81,7 @@ class Sources:
 
     @classmethod
     def groups(cls, groups: Mapping[Any, Any], names: Mapping[Any, str] | None = None) -> "Sources":
-        """Named sets of example indices (or boolean masks over the data), which may overlap."""
+        """Make sources from named sets of example indices, or boolean masks over the data; they may overlap."""
         if not isinstance(groups, Mapping):
             raise SourcesError(
                 f"groups must map names to lists of indices, got a {type(groups).__name__}: Sources.by_label takes one "
@@ -88,10 +89,10 @@ class Sources:
             )
         unknown = [str(key) for key in (names or {}) if key not in groups]
         if unknown:
-            raise SourcesError(f"names are given for sources that do not exist: {', '.join(unknown[:5])}.")
+            raise SourcesError(f"names= has names for sources that do not exist: {name_some(unknown, 5)}.")
         masks = {len(mask) for mask in groups.values() if _is_mask(mask)}
         if len(masks) > 1:
-            raise SourcesError(f"masks over the same data must be equally long, got lengths {sorted(masks)}.")
+            raise SourcesError(f"masks over the same data must have the same length, got {sorted(masks)}.")
         return cls(
             length=next(iter(masks), None),
             ids=tuple(map(str, groups)),
@@ -108,27 +109,27 @@ class Sources:
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """How many examples each source has."""
+        """The number of examples of each source."""
         return tuple(len(members) for members in self.members)
 
     def rows(self, start: int, stop: int) -> "Sources":
-        """The sources from `start` up to `stop`."""
-        return self.chosen(range(start, min(stop, len(self))))
+        """Select the sources from `start` up to, and without, `stop`."""
+        return self.select(range(start, min(stop, len(self))))
 
     def smallest(self, count: int) -> "Sources":
-        """The `count` sources with the fewest examples."""
-        return self.chosen(sorted(range(len(self)), key=lambda i: len(self.members[i]))[:count])
+        """Select the `count` sources with the fewest examples."""
+        return self.select(sorted(range(len(self)), key=lambda i: len(self.members[i]))[:count])
 
     def largest(self, count: int) -> "Sources":
-        """The `count` sources with the most examples."""
-        return self.chosen(sorted(range(len(self)), key=lambda i: -len(self.members[i]))[:count])
+        """Select the `count` sources with the most examples."""
+        return self.select(sorted(range(len(self)), key=lambda i: -len(self.members[i]))[:count])
 
     def spread(self, count: int) -> "Sources":
-        """Up to `count` sources from beginning to end."""
-        return self.chosen(sorted({int(i) for i in np.linspace(0, len(self) - 1, count)}))
+        """Select up to `count` sources, evenly spread."""
+        return self.select(sorted({int(i) for i in np.linspace(0, len(self) - 1, count)}))
 
-    def chosen(self, chosen: Sequence[int]) -> "Sources":
-        """The sources at these places, in this order."""
+    def select(self, chosen: Sequence[int]) -> "Sources":
+        """Select the sources at these positions, in this order."""
         return replace(
             self,
             ids=tuple(self.ids[i] for i in chosen),
@@ -140,7 +141,7 @@ class Sources:
         """Refuse members that are not examples of a training set of length `n`."""
         if self.length is not None and self.length != n:
             raise SourcesError(
-                f"the sources divide {self.length} examples, the training data has {n}: are they of another split?"
+                f"the sources are made for {self.length} training examples, the data has {n}: is this another split?"
             )
         for identity, members in zip(self.ids, self.members, strict=True):
             if members.min() < 0 or members.max() >= n:
@@ -150,12 +151,12 @@ class Sources:
                 )
 
     def owner(self, example: int) -> str:
-        """The first source that has an example, in brackets, for messages; nothing if none has."""
+        """Name the first source of an example, in brackets, for messages; an empty string if there is none."""
         found = (i for i, members in zip(self.ids, self.members, strict=True) if example in members)
         return next((f" (source {identity!r})" for identity in found), "")
 
     def indicator(self, examples: Tensor, dtype: torch.dtype) -> Tensor:
-        """1_b(i) for the given example indices, shape (sources, len(examples)), on their device."""
+        """Return 1_b(i), which is 1 where example i belongs to source b, shape (sources, len(examples))."""
         wanted = examples.cpu().numpy()
         members = np.concatenate(self.members)
         rows = np.repeat(np.arange(len(self)), self.sizes)

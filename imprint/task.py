@@ -1,12 +1,11 @@
-"""What is attributed: a model, its training loss per example, and the measurement F of a query.
+"""Describes what is attributed: a model, its training loss per example, and the measurement F of a query.
 
-Users write ordinary model code; everything else in the library sees a task as pure functions of the selected
-parameters (`Functional`), which is what the simulation and the readout differentiate.
+Users write ordinary model code. The rest of the library sees a task as pure functions of the selected parameters
+(`Functional`), which simulations and readouts differentiate.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from copy import copy
 from dataclasses import dataclass
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
@@ -17,9 +16,13 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn import functional as F
 
+from imprint.batches import Batch as Batch
+from imprint.batches import own_containers
 from imprint.compat import math_attention
+from imprint.display import name_some
 from imprint.errors import TaskError
-from imprint.model.dropout import dropping
+from imprint.model.dropout import apply_dropout
+from imprint.model.measures import MEASURES, require_targets
 from imprint.model.replica import Replica
 from imprint.model.supported import refuse_unsupported
 from imprint.runtime.threads import warn_of_threads
@@ -28,72 +31,14 @@ from imprint.runtime.turns import one_at_a_time
 Parameters = dict[str, Tensor]
 """Tensors by the name they have in the model."""
 
-Batch = Any
-"""What the user's collate function makes: tensors, tuples, lists or mappings of them."""
-
-_SHOWN = 6  # names in a message
-
 PerExample = Callable[[nn.Module, Batch], Tensor]
 Better = Literal["lower", "higher"] | None
 
 
-def _logit(outputs: Tensor, targets: Tensor) -> Tensor:
-    return outputs.gather(-1, targets.unsqueeze(-1)).squeeze(-1)
-
-
-def _logprob(outputs: Tensor, targets: Tensor) -> Tensor:
-    return _logit(outputs.log_softmax(-1), targets)
-
-
-def margin(outputs: Tensor, targets: Tensor) -> Tensor:
-    """log p − log(1 − p) of the right class, without forming p."""
-    right = torch.arange(outputs.shape[-1], device=outputs.device) == targets.unsqueeze(-1)
-    return _logit(outputs, targets) - outputs.masked_fill(right, -torch.inf).logsumexp(-1)
-
-
-_MEASURES = {"margin": margin, "logprob": _logprob, "logit": _logit}
-_TARGET_KEYS = ("labels", "label", "targets", "target", "y")
-
-
 def require_task(task: object) -> None:
-    """Refuse what is no task, such as a bare model."""
+    """Refuse anything but a task, such as a bare model."""
     if not isinstance(task, Task):
         raise TaskError(f"task must be an imprint.Task, got a {type(task).__name__}: imprint.Task(model, loss=...).")
-
-
-def targets(batch: Batch) -> Tensor | None:
-    """The targets of a batch: its second element, or its `labels`; None where it has no such thing."""
-    if isinstance(batch, Mapping):
-        return next((batch[key] for key in _TARGET_KEYS if isinstance(batch.get(key), Tensor)), None)
-    if isinstance(batch, Sequence) and len(batch) > 1 and isinstance(batch[1], Tensor):
-        return batch[1]
-    return None
-
-
-def _targets(batch: Batch) -> Tensor:
-    if (found := targets(batch)) is not None:
-        return found
-    raise TaskError(
-        "a measure by name needs the right class of each query: as the second element of a batch, or under one of "
-        f"the keys {', '.join(_TARGET_KEYS)}. Give measure=f(model, batch) for other batches."
-    )
-
-
-def own_containers(batch: Batch, leaf: Callable[[Any], Any] = lambda value: value) -> Batch:
-    """Return a batch in containers of its own around `leaf` of what they hold, by default around the same tensors.
-
-    A user's function may take its own containers apart.
-    """
-    if isinstance(batch, tuple) and hasattr(batch, "_fields"):
-        return type(batch)(*(own_containers(value, leaf) for value in batch))
-    if type(batch) in (list, tuple):
-        return type(batch)(own_containers(value, leaf) for value in batch)
-    if isinstance(batch, MutableMapping):
-        mapped = copy(batch)
-        for key, value in batch.items():
-            mapped[key] = own_containers(value, leaf)
-        return mapped
-    return leaf(batch)
 
 
 class _Host(nn.Module):
@@ -108,13 +53,13 @@ class _Host(nn.Module):
 
 
 class Task:
-    """A model, its loss per example and what is measured of a query.
+    """A model, its loss per example, and what is measured of a query.
 
     Give either `loss(model, batch) -> (n,)`, or `outputs(model, batch) -> z` with `output_loss(z, batch) -> (n,)`.
 
     measure: None for the loss itself; "margin", "logprob" or "logit" of the right class (these need `outputs`);
         or any function of (model, batch) with one value per query.
-    regulariser: r(model) -> scalar, e.g. the weight decay of the training; it enters the objective once.
+    regulariser: r(model) -> scalar, such as the weight decay used in training; it enters the objective once.
     parameters: glob, or globs, over `model.named_parameters()`. Frozen parameters (`requires_grad=False`) are left out.
 
     >>> task = Task.classifier(nn.Linear(3, 2), measure="margin")
@@ -123,7 +68,7 @@ class Task:
     """
 
     fixed: Sequence[str] = ()
-    """Parameters that training leaves alone. A store does not keep those that checkpoints share with the model."""
+    """Parameters that training does not change. A store leaves out those that checkpoints share with the model."""
 
     def __init__(
         self,
@@ -137,7 +82,7 @@ class Task:
         parameters: str | Sequence[str] = "*",
     ) -> None:
         if (outputs is None) != (output_loss is None):
-            raise TaskError("outputs= and output_loss= belong together: give both, or loss= alone.")
+            raise TaskError("outputs= and output_loss= belong together: give both, or give loss= alone.")
         if (loss is None) == (outputs is None):
             raise TaskError("give either loss=, or outputs= with output_loss=.")
         refuse_unsupported(model)
@@ -157,11 +102,11 @@ class Task:
         self._host: _Host | None = None
         self._evaluates = False
         self._turn: object = None
-        self.derivatives: dict[Any, tuple[str, ...]] = {}  # what comparing those of measurements has found
+        self.derivatives: dict[Any, tuple[str, ...]] = {}  # warnings about those of each measurement
 
     @classmethod
     def classifier(cls, model: nn.Module, **options: Any) -> "Task":
-        """A classifier on (x, y) batches, trained with cross-entropy on `model(x)`."""
+        """Build the task of a classifier on (x, y) batches, trained with cross-entropy on `model(x)`."""
         return cls(
             model,
             outputs=lambda model, batch: model(batch[0]),
@@ -171,7 +116,7 @@ class Task:
 
     @classmethod
     def regression(cls, model: nn.Module, **options: Any) -> "Task":
-        """A regression on (x, y) batches, trained with half the squared error of `model(x)`, summed over outputs."""
+        """Build the task of a regression on (x, y) batches, trained with half the summed squared error."""
 
         def half_squared_error(z: Tensor, batch: Batch) -> Tensor:
             error: Tensor = z - batch[1].reshape(z.shape)
@@ -191,20 +136,22 @@ class Task:
         elif callable(measure):
             name = getattr(measure, "__name__", "<>")
             self.measure_name, self.measure = name if name.isidentifier() else "the measurement", measure
-        elif measure not in _MEASURES:
-            raise TaskError(f"measure {measure!r} is unknown: use None, a function, or one of {', '.join(_MEASURES)}.")
+        elif measure not in MEASURES:
+            raise TaskError(f"measure {measure!r} is unknown: use None, a function, or one of {', '.join(MEASURES)}.")
         elif self.outputs is None:
             raise TaskError(
-                f"measure {measure!r} needs to see the model's outputs: give outputs= and output_loss= instead of "
+                f"measure {measure!r} needs the model's outputs: give outputs= and output_loss= instead of "
                 "loss= (Task.classifier does), or measure=f(model, batch)."
             )
         else:
-            of_outputs, outputs = _MEASURES[measure], self.outputs
+            of_outputs, outputs = MEASURES[measure], self.outputs
             self.measure_name, self.better = measure, "higher"
-            self.measure = lambda model, batch: of_outputs(outputs(model, own_containers(batch)), _targets(batch))
+            self.measure = lambda model, batch: of_outputs(
+                outputs(model, own_containers(batch)), require_targets(batch)
+            )
 
     def _select(self, globs: Sequence[str]) -> tuple[str, ...]:
-        """Names of the trainable floating-point parameters that match; tied weights appear once."""
+        """Name the trainable floating-point parameters that match, tied weights once."""
         trainable = {n: p for n, p in self.model.named_parameters() if p.requires_grad and p.is_floating_point()}
         if not globs:
             raise TaskError('parameters is empty: give globs of parameter names, or leave it out for "*".')
@@ -218,13 +165,13 @@ class Task:
         return tuple(name for name in trainable if any(fnmatchcase(name, glob) for glob in globs))
 
     def refuse_changes(self) -> None:
-        """Refuse a model whose trainable parameters are no longer those that were selected."""
+        """Refuse a model whose trainable parameters have changed since the task was built."""
         now = self._select(self.parameter_globs)
         if now != self.names:
-            other = sorted(set(now) ^ set(self.names))
+            changed = name_some(sorted(set(now) ^ set(self.names)))
             raise TaskError(
-                f"the model's trainable parameters changed after the task was made ({_some(set(other))}): make the "
-                "task anew once layers are added, frozen or thawed."
+                f"the model's trainable parameters changed after the task was built ({changed}): build a new task "
+                "after adding, freezing or unfreezing layers."
             )
 
     def __repr__(self) -> str:
@@ -237,28 +184,28 @@ class Task:
 
     @property
     def device(self) -> torch.device:
-        """The one device all parameters of the model are on."""
+        """The device that holds all parameters of the model."""
         devices = {p.device for p in self.model.parameters()}
         if len(devices) > 1:
             spread = ", ".join(sorted(map(str, devices)))
-            raise TaskError(f"the model is spread over several devices ({spread}): move it to one.")
+            raise TaskError(f"the model is spread over several devices ({spread}): move it to one device.")
         (device,) = devices
         if device.type == "meta":
             raise TaskError("the model is on the meta device and has no values: load its weights first.")
         return device
 
     def state(self) -> Parameters:
-        """Every parameter and persistent buffer of the model as it is, detached; tied tensors once."""
+        """Copy every parameter and persistent buffer of the model, tied tensors once."""
         persistent = self.model.state_dict().keys()
         buffers = {name: b for name, b in self.model.named_buffers() if name in persistent}
         return {name: t.detach().clone() for name, t in {**dict(self.model.named_parameters()), **buffers}.items()}
 
     def own(self, names: Iterable[str]) -> Parameters:
-        """Some parameters of the model, as they are."""
+        """Return the named parameters of the model, detached."""
         return {name: self.model.get_parameter(name).detach() for name in names}
 
     def _aliases(self) -> dict[str, list[str]]:
-        """The other names of each tied parameter or buffer, by its first."""
+        """Map the first name of each tied parameter or buffer to its other names."""
         first: dict[int, str] = {}
         others: dict[str, list[str]] = {}
         everything = [
@@ -271,7 +218,7 @@ class Task:
         return others
 
     def complete(self, state: Mapping[str, Tensor]) -> Parameters:
-        """A user's state dict, checked against the model and put on its device; aliases of tied weights are dropped."""
+        """Check a user's state dict against the model and copy it to its device, each tied weight once."""
         own = self.state()
         for first, others in self._aliases().items():  # a file keeps a tied weight under one of its names
             found = [state[name] for name in others if name in state]
@@ -279,10 +226,10 @@ class Task:
         unknown = set(state) - set(own) - set(self.model.state_dict())
         missing = set(own) - set(state)
         if unknown or missing:
-            parts = [f"it lacks {_some(missing)}"] * bool(missing)
-            parts += [f"it has unknown {_some(unknown)}"] * bool(unknown)
+            parts = [f"it lacks {name_some(sorted(missing))}"] * bool(missing)
+            parts += [f"it has unknown {name_some(sorted(unknown))}"] * bool(unknown)
             adapted = any(".lora_" in name for name in unknown)
-            hint = " It is of an adapter: make the task of the model that has it." * adapted
+            hint = " This is an adapter's checkpoint. Build the task from the model that carries the adapter." * adapted
             raise TaskError(f"a checkpoint does not fit the model: {'; '.join(parts)}.{hint}")
         for name, mine in own.items():
             if not isinstance(state[name], Tensor):
@@ -293,7 +240,7 @@ class Task:
         return {name: state[name].detach().to(mine.device, mine.dtype, copy=True) for name, mine in own.items()}
 
     def at(self, state: Mapping[str, Tensor], measure: PerExample | None = None) -> tuple["Functional", Parameters]:
-        """Return the task as pure functions around `state`, and the selected parameters there.
+        """Return the task as pure functions around `state`, and the selected parameters at `state`.
 
         measure: what to measure of a query instead of the task's own measurement.
         """
@@ -301,64 +248,64 @@ class Task:
         return Functional(self, fixed, measure=measure), {name: state[name] for name in self.names}
 
     def call(self, function: PerExample, state: Mapping[str, Tensor], batch: Batch) -> Tensor:
-        """`function(model, batch)` with the tensors of `state` swapped into a copy of the model."""
+        """Call `function(model, batch)` with the tensors of `state` swapped into a copy of the model."""
         given = (function, own_containers(batch))
-        return functional_call(self._hosting(), {f"model.{name}": t for name, t in state.items()}, given)  # type: ignore[no-any-return]
+        return functional_call(self._require_host(), {f"model.{name}": t for name, t in state.items()}, given)  # type: ignore[no-any-return]
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:
         """Take a turn with an up-to-date copy of the model, in evaluation mode and with differentiable attention.
 
-        Fused attention and the encoder's fast path have no forward-mode derivative, hence the mathematical ones.
+        Fused attention and the encoder's fast path have no forward-mode derivative, so plain attention replaces them.
         """
         with one_at_a_time() as turn:
-            if self._turn is turn and self._evaluates:  # within an outer call everything is ready, and stays as it is
+            if self._turn is turn and self._evaluates:  # an outer call has prepared everything
                 yield
                 return
             warn_of_threads(self.model)
             if self._turn is not turn:  # a forked child may find the copy in the middle of a call
                 self._turn, self._replica = turn, Replica(self.model)
-            current = self._replica.current(self._prepared)
+            current = self._replica.current(self._prepare)
             if self._host is None or self._host.model is not current:
                 self._host = _Host(current)
             try:
                 self._evaluates = True
-                with math_attention(), self._in_place():
+                with math_attention(), self._evaluate_in_place():
                     yield
             finally:
                 self._evaluates = False
 
     @property
     def replica(self) -> nn.Module:
-        """A copy of the model that shares its tensors: what `loss` and `measure` are called with."""
-        return self._hosting().model
+        """The copy of the model, sharing its tensors, that `loss` and `measure` are called with."""
+        return self._require_host().model
 
     @contextmanager
     def afresh(self) -> Iterator[None]:
-        """Work for a while on a copy that nothing was computed with yet."""
+        """Switch to a copy of the model that nothing was computed with yet."""
         before = self._host
-        if self._replica.shared:  # there is none
+        if self._replica.shared:  # the model cannot be copied
             yield
             return
         fresh = Replica(self.model)
-        self._host = _Host(fresh.current(self._prepared))
+        self._host = _Host(fresh.current(self._prepare))
         try:
             yield
         finally:
             self._host = before
 
-    def _hosting(self) -> _Host:
+    def _require_host(self) -> _Host:
         if self._host is None:
-            self._host = _Host(self._replica.current(self._prepared))
+            self._host = _Host(self._replica.current(self._prepare))
         return self._host
 
-    def _prepared(self, model: nn.Module) -> AbstractContextManager[None]:
-        """What a model needs done to be computed with, beside evaluation mode."""
+    def _prepare(self, model: nn.Module) -> AbstractContextManager[None]:
+        """Prepare a model for computations, beyond evaluation mode; subclasses override this."""
         return nullcontext()
 
     @contextmanager
-    def _in_place(self) -> Iterator[None]:
-        """For a model that cannot be copied: evaluation mode for a while, and the caller's modes afterwards."""
+    def _evaluate_in_place(self) -> Iterator[None]:
+        """Put a model that cannot be copied into evaluation mode, and restore its modes afterwards."""
         if not self._replica.shared:
             yield
             return
@@ -366,7 +313,7 @@ class Task:
         try:
             for module, _ in modes:
                 module.training = False
-            with self._prepared(self.model):
+            with self._prepare(self.model):
                 yield
         finally:
             for module, mode in modes:
@@ -377,8 +324,8 @@ class Task:
 class Functional:
     """A task as pure functions of its selected parameters; all other tensors of the model are `fixed`.
 
-    noise: seeds from which losses and outputs draw the model's dropout, always the same; None for no dropout.
-    measure: F, where it is another one than the task's own.
+    noise: seeds of the dropout in losses and outputs, which is the same on every call; None for no dropout.
+    measure: F, if it differs from the task's own.
     """
 
     task: Task
@@ -387,31 +334,31 @@ class Functional:
     measure: PerExample | None = None
 
     def losses(self, parameters: Mapping[str, Tensor], batch: Batch, count: int) -> Tensor:
-        """ℓ(θ; i) for the `count` examples of a batch, shape (count,)."""
-        with dropping(self.task.replica, self.noise):
+        """Compute ℓ(θ; i) for the `count` examples of a batch, shape (count,)."""
+        with apply_dropout(self.task.replica, self.noise):
             values = self.task.call(self.task.loss, {**self.fixed, **parameters}, batch)
-        return _one_each(values, count, "loss", "example")
+        return _require_one_each(values, count, "loss", "example")
 
     def outputs(self, parameters: Mapping[str, Tensor], batch: Batch) -> Tensor:
-        """z of a batch: what `output_losses` is a function of."""
+        """Compute the outputs z of a batch, which `output_losses` takes."""
         outputs = self.task.outputs
         assert outputs is not None
-        with dropping(self.task.replica, self.noise):
+        with apply_dropout(self.task.replica, self.noise):
             return self.task.call(outputs, {**self.fixed, **parameters}, batch)
 
     def output_losses(self, z: Tensor, batch: Batch, count: int) -> Tensor:
-        """ℓ of the `count` examples of a batch as a function of the outputs, shape (count,)."""
+        """Compute ℓ of the `count` examples of a batch from their outputs, shape (count,)."""
         output_loss = self.task.output_loss
         assert output_loss is not None
-        return _one_each(output_loss(z, own_containers(batch)), count, "loss", "example")
+        return _require_one_each(output_loss(z, own_containers(batch)), count, "loss", "example")
 
     def measures(self, parameters: Mapping[str, Tensor], batch: Batch, count: int) -> Tensor:
-        """F(q; θ) for the `count` queries of a batch, shape (count,)."""
+        """Compute F(q; θ) for the `count` queries of a batch, shape (count,)."""
         values = self.task.call(self.measure or self.task.measure, {**self.fixed, **parameters}, batch)
-        return _one_each(values, count, "measure", "query")
+        return _require_one_each(values, count, "measure", "query")
 
     def regulariser(self, parameters: Mapping[str, Tensor]) -> Tensor:
-        """r(θ), a scalar."""
+        """Compute r(θ), a scalar."""
         regulariser = self.task.regulariser
         assert regulariser is not None
         value = self.task.call(lambda model, _: regulariser(model), {**self.fixed, **parameters}, None)
@@ -420,13 +367,7 @@ class Functional:
         return value
 
 
-def _some(names: set[str]) -> str:
-    """The first few of some names, and how many others there are."""
-    shown, others = sorted(names)[:_SHOWN], max(0, len(names) - _SHOWN)
-    return ", ".join(shown) + f" and {others} others" * (others > 0)
-
-
-def _one_each(values: Tensor, count: int, what: str, unit: str) -> Tensor:
+def _require_one_each(values: Tensor, count: int, what: str, unit: str) -> Tensor:
     if isinstance(values, Tensor) and tuple(values.shape) == (count,):
         if not values.is_floating_point():
             raise TaskError(f"{what} must return real numbers, one per {unit}; it returned {values.dtype}.")

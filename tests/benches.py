@@ -9,8 +9,8 @@ from torch import Tensor, nn
 from imprint.batches import map_tensors
 from imprint.benchmarking.bench import Bench, Protocol
 from imprint.benchmarking.settings import digits
-from imprint.evaluation.retraining import Together
 from imprint.evaluation.subsets import Subsets
+from imprint.evaluation.together import Together
 from imprint.evaluation.training import Training
 from imprint.evaluation.truth import Truth
 from imprint.task import Task
@@ -56,7 +56,7 @@ def planted(scores: Tensor, noise: float, out: Path, protocol: Protocol) -> Benc
     truths = []
     for draw in protocol.draws:
         subsets = Subsets.halves(scores.shape[1], protocol.halves, seed=draw)
-        values = (subsets.kept().double() @ scores.double().T).expand(protocol.runs, -1, -1)
+        values = (subsets.membership().double() @ scores.double().T).expand(protocol.runs, -1, -1)
         away = torch.randn(values.shape, generator=generator, dtype=torch.float64)
         truths.append(Truth(subsets, values + noise * values.std(1, keepdim=True) * away, "margin"))
     bench.__dict__["truths"] = truths

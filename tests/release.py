@@ -93,7 +93,7 @@ def use(wheel: Path, options: list[str], version: str) -> None:
         shown = run("imprint", "--help")
         assert all(command in shown for command in COMMANDS), shown
         assert "works" in run("imprint", "check", "model.py:task")
-        assert "as they were written" in run("imprint", "verify", "store")
+        assert "match their checksums" in run("imprint", "verify", "store")
         run("imprint", "attribute", "store", "--task", "model.py:task")
         assert "imprint-attribution[report]" in run("imprint", "demo", code=1)
 

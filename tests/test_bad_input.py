@@ -159,7 +159,7 @@ def test_an_unknown_measure_is_shown_the_known_ones() -> None:
 
 
 def test_a_measure_by_name_needs_outputs() -> None:
-    with pytest.raises(TaskError, match=r"'margin' needs to see the model's outputs.*output_loss="):
+    with pytest.raises(TaskError, match=r"'margin' needs the model's outputs.*output_loss="):
         Task(_model(), _each_loss, measure="margin")
 
 
@@ -254,7 +254,7 @@ def test_names_of_sources_that_do_not_exist_are_refused() -> None:
 
 
 def test_ids_names_and_members_must_be_equally_many() -> None:
-    with pytest.raises(SourcesError, match="equally many, got 1 ids, 2 names, 1 member lists"):
+    with pytest.raises(SourcesError, match="got 1 ids, 2 names, 1 member lists"):
         Sources(("a",), ("a", "b"), (np.array([0]),))
 
 
@@ -317,7 +317,7 @@ def test_a_checkpoint_that_is_not_finite_is_named_with_its_parameter(task: Task)
 
 def test_columns_must_have_equally_many_rows() -> None:
     x, y = _columns()
-    with pytest.raises(DataError, match=r"equally many rows, got \[11, 12\]"):
+    with pytest.raises(DataError, match=r"the same number of rows, got \[11, 12\]"):
         _simulate(data=(x, y[:11]))
 
 
@@ -491,7 +491,7 @@ def test_a_store_does_not_go_into_a_file(task: Task, tmp_path: Path) -> None:
 
 def test_a_store_does_not_go_into_a_folder_with_other_things(task: Task, tmp_path: Path) -> None:
     (tmp_path / "notes.txt").write_text("kept")
-    with pytest.raises(StoreError, match="not empty"):
+    with pytest.raises(StoreError, match="holds something else: give a new folder for the store"):
         _simulate(task, out=tmp_path)
     assert (tmp_path / "notes.txt").read_text() == "kept"
 
@@ -580,7 +580,7 @@ def test_the_step_of_central_must_be_positive(step: float, task: Task, store: St
 
 
 def test_literal_is_refused_where_the_engine_makes_no_end_points(task: Task, store: Store) -> None:
-    with pytest.raises(ReadoutError, match=r"literal.*tangent engine does not make.*keep_pair=True"):
+    with pytest.raises(ReadoutError, match=r"literal readout needs both perturbed end points.*keep_pair=True"):
         attribute(task, store, _columns(3), readout="literal", progress=False)
 
 

@@ -214,9 +214,10 @@ def test_a_loss_that_is_nan_is_found_wherever_it_is() -> None:
 
 def test_mirrored_trajectories_off_the_optimum_are_refused() -> None:
     plan = Plan(engine="trajectories", variant="mirrored", steps=2, lr=0.1)
-    assert "mirrored trajectories hold at an optimum only" in refused(classifier(), plan)
+    assert "mirrored trajectories are valid only at an optimum" in refused(classifier(), plan)
 
 
+@pytest.mark.curvature
 def test_a_step_that_runs_away_comes_with_advice() -> None:
     task = Task.regression(nn.Linear(4, 1))
     member = classifier()._replace(task=task, data=(torch.randn(12, 4), torch.randn(12)), queries=None)
@@ -226,6 +227,7 @@ def test_a_step_that_runs_away_comes_with_advice() -> None:
 
 
 @pytest.mark.parametrize("engine", ["tangent", "trajectories"])
+@pytest.mark.curvature
 def test_a_step_that_a_simulation_warns_of_is_warned_of_before(engine: str) -> None:
     member, plan = classifier(), Plan(engine=engine, steps=2, lr=10.0, batch_size=5, momentum=0.3)
     found = checked(member, plan)
@@ -319,7 +321,7 @@ def test_a_loss_that_is_never_the_same_is_refused() -> None:
         return values + torch.rand(1, generator=noise)
 
     member = classifier()._replace(task=Task(nn.Linear(4, 3), loss))
-    with pytest.raises(TaskError, match=r"asked again.*draws random numbers"):
+    with pytest.raises(TaskError, match=r"on the second.*draws random numbers"):
         checked(member, PLANS["trajectories"])
 
 
@@ -332,7 +334,7 @@ def test_queries_that_cannot_be_measured_are_found() -> None:
 
 def test_what_does_not_fit_together_raises_as_it_does_in_a_simulation() -> None:
     member = classifier()
-    with pytest.raises(SourcesError, match="divide 12 examples, the training data has 6"):
+    with pytest.raises(SourcesError, match="made for 12 training examples, the data has 6"):
         checked(member._replace(data=(member.data[0][:6], member.data[1][:6])))
     with pytest.raises(DataError, match="there are no queries"):
         checked(member, queries=[])

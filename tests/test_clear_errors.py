@@ -30,9 +30,9 @@ from imprint import (
     check,
     simulate,
 )
-from imprint.checking import shown_plan
+from imprint.checking import format_plan
 from imprint.cli.app import app
-from imprint.cli.inspection import inspected
+from imprint.cli.inspection import inspect_store
 from imprint.evaluation import Subsets, Truth, retrain
 from imprint.runtime.memory import budget
 from imprint.store.values import sealed
@@ -86,12 +86,12 @@ def scripted() -> Any:
 
 
 MODELS: dict[str, tuple[Callable[[], Any], str]] = {
-    "scripted": (scripted, "give the nn.Module it was made from"),
+    "scripted": (scripted, "give the nn.Module it was scripted from"),
     "lazy": (lambda: nn.Sequential(nn.LazyLinear(3)), "'0.weight' is lazy .* run the model once"),
-    "float8": (in_float8, r"'0.weight' is held in float8_e4m3fn.* model.float\(\)"),
+    "float8": (in_float8, r"'0.weight' has dtype float8_e4m3fn.* model.float\(\)"),
     "complex128": (lambda: classifier().to(torch.complex128), "'0.weight' is complex128.* use complex64"),
-    "sparse": (Embedded, "module 'words' .* sparse gradients.* set its `sparse` to False"),
-    "no module": (lambda: F.relu, "a task is made of a torch.nn.Module"),
+    "sparse": (Embedded, "module 'words' .* sparse gradients.* set sparse=False"),
+    "no module": (lambda: F.relu, "model of a task must be a torch.nn.Module"),
 }
 
 
@@ -153,7 +153,7 @@ def test_fewer_examples_are_evaluated_at_once_where_memory_is_little(memory: str
     task, sources = Task(model, loss, parameters="2.*"), Sources.groups({"a": [0, 1], "b": [2]})
     store = simulate(task, columns(500), sources, Plan(steps=1, lr=1e-3), memory=memory, progress=False)
     assert max(sizes) == (256 if memory else 500)
-    assert store.manifest.execution["batch_size"] == (256 if memory else 1024)
+    assert store.manifest.execution.batch_size == (256 if memory else 1024)
 
 
 # Results.
@@ -188,14 +188,14 @@ def test_a_folder_given_as_checkpoint_names_the_file_in_it(tmp_path: Path) -> No
 def test_the_plan_line_says_what_steps_follow_and_see() -> None:
     plan = Plan(steps=9, lr=0.1, preconditioner="adam", momentum=0.9, batch_size=64, source_sample=8)
     for part in ("preconditioner adam", "momentum 0.9", "batch size 64", "source sample 8"):
-        assert part in shown_plan(plan)
-        assert part not in shown_plan(Plan(steps=9))
+        assert part in format_plan(plan)
+        assert part not in format_plan(Plan(steps=9))
 
 
 def test_two_sources_of_one_name_are_both_inspected(tmp_path: Path) -> None:
     sources = replace(Sources.groups({"a": range(6), "b": range(6, 10)}), names=("press", "press"))
     store = made(tmp_path / "store", sources=sources)
-    assert [(each["id"], each["size"]) for each in inspected(store)["largest_sources"]] == [("a", 6), ("b", 4)]
+    assert [(each["id"], each["size"]) for each in inspect_store(store)["largest_sources"]] == [("a", 6), ("b", 4)]
     shown = CliRunner().invoke(app, ["inspect", str(store.path)], env={"COLUMNS": "200"}).output
     assert "press, id a (6), press, id b (4)" in shown
 
@@ -209,7 +209,7 @@ def test_norms_that_are_no_figures_are_refused(norms: Any, tmp_path: Path) -> No
     manifest.pop("sha256")
     file.write_text(json.dumps(sealed(manifest)))
     with pytest.raises(StoreError, match=r"checkpoints\[0\]\.measured\.norms.* (must be|is missing)"):
-        inspected(Store(store.path))
+        inspect_store(Store(store.path))
 
 
 def test_a_check_does_not_measure_curvature_for_engines_it_only_tries() -> None:
@@ -241,9 +241,9 @@ def ask(out: Path) -> Truth:
 
 def test_a_truth_in_a_place_that_cannot_be_written_is_refused_in_a_line(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    with pytest.raises(StoreError, match=r"cannot be made: .* Give a folder that you may write to"):
+    with pytest.raises(StoreError, match=r"could not make the folder .* Give a folder that you may write to"):
         ask(tmp_path / "file" / "truth")
-    with pytest.raises(StoreError, match="cannot be made"):
+    with pytest.raises(StoreError, match="could not make the folder"):
         ask(Path("/proc/truth"))
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, Subset, TensorDataset
 
 from imprint import DataError, Plan, Sources, Store, Task, attribute, simulate
-from imprint.batches import copied, is_columnar, leaves, length, map_tensors
+from imprint.batches import copy_batch, is_columnar, leaves, length, map_tensors
 from imprint.data import Data, query_batches
 from imprint.errors import ReliabilityWarning
 
@@ -213,7 +213,7 @@ def _simulated(data: Any, **options: Any) -> Store:
 @pytest.mark.parametrize("collate_fn", [None, _masked], ids=["augmented", "masked"])
 def test_training_data_that_is_drawn_at_each_reading_is_refused(collate_fn: Any, plan: Any) -> None:
     data = _Augmented(fixed=collate_fn is not None)
-    with pytest.raises(DataError, match=r"example 0 is another one each time it is read.*seeded by the index"):
+    with pytest.raises(DataError, match=r"example 0 changes each time it is read.*seeded by the index"):
         _simulated(data, plan=plan, collate_fn=collate_fn)
 
 
@@ -253,7 +253,7 @@ def test_a_tensor_dataset_that_augments_is_read_and_not_unpacked() -> None:
 
 
 def test_queries_that_are_drawn_at_each_reading_trigger_a_warning() -> None:
-    with pytest.warns(ReliabilityWarning, match="query 0 is another one each time it is read"):
+    with pytest.warns(ReliabilityWarning, match="query 0 changes each time it is read"):
         query_batches(_Augmented(), device=CPU, batch_size=8, collate_fn=None)
 
 
@@ -312,7 +312,7 @@ def test_a_copy_keeps_the_types_of_its_containers() -> None:
             return self[name]
 
     given = Named(x=X, pair=Pair(X, [Y, "text"]), array=np.ones(2))
-    found = copied(given)
+    found = copy_batch(given)
     assert type(found) is Named and type(found.pair) is Pair and found.pair.y[1] == "text"
     given["x"], given["array"][:] = None, 0.0
     assert found.x is not X and torch.equal(found.x, X) and found.array.tolist() == [1.0, 1.0]
@@ -375,9 +375,9 @@ def test_a_length_that_is_none_is_refused(length: Any) -> None:
         Data(kind(), device=CPU)
 
 
-@pytest.mark.parametrize(("column", "match"), [(X.to_sparse(), "is sparse"), (X.to("meta"), "meta device")])
+@pytest.mark.parametrize(("column", "match"), [(X.to_sparse(), "sparse tensor"), (X.to("meta"), "meta device")])
 def test_columns_without_rows_in_memory_are_refused(column: Tensor, match: str) -> None:
-    with pytest.raises(DataError, match=rf"float32 \(7, 3\), {match}|float32 \(7, 3\), is on the {match}"):
+    with pytest.raises(DataError, match=rf"{match}, float32 \(7, 3\)"):
         Data((column, Y), device=CPU)
 
 

@@ -1,9 +1,9 @@
-"""The troubleshooting page quotes messages as the source has them.
+"""Check that the docs say what is there: quoted messages, links, the navigation, names of functions and tests.
 
-An entry is a heading such as ### `source … has no members: leave it out, or give it examples.` in the section of its
-error class, where … stands for a variable part or, at the end, for the rest of the message. Messages are read from the
-syntax tree of the package: those of `ImprintError`s, of warnings and of logged warnings. Where a helper raises
-what it is told, as in `_require(…, "steps", …, "at least 1")`, the words of each call are filled in.
+An entry of the troubleshooting page is a heading such as ### `source … has no members: …`, where … stands for a
+variable part or, at the end, for the rest of the message. Messages are read from the syntax tree of the package: those
+of `ImprintError`s, of warnings and of logged warnings. Where a function raises what it is given, as in
+`_require(…, "steps", …, "at least 1")`, the words of each call are filled in.
 """
 
 import ast
@@ -13,31 +13,29 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
+import pytest
+
 from imprint import errors
 from imprint.errors import ImprintError
+from tests.test_import import _graph
 
 ROOT = Path(__file__).parent.parent
-PAGE = ROOT / "docs" / "troubleshooting.md"
+DOCS = ROOT / "docs"
+PAGE = DOCS / "troubleshooting.md"
+PAGES = sorted([*ROOT.glob("*.md"), *DOCS.glob("*.md")])
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 HOLE = "\0"  # a variable part of a message
 FEWEST_WORDS = 10  # characters of a heading that are not variable: with fewer it would stand for anything
-SPEAKING = {
-    **{"warnings.warn": "Warnings", "ReliabilityWarning": "Warnings"},
-    **{"logger.warning": "Logged", "logger.error": "Logged"},
-}
+WARNINGS = ("warnings.warn", "ReliabilityWarning")
+LOGS = ("logger.warning", "logger.error")
 
 
 @dataclass(frozen=True)
 class Message:
-    """What the user may be told; `shared` is the text before the words of one call were filled in."""
+    """A message that a user may see; `shared` is its text before the words of one call were filled in."""
 
-    where: str
-    section: str
     text: str
     shared: str
-
-    def __str__(self) -> str:
-        return f"{self.where}: {self.section}: {re.sub(f'{HOLE}+', '…', self.text)}"
 
     def quoted_by(self, heading: str) -> bool:
         """Whether the heading is this message."""
@@ -89,21 +87,32 @@ def _told(function: Function, call: ast.Call) -> dict[str, str]:
     return {name: text for name, text in texts.items() if text != HOLE}
 
 
-def _spoken(node: ast.AST) -> tuple[str, ast.expr] | None:
-    """The section a node's message belongs to, and the message."""
-    if not isinstance(node, ast.Call) or not node.args:
-        return None
-    name = ast.unparse(node.func)
-    if name == "warnings.warn" and ast.unparse(node.args[0]) in ("warning", "message"):
-        return None  # its text is where the warning is made
-    if name.endswith("notices.add"):
-        return "Warnings", node.args[0]
-    if name in SPEAKING:
-        return SPEAKING[name], node.args[0]
-    made = getattr(errors, name.split(".")[-1], None)
-    if isinstance(made, type) and issubclass(made, ImprintError) and "__init__" not in vars(made):
-        return made.__name__, node.args[0]
-    return None
+@cache
+def _errors() -> set[str]:
+    """The error classes whose argument is their message, in `imprint.errors` and derived from those elsewhere."""
+    made = {name for name, kind in vars(errors).items() if isinstance(kind, type) and issubclass(kind, ImprintError)}
+    made -= {name for name in made if "__init__" in vars(getattr(errors, name))}
+    classes = [node for tree in _trees().values() for node in ast.walk(tree) if isinstance(node, ast.ClassDef)]
+    return made | {node.name for node in classes if {ast.unparse(base) for base in node.bases} & made}
+
+
+def _is_message(call: ast.Call, file: str) -> bool:
+    """Whether the first argument of a call is a message to the user."""
+    name = ast.unparse(call.func)
+    if name == "warnings.warn" and ast.unparse(call.args[0]) in ("warning", "message"):
+        return False  # its text is where the warning is made
+    if name in (*WARNINGS, *LOGS) or name.endswith("notices.add"):
+        return True
+    if file == "imprint/errors.py":
+        return name == "super().__init__"
+    return name.split(".")[-1] in _errors()
+
+
+def _phrases(function: Function) -> dict[str, str]:
+    """The texts that a function gives names to, for use in its messages."""
+    named = [node for node in _own_nodes(function) if isinstance(node, ast.Assign) and len(node.targets) == 1]
+    texts = {ast.unparse(node.targets[0]): _text(node.value, {}) for node in named}
+    return {name: text for name, text in texts.items() if text.strip(HOLE)}
 
 
 def _functions(tree: ast.AST, owner: str = "") -> Iterator[tuple[str, Function]]:
@@ -128,49 +137,155 @@ def _messages() -> list[Message]:
     for file, tree in _trees().items():
         for name, function in _functions(tree):
             for node in _own_nodes(function):
-                spoken = _spoken(node)
-                if file == "imprint/errors.py" and isinstance(node, ast.Call) and node.args:
-                    spoken = (name, node.args[0]) if ast.unparse(node.func) == "super().__init__" else None
-                if spoken is None:
+                if not (isinstance(node, ast.Call) and node.args and _is_message(node, file)):
                     continue
-                section, value = spoken
-                shared, where = _text(value, {}), f"{file}:{node.lineno}"  # type: ignore[attr-defined]
-                texts = {_text(value, _told(function, call)) for call in _calls().get(name, [])} or {shared}
-                if section == "Logged":
+                known = _phrases(function)
+                shared = _text(node.args[0], known)
+                calls = _calls().get(name, [])
+                texts = {_text(node.args[0], {**known, **_told(function, call)}) for call in calls} or {shared}
+                if ast.unparse(node.func) in LOGS:
                     texts = {re.sub(r"%[-+.\d]*[sdgfr]", HOLE, text) for text in texts}
-                found += [Message(where, section, text, shared) for text in sorted(texts)]
+                found += [Message(text, shared) for text in sorted(texts)]
     return found
 
 
-def _entries() -> list[tuple[str, str]]:
-    """(section, message) of every entry of the page."""
-    entries, section = [], ""
-    for line in PAGE.read_text(encoding="utf-8").splitlines():
-        if line.startswith("## "):
-            section = line.removeprefix("## ")
-        elif match := re.fullmatch(r"### (`+)\s?(.*?)\s?\1", line):
-            entries.append((section, match[2]))
-    return entries
+def _entries() -> list[str]:
+    """The messages that the troubleshooting page quotes."""
+    headings = re.findall(r"^### (`+)\s?(.*?)\s?\1$", PAGE.read_text(encoding="utf-8"), re.MULTILINE)
+    return [message for _, message in headings]
 
 
 def test_every_quoted_message_is_one_of_the_source() -> None:
-    unknown = [
-        f"## {section}, ### {heading}"
-        for section, heading in _entries()
-        if not any(m.section == section and m.quoted_by(heading) for m in _messages())
-    ]
+    unknown = [heading for heading in _entries() if not any(message.quoted_by(heading) for message in _messages())]
     assert not unknown, "docs/troubleshooting.md quotes what no message says:\n" + "\n".join(unknown)
 
 
 def test_headings_say_enough_to_be_found() -> None:
-    assert [heading for _, heading in _entries() if len(heading.replace("…", "")) < FEWEST_WORDS] == []
-    assert len(set(_entries())) == len(_entries())
+    assert [heading for heading in _entries() if len(heading.replace("…", "")) < FEWEST_WORDS] == []
+    assert len(set(_entries())) == len(_entries()) > 100
 
 
 def test_messages_are_read_from_the_source() -> None:
     """The reading itself works: a plain text, one with variable parts, and one whose words a call fills in."""
     texts = {message.text for message in _messages()}
     assert "the dataset is empty." in texts
-    assert f"columns of data must have equally many rows, got {HOLE}." in texts
+    assert f"all columns of the data must have the same number of rows, got {HOLE}." in texts
     assert f"steps must be a whole number of at least 1, got {HOLE}." in texts
     assert 'plot needs an optional dependency: pip install "imprint-attribution[report]"' in texts
+
+
+def _anchor(heading: str) -> str:
+    """The anchor that both GitHub and mkdocs make of a heading."""
+    return re.sub(r"\s", "-", re.sub(r"[^\w\s-]", "", heading.lower()).strip())
+
+
+def _prose(page: Path) -> str:
+    """A page without its fenced blocks."""
+    return re.sub(r"^```.*?^```", "", page.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_every_link_leads_somewhere(page: Path) -> None:
+    for target in re.findall(r"\]\((?!https?:)([^)\s]+)\)", _prose(page)):
+        name, _, anchor = target.partition("#")
+        place = (page.parent / name).resolve() if name else page
+        assert place.exists(), f"{page.name} links to {target}"
+        if anchor:
+            headings = re.findall(r"^#+ (.*)$", _prose(place), re.MULTILINE)
+            assert anchor in map(_anchor, headings), f"{page.name} links to {target}"
+
+
+def test_every_page_is_in_the_navigation() -> None:
+    listed = re.findall(r": ([\w-]+\.md)$", (ROOT / "mkdocs.yml").read_text(encoding="utf-8"), re.MULTILINE)
+    assert sorted(listed) == sorted(page.name for page in DOCS.glob("*.md"))
+
+
+def _bound(body: list[ast.stmt]) -> dict[str, ast.stmt]:
+    """The names that statements bind, with the statement that does."""
+    found: dict[str, ast.stmt] = {}
+    for node in body:
+        if isinstance(node, Function | ast.ClassDef):
+            found[node.name] = node
+        elif isinstance(node, ast.Import | ast.ImportFrom):
+            found.update({alias.asname or alias.name: node for alias in node.names})
+        elif isinstance(node, ast.Assign | ast.AnnAssign):
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+            found.update({target.id: node for target in targets if isinstance(target, ast.Name)})
+    return found
+
+
+def _exists(dotted: str) -> bool:
+    """Whether a dotted name is a module of the library, or is bound in one or in a class of one."""
+    names = dotted.split(".")
+    for count in range(len(names), 0, -1):
+        path, rest = "/".join(names[:count]), names[count:]
+        tree = _trees().get(f"{path}.py") or _trees().get(f"{path}/__init__.py")
+        if tree is None:
+            continue
+        if not rest:
+            return True
+        owner = _bound(tree.body).get(rest[0])
+        if isinstance(owner, ast.ImportFrom) and str(owner.module).startswith("imprint"):
+            return _exists(".".join([str(owner.module), *rest]))
+        if isinstance(owner, ast.ClassDef) and len(rest) > 1:
+            return rest[1] in _bound(owner.body)
+        return owner is not None
+    return False
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if page.name != "CHANGELOG.md"], ids=lambda page: page.name)
+def test_every_function_that_is_named_exists(page: Path) -> None:
+    quoted = " ".join(re.findall(r"`[^`]+`|^::: .*$", _prose(page), re.MULTILINE))
+    names = set(re.findall(r"(?<![\w/.-])imprint(?:\.[A-Za-z_]\w*)+", quoted))
+    assert [name for name in sorted(names) if not _exists(name)] == []
+
+
+def test_every_member_on_the_api_page_exists() -> None:
+    page = (DOCS / "api.md").read_text(encoding="utf-8")
+    members = re.findall(r"^::: (\S+)\n    options:\n      members: \[(.*)\]$", page, re.MULTILINE)
+    named = [f"{owner}.{name}" for owner, names in members for name in names.split(", ")]
+    assert len(named) > 30
+    assert [name for name in named if not _exists(name)] == []
+
+
+def test_a_name_that_does_not_exist_would_be_noticed() -> None:
+    assert _exists("imprint.Plan.auto") and _exists("imprint.evaluation.metrics.lds")
+    assert not _exists("imprint.Plan.nothing") and not _exists("imprint.evaluation.metrics.nothing")
+    assert not _exists("imprint.nothing")
+
+
+def test_every_test_that_is_named_exists() -> None:
+    named = {match for page in PAGES for match in re.findall(r"(tests/[\w/]+\.py)(?:::(\w+))?", _prose(page))}
+    missing = [
+        f"{file}::{test}"
+        for file, test in sorted(named)
+        if not (ROOT / file).exists() or f"def {test}" not in (ROOT / file).read_text(encoding="utf-8")
+    ]
+    assert missing == []
+    assert len(named) > 20
+
+
+def test_the_diagram_of_the_packages_is_their_graph() -> None:
+    page = (DOCS / "architecture.md").read_text(encoding="utf-8")
+    diagram = page.split("```text\n")[1].split("```")[0].splitlines()
+    level = {name: line for line, text in enumerate(diagram) for name in re.findall(r"(\w+)(?:/|\.py)", text)}
+    graph = _graph()
+    assert sorted(level) == sorted(graph)
+    assert [(part, used) for part, all_used in graph.items() for used in all_used if level[used] > level[part]] == []
+
+
+@pytest.mark.parametrize("page", ["CONTRIBUTING.md", "docs/architecture.md"])
+def test_every_file_that_is_named_exists(page: str) -> None:
+    named = re.findall(r"`(?:imprint/)?([\w/]+(?:\.py|/))`", _prose(ROOT / page))
+    missing = [name for name in named if not [*(ROOT / "imprint").rglob(name.rstrip("/")), *ROOT.glob(name)]]
+    assert named and not missing
+
+
+def test_the_page_on_the_paper_covers_every_equation() -> None:
+    page = (DOCS / "paper.md").read_text(encoding="utf-8")
+    assert all(f"| Eq. {number} |" in page for number in range(1, 11))
+    assert all(f"**Figure {number}**" in page for number in (1, 2))
+
+
+def test_the_readme_fits_a_screen_or_three() -> None:
+    assert len((ROOT / "README.md").read_text(encoding="utf-8").splitlines()) <= 120

@@ -2,10 +2,14 @@
 
 import json
 import re
-import subprocess
+import runpy
+import shlex
 import sys
+from contextlib import redirect_stdout
 from importlib.util import find_spec
+from io import StringIO
 from pathlib import Path
+from typing import Any
 
 import pytest
 from typer.testing import CliRunner
@@ -13,27 +17,36 @@ from typer.testing import CliRunner
 from imprint.cli.app import app
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
+pytestmark = pytest.mark.curvature  # as anywhere else
 
 
-def run(example: str, folder: Path) -> str:
-    command = [sys.executable, str(EXAMPLES / example)]
-    return subprocess.run(command, cwd=folder, check=True, capture_output=True, text=True, timeout=300).stdout
+@pytest.fixture(autouse=True)
+def _in_an_empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
 
 
-def test_the_careless_publisher_of_the_own_model_example_harms_every_query(tmp_path: Path) -> None:
-    lines = [line for line in run("own_model.py", tmp_path).splitlines() if line.startswith("  query")]
+def run(example: str) -> str:
+    """What an example prints when it is run as a program."""
+    with redirect_stdout(StringIO()) as printed:
+        runpy.run_path(str(EXAMPLES / example), run_name="__main__")
+    return printed.getvalue()
+
+
+def test_the_careless_publisher_of_the_own_model_example_harms_every_query() -> None:
+    lines = [line for line in run("own_model.py").splitlines() if line.startswith("  query")]
     assert len(lines) == 3
     assert all("blog -" in line for line in lines)
 
 
-def test_the_camera_with_wrong_labels_harms_every_query_of_the_dict_example(tmp_path: Path) -> None:
-    lines = [line for line in run("dict_batches.py", tmp_path).splitlines() if line.startswith("  query")]
+def test_the_camera_with_wrong_labels_harms_every_query_of_the_dict_example() -> None:
+    lines = [line for line in run("dict_batches.py").splitlines() if line.startswith("  query")]
     assert len(lines) == 4
     assert all("camera 3 +" in line for line in lines)  # of a margin, where more is better
 
 
-def test_the_digits_example_predicts_the_sign_of_every_effect(tmp_path: Path) -> None:
-    output = run("digits.py", tmp_path)
+def test_the_digits_example_predicts_the_sign_of_every_effect() -> None:
+    output = run("digits.py")
     rows = [line for line in output.splitlines() if "predicted" in line]
     assert len(rows) == 4
     for row in rows:
@@ -41,12 +54,8 @@ def test_the_digits_example_predicts_the_sign_of_every_effect(tmp_path: Path) ->
         assert predicted * actual > 0, row
 
 
-def test_the_careless_blog_of_the_command_line_example_harms_every_query(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    assert run("command_line.py", tmp_path) == ""  # it is for the commands
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "path", [*sys.path])
+def test_the_careless_blog_of_the_command_line_example_harms_every_query() -> None:
+    assert run("command_line.py") == ""  # it is for the commands
     for arguments in (
         ["simulate", f"{EXAMPLES}/command_line.py:task", "-o", "store", "--no-check"],
         ["attribute", "store", "--task", f"{EXAMPLES}/command_line.py:task"],
@@ -61,12 +70,15 @@ def test_the_careless_blog_of_the_command_line_example_harms_every_query(
 
 @pytest.mark.skipif(not all(map(find_spec, ("transformers", "peft", "onnxscript", "onnxruntime"))), reason="no extras")
 def test_every_completion_of_the_language_example_is_credited_to_the_publisher_who_writes_so(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    assert run("language_model.py", tmp_path) == ""  # it is for the commands
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "path", [*sys.path])
-    task = f"{EXAMPLES}/language_model.py:task"
+    """By the commands of the page, and a check, and an export to ONNX besides."""
+    assert run("language_model.py") == ""  # it is for the commands
+    Path("examples").symlink_to(EXAMPLES)
+    task = "examples/language_model.py:task"
+    page = (EXAMPLES.parent / "docs" / "command-line.md").read_text(encoding="utf-8")
+    lines = re.findall(r"^\$ imprint (.*language.*)", page, re.MULTILINE)
+    simulating, attributing, exporting = (shlex.split(line, comments=True) for line in lines)
 
     def printed(*arguments: str) -> str:
         """By a command in a process of its own, in which the example trains anew."""
@@ -79,15 +91,29 @@ def test_every_completion_of_the_language_example_is_credited_to_the_publisher_w
     named = re.findall(r"│ (\w+) +│ ([^│]+?) +│\n", printed("check", task))
     assert [name for name, _ in named[:2]] == ["parameters", "store"]
     assert named[0][1].startswith("1,024 of ") and "4.1 kB per source" in named[1][1]
-    printed("simulate", task, "-o", "store", "--no-check")
-    queries = json.loads(printed("attribute", "store", "--task", task, "--json"))["queries"]
+    printed(*simulating, "--no-check")
+    queries = json.loads(printed(*attributing, "--json"))["queries"]
     for credits, publisher in zip(queries, ("almanac", "gazette", "logbook"), strict=True):
         effects = {credit["name"]: credit["removal_effect"] for credit in credits}
         own = effects.pop(publisher)
         assert own < 0 and min(effects.values()) > 0.1 * own
-    exported = json.loads(printed("export", "store", "--task", task, "-o", "graph", "--format", "onnx", "--json"))
+    printed(*exporting)
+    onnx = ("export", "runs/language", "--task", task, "-o", "graph", "--format", "onnx")
+    exported = json.loads(printed(*onnx, "--json"))
     assert exported["sources"] == ["almanac", "gazette", "logbook"]
     assert exported["self_test"]["central"] <= 1e-4
+
+
+def test_the_notebook_finds_the_contributor_who_mislabels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    cells = json.loads((EXAMPLES / "tour.ipynb").read_text(encoding="utf-8"))["cells"]
+    found: dict[str, Any] = {}
+    for cell in cells:
+        if cell["cell_type"] == "code":
+            exec(compile("".join(cell["source"]), cell["id"], "exec"), found)
+    assert found["worst"] == "Elm"
+    assert float(found["actual"].min()) < -0.02
+    assert not any(cell.get("outputs") for cell in cells)  # outputs are made by those who run it
 
 
 @pytest.mark.parametrize("example", sorted(path.name for path in EXAMPLES.glob("*.py")))

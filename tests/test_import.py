@@ -14,18 +14,20 @@ MODULES = {".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts) for 
 EDGES = {"cli", "benchmarking", "export"}
 
 
-def _loaded(statement: str) -> set[str]:
-    """Names of the top-level modules that are loaded after a statement, in an interpreter of its own."""
+def _loaded(*statements: str) -> list[set[str]]:
+    """Names of the top-level modules that are loaded after each statement, in an interpreter of their own."""
     show = "import sys; print(*sorted({name.split('.')[0] for name in sys.modules}))"
-    command = [sys.executable, "-c", f"{statement}\n{show}"]
-    return set(subprocess.run(command, capture_output=True, text=True, check=True).stdout.split())
+    command = [sys.executable, "-c", "\n".join(f"{statement}\n{show}" for statement in statements)]
+    shown = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    return [set(line.split()) for line in shown.splitlines()]
 
 
 def test_importing_needs_torch_numpy_and_safetensors_only() -> None:
-    given = _loaded("import torch, numpy, safetensors.torch")
+    """Exports too: reading log-likelihoods that an engine found needs no transformers, and starts at once."""
+    given, *then = _loaded("import torch, numpy, safetensors.torch", "import imprint", "import imprint.export")
     assert {"torch", "numpy", "safetensors"} <= given
-    added = _loaded("import imprint") - given - set(sys.stdlib_module_names)
-    assert added == {"imprint"}
+    for loaded in then:
+        assert loaded - given - set(sys.stdlib_module_names) == {"imprint"}
 
 
 def _imports(tree: ast.AST) -> set[str]:

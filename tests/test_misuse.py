@@ -34,6 +34,7 @@ from imprint import (
 from imprint.attribution.labels import Labels
 from imprint.cli.app import app, main
 from imprint.readout import base, kernels
+from imprint.store.probing import REGULARISERS
 from tests.problems import known
 
 SOURCES = Sources.by_label([i % 4 for i in range(16)])
@@ -52,12 +53,12 @@ def made(model: nn.Module | None = None, **options: Any) -> tuple[Task, imprint.
 @pytest.mark.parametrize("n", [15, 17])
 def test_labels_of_another_split_are_refused(n: int) -> None:
     task = Task.classifier(nn.Linear(3, 3))
-    with pytest.raises(SourcesError, match=f"divide 16 examples, the training data has {n}"):
+    with pytest.raises(SourcesError, match=f"16 training examples, the data has {n}"):
         simulate(task, columns(n), SOURCES, progress=False)
 
 
 def test_masks_of_different_lengths_are_refused() -> None:
-    with pytest.raises(SourcesError, match=r"equally long, got lengths \[3, 4\]"):
+    with pytest.raises(SourcesError, match=r"the same length, got \[3, 4\]"):
         Sources.groups({"a": torch.ones(3, dtype=torch.bool), "b": torch.ones(4, dtype=torch.bool)})
 
 
@@ -68,7 +69,7 @@ def test_a_number_is_no_list_of_members() -> None:
 
 def test_a_list_of_batches_is_not_taken_for_samples() -> None:
     task, store = made()
-    with pytest.raises(DataError, match="a list of batches is no dataset"):
+    with pytest.raises(DataError, match="got a list of batches"):
         attribute(task, store, [columns(4), columns(4)], progress=False)
     assert len(attribute(task, store, iter([columns(4), columns(4)]), progress=False)) == 8
 
@@ -205,16 +206,16 @@ def test_what_is_not_what_it_should_be_is_named(error: type[Exception], options:
 
 def test_files_of_torch_save_are_told_from_safetensors(tmp_path: Path) -> None:
     torch.save(classifier().model.state_dict(), tmp_path / "model.pt")
-    with pytest.raises(TaskError, match=r"What torch\.save wrote is not taken"):
+    with pytest.raises(TaskError, match=r"Files of torch\.save are not read"):
         store_of(checkpoints=[tmp_path / "model.pt"])
 
 
 def test_no_parameters_and_labels_in_two_dimensions_are_refused() -> None:
     with pytest.raises(TaskError, match="parameters is empty"):
         classifier(parameters=[])
-    with pytest.raises(SourcesError, match=r"one per training example, got shape \(4, 2\)"):
+    with pytest.raises(SourcesError, match=r"one label per training example, got labels of shape \(4, 2\)"):
         Sources.by_label(torch.zeros(4, 2))
-    with pytest.raises(SourcesError, match="texts of whole characters"):
+    with pytest.raises(SourcesError, match="valid Unicode strings"):
         Sources.groups({"a": [0]}, names={"a": "\ud800"})
 
 
@@ -266,7 +267,7 @@ def test_a_regulariser_is_known_by_more_than_its_value_at_the_checkpoint(before:
     with pytest.raises(StoreError, match="the regulariser changed"):
         store_of(tmp_path / "store", classifier(regulariser=now))
     again = store_of(tmp_path / "store", classifier(regulariser=before))
-    assert again.manifest.fingerprints["regulariser"] is not None
+    assert len(again.manifest.request.regulariser) == REGULARISERS
 
 
 def test_a_relative_path_holds_where_it_was_given(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -357,11 +358,13 @@ def test_a_failing_collate_function_is_told_from_samples_that_want_one() -> None
 
 def test_a_column_that_holds_no_numbers_is_named() -> None:
     x, y = (column.numpy() for column in columns())
-    with pytest.raises(DataError, match=r"column 'text' of the data holds values of <U1: give numbers"):
+    with pytest.raises(DataError, match=r"column 'text' of the data has dtype <U1: give numbers"):
         store_of(data={"x": x, "text": np.array(["a"] * 16)})
-    with pytest.raises(DataError, match=r"column 1 of the data holds values of object: give numbers"):
+    with pytest.raises(DataError, match=r"column 1 of the data has dtype object: give numbers"):
         store_of(data=(x, np.array([object()] * 16)))
-    with pytest.raises(DataError, match=r"a mapping must hold tensors with one row per example; 'names' is no tensor"):
+    with pytest.raises(
+        DataError, match=r"a mapping must hold tensors with one row per example; 'names' is not a tensor"
+    ):
         store_of(data={"x": x, "y": y, "names": ["a"] * 16})
 
 

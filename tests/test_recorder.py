@@ -99,7 +99,7 @@ def test_a_new_training_does_not_mix_with_what_an_earlier_one_has_left(tmp_path:
     train(nn.Linear(4, 3), Recorder(tmp_path, at=(1, 2, 4)), range(1, 5))
     recorder = Recorder(tmp_path, at=(1, 3, 4))
     assert names(recorder) == [1, 4]  # it has recorded nothing itself, and lists what it would want
-    with pytest.warns(UserWarning, match="holds checkpoints of an earlier training, from 1 to 4") as warned:
+    with pytest.warns(UserWarning, match="holds checkpoints of an earlier training run, from 1 to 4") as warned:
         train(nn.Linear(4, 3), recorder, range(1, 4))
     assert len(warned) == 1
     assert warned[0].filename == __file__
@@ -170,7 +170,7 @@ def test_recording_leaves_the_model_as_it_is(tmp_path: Path) -> None:
 
 
 def test_moments_before_the_first_and_folders_that_cannot_be_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(PlanError, match="a whole number of at least 0, such as an epoch, got -1"):
+    with pytest.raises(PlanError, match="an epoch must be a whole number of at least 0, got -1"):
         Recorder(tmp_path)(nn.Linear(2, 1), -1)
     (tmp_path / "file").write_text("mine")
     with pytest.raises(StoreError, match="file"):
@@ -179,16 +179,16 @@ def test_moments_before_the_first_and_folders_that_cannot_be_are_refused(tmp_pat
 
 @pytest.mark.parametrize("at", [3, "early", 1.5])
 def test_moments_to_keep_are_a_list(at: Any, tmp_path: Path) -> None:
-    with pytest.raises(PlanError, match=r"at is a list of moments, such as at=\(1, 2, 4\), got "):
+    with pytest.raises(PlanError, match=r"at must be a list of epochs, such as at=\(1, 2, 4\), got "):
         Recorder(tmp_path, at=at)
 
 
 @pytest.mark.parametrize("moment", [-1, 1.0, "1", None, torch.tensor(1.0)])
 def test_moments_are_whole_numbers(moment: Any, tmp_path: Path) -> None:
     """1.0 would be a file that is never found again."""
-    with pytest.raises(PlanError, match="a moment is a whole number of at least 0"):
+    with pytest.raises(PlanError, match="an epoch must be a whole number of at least 0"):
         Recorder(tmp_path, at=(moment,))
-    with pytest.raises(PlanError, match="a moment is a whole number of at least 0"):
+    with pytest.raises(PlanError, match="an epoch must be a whole number of at least 0"):
         Recorder(tmp_path)(nn.Linear(2, 1), moment)
     assert not list(tmp_path.iterdir())
 
@@ -211,8 +211,8 @@ def test_a_recorder_takes_the_model_first(tmp_path: Path) -> None:
 def test_a_recorder_says_what_it_keeps(tmp_path: Path) -> None:
     recorder = Recorder(tmp_path, at=(4, 1))
     recorder(nn.Linear(2, 1), 1)
-    assert repr(recorder) == f"Recorder({str(tmp_path)!r}, at 1, 4: 1 kept)"
-    assert repr(Recorder(tmp_path / "new")) == f"Recorder({str(tmp_path / 'new')!r}, every moment: 0 kept)"
+    assert repr(recorder) == f"Recorder({str(tmp_path)!r}, at 1, 4: 1 saved)"
+    assert repr(Recorder(tmp_path / "new")) == f"Recorder({str(tmp_path / 'new')!r}, every epoch: 0 saved)"
 
 
 def test_simulating_from_a_recorder_itself_or_from_no_moment_says_what_to_give(tmp_path: Path) -> None:
@@ -273,10 +273,10 @@ def test_simulations_find_the_second_moments_that_were_kept(tmp_path: Path) -> N
     plan = Plan(steps=5, preconditioner="adam")
     store = simulate(task, data(), sources, plan, checkpoints=recorder.paths, progress=False)
     assert [checkpoint.measured.moments for checkpoint in store.checkpoints] == ["recorded", "recorded"]
-    assert all(store.manifest.fingerprints["moments"])
+    assert all(store.manifest.request.moments)
     pair = (recorder.paths[1], second_moments(model, optimiser))
     again = simulate(task, data(), sources, plan, checkpoints=[recorder.paths[0], pair], progress=False)
-    assert again.manifest.fingerprints == store.manifest.fingerprints
+    assert again.manifest.request == store.manifest.request
 
 
 def test_files_of_second_moments_are_no_checkpoints(tmp_path: Path) -> None:
@@ -350,7 +350,7 @@ class Lion(torch.optim.Optimizer):
 def test_optimisers_without_second_moments_are_refused(tmp_path: Path) -> None:
     model = nn.Linear(4, 3)
     for given in (torch.optim.SGD(model.parameters(), 0.1), "adam", model):
-        with pytest.raises(PlanError, match="optimiser is Adam, AdamW or another with betas"):
+        with pytest.raises(PlanError, match="optimiser must be Adam, AdamW or another with betas"):
             Recorder(tmp_path, optimiser=given)  # type: ignore[arg-type]
     lion = Lion(model.parameters())
     with pytest.raises(PlanError, match="Lion, keeps no second moments: of parameter 'weight' it has exp_avg, where"):

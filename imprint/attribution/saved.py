@@ -34,7 +34,7 @@ def save_scores(path: Path, labels: dict[str, Any], scores: Tensor, queries: Seq
         text = json.dumps(sealed(values))
     except (TypeError, ValueError) as error:
         raise StoreError(f"could not write {path}: its labels are no JSON values ({first_line(error)}).") from error
-    _check_whole(*_about(parsed(text.encode(), path), set(labels)), kept)  # what could not be read is not written
+    _check_whole(*_read_labels(parsed(text.encode(), path), set(labels)), kept)  # what could not be read is not written
     write(path, lambda beside: save_file({_SCORES: kept}, beside, {_ABOUT: text}))
 
 
@@ -60,13 +60,13 @@ def load_scores(path: Path, names: set[str]) -> tuple[dict[str, Any], Tensor, tu
         if value.content.get(_SCORES) != of_tensors({_SCORES: scores}):
             raise StoreError(f"{path} was changed after it was written: its scores have another checksum.")
         value = Value({**value.content, "sha256": None}, path)
-    labels, queries = _about(value, names)
+    labels, queries = _read_labels(value, names)
     _check_whole(labels, queries, scores)
     return {name: item.content for name, item in labels.items()}, scores, tuple(item.content for item in queries)
 
 
-def _about(value: Value, names: set[str]) -> tuple[dict[str, Value], list[Value]]:
-    """The labels and the queries of a file, each looked at."""
+def _read_labels(value: Value, names: set[str]) -> tuple[dict[str, Value], list[Value]]:
+    """Return the labels and the queries of a file, once each is checked."""
     newer = () if value.mapping().keys() == {"labels", "queries"} else ("schema", _SCORES, "sha256")
     values = value.record("labels", "queries", *newer)
     if newer and values["schema"].whole() != SCHEMA:

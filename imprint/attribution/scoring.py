@@ -99,6 +99,7 @@ def attribute(
             bar.advance(count * (stop - start))
     finally:
         bar.close()
+    request = store.manifest.request
     labels = Labels(
         store.n,
         store.source_ids,
@@ -109,8 +110,9 @@ def attribute(
         {"readout": reader.readout, **reader.details},
         {
             "store": store.sha256,
-            **{name: store.manifest.fingerprints[name] for name in ("data", "sources")},
-            **{"parameters": store.manifest.parameters, "queries": of_batches(batches)},
+            **{"data": vars(request.data), "sources": request.sources},
+            "parameters": {name: spec.to_json() for name, spec in request.parameters.items()},
+            "queries": of_batches(batches),
             "measures": probe_measures(task, batches),
         },
         _show_warnings(reader),
@@ -170,9 +172,9 @@ def _refuse_mispaired(store: Store, examples: Data) -> None:
     """Refuse rows that are not the examples of their sources, where each example is a source."""
     if len(store) != store.n or max(store.source_sizes) > 1:
         return
-    prints, each = store.manifest.fingerprints, tuple(np.array([index]) for index in range(store.n))
-    in_order = prints["sources"] == of_sources(Sources(store.source_ids, store.source_names, each))
-    data = recognise_data(prints["data"], examples)
+    request, each = store.manifest.request, tuple(np.array([index]) for index in range(store.n))
+    in_order = request.sources == of_sources(Sources(store.source_ids, store.source_names, each))
+    data = recognise_data(vars(request.data), examples)
     if data.by != "none" and in_order != data.same:
         raise ReadoutError(
             "self-influence pairs each source with its own example: these are not the training examples in the order "

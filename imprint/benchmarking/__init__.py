@@ -1,1 +1,1 @@
-"""Judging methods: ready-made settings, peers, sweeps, comparisons and the demo."""
+"""Judges methods: built-in settings, peers, sweeps, comparisons and the demo."""

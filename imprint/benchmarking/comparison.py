@@ -1,4 +1,4 @@
-"""What a benchmark found: the scores of methods and what they took, and how they compare, as a table and a picture."""
+"""Holds what a benchmark found, and shows it as a table and a figure: scores of methods, and their costs."""
 
 import os
 from dataclasses import asdict, dataclass
@@ -14,12 +14,12 @@ from imprint.store.files import write
 
 
 @dataclass(frozen=True)
-class Scored:
-    """Scores of every training example on every query, (queries, examples), where positive helps; and what they took.
+class MethodScores:
+    """A method's scores, (queries, examples), where positive helps; and what they cost.
 
-    halves: the scores are of the halves of all draws instead, (queries, draws × halves): a half is a source too.
-    prepare: seconds before any query is known; `query` seconds for all queries. bytes: what is kept in between.
-    tried: of how many settings these scores are the best by LDS; `loo_scores` are those of the best by LOO, if asked.
+    prepare, query: seconds before any query is known, and for all queries; `bytes` are kept in between.
+    halves: the scores are those of the halves of all draws instead, (queries, draws × halves).
+    tried: how many variants were tried; these scores are the best by LDS, and `loo_scores`, if computed, by LOO.
     """
 
     scores: Tensor
@@ -33,46 +33,46 @@ class Scored:
     loo_scores: Tensor | None = None
 
 
-Kind = Literal["lds", "loo"]
-_KINDS: tuple[Kind, ...] = ("lds", "loo")
+Statistic = Literal["lds", "loo"]
+_STATISTICS: tuple[Statistic, ...] = ("lds", "loo")
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """What a benchmark found: correlations of each method, (runs × draws, queries), and what its scores took."""
+    """The result of a benchmark: correlations of each method, (runs × draws, queries), and what its scores cost."""
 
     name: str
     lds: dict[str, Array]
     loo: dict[str, Array]
-    costs: dict[str, list[Scored]]
+    costs: dict[str, list[MethodScores]]
     ceiling: float
 
     @property
     def first(self) -> str:
-        """The method that the others are held against."""
+        """The method that the others are compared with."""
         return next(iter(self.lds))
 
-    def estimate(self, method: str, kind: Kind = "lds") -> Estimate:
-        """The mean over runs and draws, with an interval over queries."""
-        return over_queries(getattr(self, kind)[method])
+    def estimate(self, method: str, statistic: Statistic = "lds") -> Estimate:
+        """Return the mean over runs and draws, with an interval over queries."""
+        return average_queries(getattr(self, statistic)[method])
 
-    def ahead(self, method: str, other: str, kind: Kind = "lds") -> Estimate:
-        """By how much a method is ahead of another: the mean difference on the same queries."""
-        table = getattr(self, kind)
-        return mean_estimate(_over_runs(table[method]) - _over_runs(table[other]))
+    def ahead(self, method: str, other: str, statistic: Statistic = "lds") -> Estimate:
+        """Return the mean difference between two methods on the same queries; positive if the first is better."""
+        table = getattr(self, statistic)
+        return mean_estimate(_average_runs(table[method]) - _average_runs(table[other]))
 
     def to_json(self) -> dict[str, Any]:
-        """As plain JSON values, None for what is undefined."""
+        """Return plain JSON values, None for what is undefined."""
         methods = {}
         for name, costs in self.costs.items():
-            found: dict[str, Any] = {"lds": _plain(self.estimate(name))}
+            found: dict[str, Any] = {"lds": _to_json(self.estimate(name))}
             if name in self.loo:
-                found["loo"] = _plain(self.estimate(name, "loo"))
+                found["loo"] = _to_json(self.estimate(name, "loo"))
             if name != self.first:
                 found["behind"] = {
-                    kind: _plain(self.ahead(self.first, name, kind))
-                    for kind in _KINDS
-                    if name in getattr(self, kind) and self.first in getattr(self, kind)
+                    statistic: _to_json(self.ahead(self.first, name, statistic))
+                    for statistic in _STATISTICS
+                    if name in getattr(self, statistic) and self.first in getattr(self, statistic)
                 }
             found |= {
                 key: [getattr(cost, key) for cost in costs] for key in ("prepare", "query", "peak_bytes", "bytes")
@@ -81,14 +81,14 @@ class Comparison:
         limit = None if np.isnan(self.ceiling) else self.ceiling
         return {"benchmark": self.name, "ceiling": limit, "methods": methods}
 
-    def markdown(self) -> str:
-        """As a table, the best first: of each correlation also how far it is behind the first method's."""
+    def to_markdown(self) -> str:
+        """Return a table, the best method first, with the distance of each correlation from the first method's."""
         head = ["method", "LDS", "behind", *(["LOO", "behind"] if self.loo else [])]
         lines = [
             f"| {' | '.join(head)} | before queries | all queries | peak memory | kept |",
             f"|{'---|' * len(head)}---:|---:|---:|---:|",
         ]
-        for name in _best_first({name: self.estimate(name) for name in self.lds}):
+        for name in _sort_best_first({name: self.estimate(name) for name in self.lds}):
             costs = self.costs[name]
             found = [*self._cells(name, "lds", 3), *(self._cells(name, "loo", 4) if self.loo else [])]
             seconds = [f"{np.median([getattr(cost, key) for cost in costs]):.3g} s" for key in ("prepare", "query")]
@@ -102,33 +102,35 @@ class Comparison:
             )
         return "\n".join(lines)
 
-    def _cells(self, name: str, kind: Kind, digits: int) -> list[str]:
-        """A correlation with its interval, and how far it is behind the first method's on the same queries."""
-        table = getattr(self, kind)
+    def _cells(self, name: str, statistic: Statistic, digits: int) -> list[str]:
+        """Return a correlation with its interval, and its distance from the first method's on the same queries."""
+        table = getattr(self, statistic)
         if name not in table:
             return ["", ""]
-        own = _shown(self.estimate(name, kind), digits)
+        own = _format(self.estimate(name, statistic), digits)
         if name == self.first or self.first not in table:
             return [own, ""]
-        return [own, _shown(self.ahead(self.first, name, kind), digits)]
+        return [own, _format(self.ahead(self.first, name, statistic), digits)]
 
     def plot(self, path: str | os.PathLike[str]) -> None:
-        """Bars with their intervals, as a picture."""
+        """Draw bars with their intervals."""
         try:
             from matplotlib import pyplot as plt
         except ImportError as error:
             raise MissingExtra("plot", "report") from error
-        kinds = _KINDS if self.loo else _KINDS[:1]
-        figure, axes = plt.subplots(1, len(kinds), figsize=(5.5 * len(kinds), 0.4 * len(self.lds) + 1.4), squeeze=False)
-        for axis, kind in zip(axes[0], kinds, strict=True):
-            every = {name: self.estimate(name, kind) for name in getattr(self, kind)}
-            names = _best_first(every)[::-1]
+        statistics = _STATISTICS if self.loo else _STATISTICS[:1]
+        figure, axes = plt.subplots(
+            1, len(statistics), figsize=(5.5 * len(statistics), 0.4 * len(self.lds) + 1.4), squeeze=False
+        )
+        for axis, statistic in zip(axes[0], statistics, strict=True):
+            every = {name: self.estimate(name, statistic) for name in getattr(self, statistic)}
+            names = _sort_best_first(every)[::-1]
             found = [every[name] for name in names]
             away = np.array([[e.value - e.low for e in found], [e.high - e.value for e in found]])
             colours = ["#2a6f97" if name.startswith("Imprint") else "0.7" for name in names]
             axis.barh(names, [e.value for e in found], xerr=away, color=colours, error_kw={"elinewidth": 1})
-            axis.set_xlabel(kind.upper())
-            if kind == "lds" and not np.isnan(self.ceiling):
+            axis.set_xlabel(statistic.upper())
+            if statistic == "lds" and not np.isnan(self.ceiling):
                 axis.axvline(self.ceiling, color="#c8553d", linestyle="--", linewidth=1)
                 axis.annotate("ceiling", (self.ceiling, -0.4), color="#c8553d", ha="right", fontsize=8)
         figure.tight_layout()
@@ -136,28 +138,26 @@ class Comparison:
         plt.close(figure)
 
 
-def over_queries(values: Array) -> Estimate:
-    """The mean over runs and draws, (runs × draws, queries), with an interval over queries."""
-    return mean_estimate(_over_runs(values), within=(-1, 1))
+def average_queries(values: Array) -> Estimate:
+    """Average (runs × draws, queries), with an interval over queries."""
+    return mean_estimate(_average_runs(values), within=(-1, 1))
 
 
-def _over_runs(values: Array) -> Array:
-    """The mean of each query over runs and draws, NaN where none is defined."""
+def _average_runs(values: Array) -> Array:
+    """Average each query over runs and draws, NaN where none is defined."""
     there = ~np.isnan(values)
     with np.errstate(invalid="ignore"):
         return np.asarray(np.where(there, values, 0.0).sum(0) / there.sum(0))
 
 
-def _best_first(found: dict[str, Estimate]) -> list[str]:
-    """Names by value; what is undefined comes last."""
+def _sort_best_first(found: dict[str, Estimate]) -> list[str]:
+    """Sort names by value, undefined ones last."""
     return sorted(found, key=lambda name: -np.nan_to_num(found[name].value, nan=-np.inf))
 
 
-def _plain(found: Estimate) -> dict[str, float | None]:
+def _to_json(found: Estimate) -> dict[str, float | None]:
     return {key: None if np.isnan(value) else value for key, value in asdict(found).items()}
 
 
-def _shown(found: Estimate, digits: int) -> str:
-    if np.isnan(found.value):
-        return "undefined"
-    return found.shown(digits)
+def _format(found: Estimate, digits: int) -> str:
+    return "undefined" if np.isnan(found.value) else found.format(digits)

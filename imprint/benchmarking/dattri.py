@@ -1,10 +1,10 @@
-"""Imprint inside dattri: an attributor with dattri's interface, for its metrics, benchmarks and example scripts.
+"""Provides Imprint as an attributor of dattri, for its metrics, benchmarks and example scripts.
 
     attributor = ImprintAttributor(task=attribution_task, plan=imprint.Plan(steps=100))
     attributor.cache(train_loader)
     scores = attributor.attribute(train_loader, test_loader)  # (training examples, queries)
 
-dattri's convention: a positive score means that the training example helps, that is, lowers the target.
+By dattri's convention a positive score means that the training example helps, that is, lowers the target.
 """
 
 from typing import Any
@@ -15,7 +15,7 @@ from torch.func import vmap
 from torch.utils.data import DataLoader
 
 from imprint.attribution.scoring import attribute
-from imprint.batches import shown_batch
+from imprint.batches import describe_batch
 from imprint.data import Data
 from imprint.errors import DataError, MissingExtra
 from imprint.plan import Plan
@@ -34,11 +34,11 @@ except ImportError as error:
 
 
 class ImprintAttributor(BaseAttributor):  # type: ignore[misc]  # dattri has no types
-    """Imprints of every training example, from dattri's own description of a task.
+    """Attributes to every training example, from dattri's own description of a task.
 
-    task: its loss and target take (parameters, batch) and give the mean over a batch, as dattri's influence functions
-        want them; its checkpoints are used as ours are, with the mean of their scores.
-    readout: how queries are read out. With every example a source, one backward pass per query is the cheapest.
+    task: its loss and target take (parameters, batch) and return the mean over a batch, as for dattri's influence
+        functions; scores are averaged over its checkpoints.
+    readout: how queries are read out. With every example a source, one backward pass per query is the cheapest way.
     """
 
     def __init__(
@@ -53,52 +53,54 @@ class ImprintAttributor(BaseAttributor):  # type: ignore[misc]  # dattri has no 
         self.task, self.plan, self.device = task, plan, device
         self._readout, self._memory = readout, memory
         model = task.get_model().to(device)
-        self._task = Task(model, loss=_each(task.original_loss_func), measure=_each(task.original_target_func))
+        self._task = Task(
+            model, loss=_per_example(task.original_loss_func), measure=_per_example(task.original_target_func)
+        )
         self._store: Store | None = None
         self._cached: DataPrint = {}
 
     def cache(self, full_train_dataloader: DataLoader[Any]) -> None:
         """Simulate the imprints of all training examples of a loader."""
-        columns = _columns(full_train_dataloader)
+        columns = _read_columns(full_train_dataloader)
         self._cached = _fingerprint(columns)
         self._store = simulate(
             self._task,
             columns,
             Sources.per_example(len(columns[0])),
             self.plan,
-            checkpoints=self._states(),
+            checkpoints=self._load_states(),
             memory=self._memory,
         )
 
     def attribute(self, train_dataloader: DataLoader[Any], test_dataloader: DataLoader[Any]) -> Tensor:
-        """Scores of the cached training examples on every query, shape (training examples, queries)."""
+        """Return the scores of the cached training examples on every query, shape (training examples, queries)."""
         if self._store is None:
             self.cache(train_dataloader)
         assert self._store is not None
-        given = _columns(train_dataloader)
+        given = _read_columns(train_dataloader)
         if len(given[0]) != len(self._store):
             raise DataError(f"{len(self._store)} training examples were cached, this loader has {len(given[0])}.")
         if _fingerprint(given) != self._cached:
             raise DataError(
-                "this loader gives other training examples than were cached, or the same in another order: cache it, "
-                "and let no training loader shuffle."
+                "this loader yields other training examples than the cached ones, or the same in another order: cache "
+                "this loader, and turn shuffling off."
             )
-        queries = _columns(test_dataloader)
+        queries = _read_columns(test_dataloader)
         result = attribute(self._task, self._store, queries, readout=self._readout, memory=self._memory)
         return -result.scores.T.float()
 
-    def _states(self) -> list[Parameters]:
-        """The state of the model at each of the task's checkpoints."""
+    def _load_states(self) -> list[Parameters]:
+        """Load the state of the model at each of the task's checkpoints."""
         states = []
         for index in range(len(self.task.get_checkpoints())):
-            self.task.get_param(ckpt_idx=index)  # loads it, and lets dattri know
+            self.task.get_param(ckpt_idx=index)  # loads the checkpoint into the model
             state = self.task.get_model().state_dict()
             states.append({name: tensor.detach().clone() for name, tensor in state.items()})
         return states
 
 
-def _each(of_batch: Any) -> Any:
-    """One value per example from a function of (parameters, batch) that averages over its batch."""
+def _per_example(of_batch: Any) -> Any:
+    """Turn a function of (parameters, batch) that averages over its batch into one value per example."""
 
     def values(model: nn.Module, batch: Batch) -> Tensor:
         parameters = dict(model.named_parameters())
@@ -108,16 +110,16 @@ def _each(of_batch: Any) -> Any:
     return values
 
 
-def _columns(loader: DataLoader[Any]) -> tuple[Tensor, ...]:
-    """All batches of a loader as columns, in its order."""
+def _read_columns(loader: DataLoader[Any]) -> tuple[Tensor, ...]:
+    """Read all batches of a loader into columns, in its order."""
     batches = list(loader)
     if not batches:
-        raise DataError("the loader gives no batch: is its dataset empty, or smaller than a batch with drop_last?")
+        raise DataError("the loader yields no batch: is its dataset empty, or smaller than one batch with drop_last?")
     for batch in batches:
         if not (isinstance(batch, list | tuple) and batch and all(isinstance(part, Tensor) for part in batch)):
             raise DataError(
-                f"a loader must give lists or tuples of tensors, such as [x, y], as dattri's own do; got "
-                f"{shown_batch(batch)}. Give it a collate_fn that makes these."
+                f"a loader must yield lists or tuples of tensors, such as [x, y]; got {describe_batch(batch)}. Give it "
+                "a collate_fn that returns these."
             )
     return tuple(torch.cat(parts) for parts in zip(*batches, strict=True))
 

@@ -1,6 +1,6 @@
-"""What words alone say about where a text comes from: guesses without a model, which any attribution should beat.
+"""Guesses from words alone where a text comes from, without a model: baselines that any attribution should beat.
 
-Each gives scores (queries, sources) from the texts of the queries and of the sources, larger for what is more alike.
+Each function returns scores (queries, sources) from the texts of queries and sources, larger for more similar texts.
 """
 
 import re
@@ -18,7 +18,7 @@ Terms = Callable[[str], Iterable[str]]
 
 
 def words(text: str) -> list[str]:
-    """Its words in small letters.
+    """Split a text into lower-case words.
 
     >>> words("Speak, speak: is't done?")
     ['speak', 'speak', "is't", 'done']
@@ -27,7 +27,7 @@ def words(text: str) -> list[str]:
 
 
 def characters(length: int) -> Terms:
-    """A function that gives all stretches of so many characters, across words.
+    """Return a function that lists all runs of this many characters, across words.
 
     >>> characters(3)("To be")
     ['to ', 'o b', ' be']
@@ -43,9 +43,10 @@ def characters(length: int) -> Terms:
 def bm25(
     queries: Sequence[str], sources: Sequence[str], terms: Terms = words, k1: float = 1.5, b: float = 0.75
 ) -> Tensor:
-    """Okapi BM25: Σ over the query's terms of idf · f·(k₁ + 1)/(f + k₁(1 − b + b·length/mean length)), f of the source.
+    """Compute Okapi BM25: Σ over the query's terms of idf · f·(k₁ + 1)/(f + k₁(1 − b + b·length/mean length)).
 
-    idf = log(1 + (S − n + ½)/(n + ½)) for a term that n of S sources have.
+    f is the frequency of the term in the source, and idf = log(1 + (S − n + ½)/(n + ½)) for a term that n of S sources
+    have.
     """
     asked, had = _counts(queries, sources, terms)
     found = (had > 0).sum(0)
@@ -71,7 +72,7 @@ def tf_idf(queries: Sequence[str], sources: Sequence[str], terms: Terms = words)
 
 
 def size_only(queries: Sequence[str], sources: Sequence[str]) -> Tensor:
-    """The length of each source, whatever the query is."""
+    """Score each source by its length, whatever the query is."""
     lengths = torch.tensor([len(text) for text in sources], dtype=torch.float64)
     return lengths.repeat(len(queries), 1)
 

@@ -1,4 +1,4 @@
-"""Our own scores, as methods of a benchmark."""
+"""Defines Imprint's own scores as methods of a benchmark."""
 
 import time
 from collections.abc import Iterator
@@ -7,18 +7,18 @@ import torch
 
 from imprint.attribution.scoring import attribute
 from imprint.benchmarking.bench import Bench, Method, Runs
-from imprint.benchmarking.comparison import Scored
+from imprint.benchmarking.comparison import MethodScores
 from imprint.plan import Plan
 from imprint.simulation.runner import simulate
 from imprint.sources import Sources
 
 
 def imprints(plan: Plan | None = None, *, runs: int = 1) -> Method:
-    """Imprints of every example at all checkpoints of one or several runs; by default under `Plan.auto`."""
+    """Score every example by its imprints at all checkpoints of one or several runs; by default with `Plan.auto`."""
 
-    def score(bench: Bench, kept: Runs) -> Iterator[Scored]:
+    def score(bench: Bench, kept: Runs) -> Iterator[MethodScores]:
         protocol = bench.protocol
-        task, data = protocol.task("margin"), protocol.train.examples
+        task, data = protocol.build_task("margin"), protocol.train.examples
         columns, sources = data.gather(torch.arange(len(data))), Sources.per_example(len(data))
         states = [state for run in kept for state in run]
         begin = time.monotonic()
@@ -27,20 +27,21 @@ def imprints(plan: Plan | None = None, *, runs: int = 1) -> Method:
         ready = time.monotonic()
         result = attribute(task, store, protocol.queries, readout="gradient", batch_size=500, progress=False)
         took = time.monotonic() - ready
-        yield Scored(result.scores, ready - begin, took, bytes=store.bytes, note=_told(chosen))
+        yield MethodScores(result.scores, ready - begin, took, bytes=store.bytes, note=_describe_plan(chosen))
 
     return Method(score, {"plan": plan.to_json() if plan else "auto"}, runs)
 
 
 def paths(plan: Plan, checkpoint: int) -> Method:
-    """Path engines at one checkpoint (by number), the halves themselves being the sources: the response is linear in
-    the source, so that the imprint of a half is the sum of its examples'.
+    """Score the halves themselves along the path from one checkpoint, given by its number.
+
+    The response is linear in the source, so the imprint of a half is the sum of the imprints of its examples.
     """
 
-    def score(bench: Bench, kept: Runs) -> Iterator[Scored]:
+    def score(bench: Bench, kept: Runs) -> Iterator[MethodScores]:
         protocol = bench.protocol
-        task, data = protocol.task("margin"), protocol.train.examples
-        halves = torch.cat([truth.subsets.kept() for truth in bench.truths])
+        task, data = protocol.build_task("margin"), protocol.train.examples
+        halves = torch.cat([truth.subsets.membership() for truth in bench.truths])
         sources = Sources.groups({str(index): row.nonzero().flatten().tolist() for index, row in enumerate(halves)})
         begin = time.monotonic()
         store = simulate(
@@ -55,11 +56,13 @@ def paths(plan: Plan, checkpoint: int) -> Method:
         ready = time.monotonic()
         result = attribute(task, store, protocol.queries, readout="gradient", batch_size=500, progress=False)
         took = time.monotonic() - ready
-        yield Scored(result.scores, ready - begin, took, bytes=store.bytes, note=f"{plan.engine}, halves", halves=True)
+        yield MethodScores(
+            result.scores, ready - begin, took, bytes=store.bytes, note=f"{plan.engine}, halves", halves=True
+        )
 
     return Method(score, {"plan": plan.to_json(), "checkpoint": checkpoint})
 
 
-def _told(plan: Plan) -> str:
+def _describe_plan(plan: Plan) -> str:
     values = ", ".join(f"{name} {value}" for name, value in plan.to_json().items() if isinstance(value, list))
     return f"{plan.engine}, {values}"

@@ -1,8 +1,8 @@
-"""How faithful scores are as the settings vary: LDS and LOO against T for several η, and against λ for T = ∞.
+"""Measures how faithful scores are as settings vary: LDS and LOO against steps for several lr, and against damping.
 
-On the curvature frozen at a checkpoint a score is Σ_i S(μ_i) (g_q·q_i)(g_b·q_i) and what lies outside the basis: the
-products are made once, and every setting is a filter on them. So settings can be swept that the engine refuses, such as
-steps so long that they diverge.
+With the curvature frozen at a checkpoint a score is Σ_i S(μ_i) (g_q·q_i)(g_b·q_i) plus a part outside the basis. The
+products are computed once, and every setting is a filter S on them. A sweep therefore includes settings that the engine
+refuses, such as steps so long that they diverge.
 """
 
 import json
@@ -29,11 +29,11 @@ from imprint.tensors.rows import Rows, along, factorable, gradients
 
 
 @dataclass(frozen=True)
-class Filterable:
-    """What scores at one checkpoint are made of, for any setting.
+class ScoreParts:
+    """The parts that scores at one checkpoint are composed of, under any settings.
 
-    queries, examples: gradients on the basis, (queries, directions) and (examples, directions); `products` of whole
-        gradients, (queries, examples).
+    queries, examples: gradients on the basis, (queries, directions) and (examples, directions).
+    products: dot products of whole gradients, (queries, examples).
     """
 
     frozen: FrozenCurvature
@@ -42,9 +42,9 @@ class Filterable:
     products: Tensor
 
     @classmethod
-    def at(cls, bench: Bench, state: Parameters, measure: str | None, directions: int) -> "Filterable":
+    def at(cls, bench: Bench, state: Parameters, measure: str | None, directions: int) -> "ScoreParts":
         """Measure curvature and gradients at a state."""
-        task, data = bench.protocol.task(measure), bench.protocol.train.examples
+        task, data = bench.protocol.build_task(measure), bench.protocol.train.examples
         functional, theta = task.at(task.complete(state))
         dtype = next(iter(theta.values())).dtype
         with task.evaluating():
@@ -71,15 +71,15 @@ class Filterable:
             )
 
     def scores(self, settings: Settings, lr: float) -> Tensor:
-        """s(b, q) under some settings, (queries, examples)."""
+        """Return s(b, q) under some settings, (queries, examples)."""
         inside = respond(self.frozen.values, settings, lr).to(self.products)
         outside = self.frozen.outside(settings, lr)
         return -((self.queries * (inside - outside)) @ self.examples.T + outside * self.products)
 
-    def swept(self, steps: int | None, relative: float, damping: float) -> Tensor:
-        """The same up to a factor, without which diverged scores would be too large to be correlated.
+    def normalised_scores(self, steps: int | None, relative: float, damping: float) -> Tensor:
+        """Return scores scaled to at most 1: diverged scores would be too large to correlate.
 
-        relative, damping: η times the largest curvature, and λ in units of it; `steps` is None for T = ∞.
+        steps: None for infinitely many. relative: lr times the largest curvature; `damping` is in units of it.
         """
         largest = self.frozen.largest
         lr = relative / largest if steps else 1.0
@@ -88,8 +88,8 @@ class Filterable:
 
 
 @dataclass(frozen=True)
-class Point:
-    """One setting and what it reached; `steps` is None for T = ∞, `relative` is ημ and `damping` λ/μ, μ the largest."""
+class SweepResult:
+    """The settings of one simulation, as in `ScoreParts.normalised_scores`, and the correlations they reach."""
 
     steps: int | None
     relative: float
@@ -99,16 +99,16 @@ class Point:
 
 
 STEPS = (1, 3, 10, 30, 100, 300, 1000, 3000)
-RELATIVE = (0.01, 0.1, 1.0, 2.2)  # of 1/μ: slow, middling, good, unstable
-DAMPINGS = tuple(float(value) for value in np.geomspace(1e-4, 1, 9))  # of μ
+RELATIVE = (0.01, 0.1, 1.0, 2.2)  # lr times the largest curvature: slow, moderate, good, unstable
+DAMPINGS = tuple(float(value) for value in np.geomspace(1e-4, 1, 9))  # in units of the largest curvature
 GRID: tuple[tuple[int | None, float, float], ...] = (
     *((steps, relative, 0.0) for relative in RELATIVE for steps in STEPS),
     *((None, 0.0, damping) for damping in DAMPINGS),
 )
 
 
-def called(checkpoint: int, directions: int, leave_one_out: bool) -> str:
-    """The name of a sweep's files, without the ending."""
+def name_sweep(checkpoint: int, directions: int, leave_one_out: bool) -> str:
+    """Return the name of a sweep's files, without the extension."""
     return f"sweep-{checkpoint}-{directions}{'-loo' if leave_one_out else ''}"
 
 
@@ -119,52 +119,54 @@ def sweep(
     directions: int = 300,
     leave_one_out: bool = False,
     progress: bool | Advance = True,
-) -> list[Point]:
-    """Every setting of the grid at one checkpoint (by number) of the first run; kept in the benchmark's folder."""
-    place = bench.out / f"{called(checkpoint, directions, leave_one_out)}.json"
-    points = [Point(**each) for each in json.loads(place.read_text())] if place.is_file() else []
-    if [(point.steps, point.relative, point.damping) for point in points] != list(GRID[: len(points)]):
-        points = []  # of another grid
+) -> list[SweepResult]:
+    """Score all settings of the grid at one checkpoint of the first run, and keep results in the benchmark's folder."""
+    place = bench.out / f"{name_sweep(checkpoint, directions, leave_one_out)}.json"
+    results = [SweepResult(**each) for each in json.loads(place.read_text())] if place.is_file() else []
+    if [(result.steps, result.relative, result.damping) for result in results] != list(GRID[: len(results)]):
+        results = []  # the file is of another grid
     with closing(Progress("sweeping", len(GRID), "settings", progress)) as bar:
-        bar.skip(len(points))
-        if len(points) == len(GRID):
-            return points
-        truths, state = bench.once, bench.states([0])[0][checkpoint]
-        margin = Filterable.at(bench, state, "margin", directions)
-        loss = Filterable.at(bench, state, None, directions) if leave_one_out else None
-        for steps, relative, damping in GRID[len(points) :]:
-            found = margin.swept(steps, relative, damping)
+        bar.skip(len(results))
+        if len(results) == len(GRID):
+            return results
+        truths, state = bench.first_runs, bench.states([0])[0][checkpoint]
+        margin = ScoreParts.at(bench, state, "margin", directions)
+        loss = ScoreParts.at(bench, state, None, directions) if leave_one_out else None
+        for steps, relative, damping in GRID[len(results) :]:
+            found = margin.normalised_scores(steps, relative, damping)
             fidelity = float(np.mean([lds(found, truth).estimate.value for truth in truths]))
             single = None
             if loss is not None:
-                single = loo(loss.swept(steps, relative, damping), bench.loo_truth).estimate.value
-            points.append(Point(steps, relative, damping, fidelity, single))
-            text = json.dumps([asdict(point) for point in points], indent=1)
+                single = loo(loss.normalised_scores(steps, relative, damping), bench.loo_truth).estimate.value
+            results.append(SweepResult(steps, relative, damping, fidelity, single))
+            text = json.dumps([asdict(result) for result in results], indent=1)
             write(place, lambda path, text=text: path.write_text(text))  # type: ignore[misc]
             bar.advance()
-    return points
+    return results
 
 
-def draw(points: list[Point], path: str | os.PathLike[str], title: str) -> None:
-    """LDS, and LOO where it is known, against T for every η and against λ."""
+def plot_sweep(results: list[SweepResult], path: str | os.PathLike[str], title: str) -> None:
+    """Draw LDS, and LOO where it is known, against the steps for each lr, and against damping."""
     try:
         from matplotlib import pyplot as plt
     except ImportError as error:
-        raise MissingExtra("a picture of a sweep", "report") from error
-    kinds = ["lds", *(["loo"] if points[0].loo is not None else [])]
-    figure, axes = plt.subplots(len(kinds), 2, figsize=(9, 3.4 * len(kinds)), squeeze=False, layout="constrained")
-    for row, kind in zip(axes, kinds, strict=True):
+        raise MissingExtra("plotting a sweep", "report") from error
+    statistics = ["lds", *(["loo"] if results[0].loo is not None else [])]
+    figure, axes = plt.subplots(
+        len(statistics), 2, figsize=(9, 3.4 * len(statistics)), squeeze=False, layout="constrained"
+    )
+    for row, statistic in zip(axes, statistics, strict=True):
         for relative in RELATIVE:
-            line = [point for point in points if point.relative == relative and point.steps is not None]
+            line = [result for result in results if result.relative == relative and result.steps is not None]
             row[0].plot(
-                [p.steps for p in line], [getattr(p, kind) for p in line], "o-", label=f"η = {relative:g}/μ", ms=3
+                [p.steps for p in line], [getattr(p, statistic) for p in line], "o-", label=f"lr = {relative:g}/μ", ms=3
             )
-        damped = [point for point in points if point.steps is None]
-        row[1].plot([p.damping for p in damped], [getattr(p, kind) for p in damped], "o-", color="0.3", ms=3)
-        for axis, label in zip(row, ("T, steps", "λ/μ at T = ∞"), strict=True):
+        damped = [result for result in results if result.steps is None]
+        row[1].plot([p.damping for p in damped], [getattr(p, statistic) for p in damped], "o-", color="0.3", ms=3)
+        for axis, label in zip(row, ("steps", "damping/μ, infinite steps"), strict=True):
             axis.set_xscale("log")
             axis.set_xlabel(label)
-            axis.set_ylabel(kind.upper())
+            axis.set_ylabel(statistic.upper())
         row[0].legend(fontsize=8)
     figure.suptitle(title)
     write(Path(path), lambda beside: figure.savefig(beside, dpi=140))

@@ -1,1 +1,1 @@
-"""Trying a task on a few examples before trusting it: its loss, its measure, its derivatives."""
+"""Tests a task on a few examples before trusting it: its loss, its measurement, its derivatives."""

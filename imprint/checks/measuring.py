@@ -1,7 +1,7 @@
-"""Puts a measurement to the test on the first queries, before any score of it is believed.
+"""Tests a measurement on the first queries, before any score is reported.
 
-F(q; θ) must be a function of the model it is given and of one query, the same each time it is asked for, and have the
-derivative that forward mode or a backward pass takes of it. `Reader` asks once for each task.
+F(q; θ) must be a deterministic function of the given model and of one query, and automatic differentiation must return
+its true derivative. `Reader` runs these checks once for each task.
 """
 
 from dataclasses import replace
@@ -9,25 +9,26 @@ from dataclasses import replace
 from torch import OutOfMemoryError, Tensor, enable_grad
 
 from imprint.batches import is_columnar, map_tensors
-from imprint.checks.agreement import NOTICED, measure_gap
-from imprint.checks.soundness import ON_ITS_OWN, furthest, leaves_of, tolerance
+from imprint.checks.agreement import NOTICED, measurement_error
+from imprint.checks.soundness import ON_ITS_OWN, find_difference, find_leaves, rounding_tolerance
 from imprint.errors import ImprintError, ReadoutError
-from imprint.task import Batch, Functional, Parameters, Task, targets
+from imprint.model.measures import find_targets
+from imprint.task import Batch, Functional, Parameters, Task
 
-_QUERIES = 4  # on which it is tried
+_QUERIES = 4  # for which derivatives are checked
 
 
-def unit_of(task: Task, batch: Batch) -> float:
-    """A nat for what is measured of a classifier by name or as its loss; 0 where F may be anything."""
-    right = targets(batch)
+def natural_scale(task: Task, batch: Batch) -> float:
+    """Return 1 (nat) if F is the loss or a named measure of a classifier, 0 if F may have any scale."""
+    right = find_targets(batch)
     classes = right is not None and right.dim() == 1 and not right.is_floating_point()
     return 1.0 if task.outputs is not None and task.better is not None and classes else 0.0
 
 
-def measured(functional: Functional, theta: Parameters, batch: Batch, count: int) -> list[float]:
-    """F of the first queries, from a plain run, in which an error of the measurement shows as such."""
+def measure_first_queries(functional: Functional, theta: Parameters, batch: Batch, count: int) -> list[float]:
+    """Compute F of the first queries without any transformation, so that an error in the user's code surfaces here."""
     try:
-        with enable_grad():  # all tensors of the given model are constants here, and no graph is made
+        with enable_grad():  # the given tensors are constants: whatever requires a gradient came from elsewhere
             fixed = {name: tensor.detach() for name, tensor in functional.fixed.items()}
             plain = {name: p.detach() for name, p in theta.items()}
             values = replace(functional, fixed=fixed).measures(plain, batch, count)
@@ -36,10 +37,10 @@ def measured(functional: Functional, theta: Parameters, batch: Batch, count: int
     except Exception as error:
         raise ReadoutError(f"the measurement failed on the first queries: {type(error).__name__}: {error}") from error
     own = {id(parameter) for parameter in functional.task.model.parameters()}
-    if any(id(tensor) in own for tensor in leaves_of(values)):
+    if any(id(tensor) in own for tensor in find_leaves(values)):
         raise ReadoutError(
-            "the measurement uses another reference to the model than the one it is given: inside "
-            "measure(model, batch) use the argument `model`."
+            "the measurement uses another reference to the model than the one it is given: use the argument `model` "
+            "inside measure(model, batch)."
         )
     values = values.detach()
     if not bool(values.isfinite().all()):
@@ -50,10 +51,10 @@ def measured(functional: Functional, theta: Parameters, batch: Batch, count: int
 
 
 def _refuse_dependence(functional: Functional, theta: Parameters, batch: Batch, count: int, values: Tensor) -> None:
-    """Refuse a measurement that is random, or in which a query's value depends on the other queries of its batch."""
+    """Refuse a measurement that is random, or whose value for a query depends on the other queries of its batch."""
     alone = count > 1 and is_columnar(batch, count)
     again = functional.measures(theta, *((map_tensors(lambda t: t[:1], batch), 1) if alone else (batch, count)))
-    worst = furthest(values[: len(again)], again, tolerance(functional.task))
+    worst = find_difference(values[: len(again)], again, rounding_tolerance(functional.task))
     if worst is None:
         return
     was, now = float(values[worst]), float(again[worst])
@@ -62,24 +63,24 @@ def _refuse_dependence(functional: Functional, theta: Parameters, batch: Batch, 
             f"the measurement of query {worst} is {was:.4g} among other queries and {now:.4g} alone. {ON_ITS_OWN}"
         )
     raise ReadoutError(
-        f"the measurement of query {worst} is {was:.4g} and then, asked again, {now:.4g}: it draws random numbers in "
-        "evaluation mode too, or changes something as it is called. Make it the same each time."
+        f"the measurement of query {worst} is {was:.4g} on the first call and {now:.4g} on the second: it draws random "
+        "numbers even in evaluation mode, or changes some state. Make it deterministic."
     )
 
 
 SILENT = (
-    "every score of some queries is exactly 0, since their measurement has no derivative by the selected parameters. "
-    "Does it use the argument `model`? Steps such as an accuracy, rounding or saturated losses are flat: measure a "
-    "margin or a log-probability instead."
+    "every score of some queries is exactly 0, because their measurement has no derivative with respect to the "
+    "selected parameters. Does it use the argument `model`? Accuracy, rounding and saturated losses are flat: measure "
+    "a margin or a log-probability instead."
 )
 
 
 def check_derivative(
     functional: Functional, theta: Parameters, batch: Batch, count: int, direction: Parameters, *, backward: bool
 ) -> tuple[str, ...]:
-    """Compare the derivative that a readout takes with differences of F; once for each model and measurement.
+    """Compare the derivative that a readout uses with finite differences of F, once for each model and measurement.
 
-    Return the warnings that scores must carry, if any.
+    Return the warnings that the scores must carry, if any.
     """
     task = functional.task
     key = task.measure_name, getattr(functional.measure or task.measure, "__code__", None), backward
@@ -88,20 +89,18 @@ def check_derivative(
         if count > _QUERIES and is_columnar(batch, count):
             batch, count = map_tensors(lambda t: t[:_QUERIES], batch), _QUERIES
         try:
-            found = measure_gap(functional, theta, batch, count, direction, backward=backward)
+            found = measurement_error(functional, theta, batch, count, direction, backward=backward)
         except (ImprintError, OutOfMemoryError):
             raise
-        except Exception:  # a model that float64 does not take
+        except Exception:  # the model does not run in float64
             return ()
-        known[key] = _say(found)
+        known[key] = () if found <= NOTICED else (_explain_error(found),)
     return known[key]
 
 
-def _say(gap: float) -> tuple[str, ...]:
-    if gap <= NOTICED:
-        return ()
+def _explain_error(error: float) -> str:
     return (
-        f"the derivative of the measurement is {100 * gap:.3g}% off the differences of its values, and scores are off "
-        "by about as much, unless that is meant, as of a straight-through estimator: look for .detach(), .item(), "
-        'numpy and custom autograd functions in it, or read out by readout="central".',
+        f"the derivative of the measurement is {100 * error:.3g}% off finite differences of its values, and scores are "
+        "off by about as much, unless this is intended, as with a straight-through estimator: look for .detach(), "
+        '.item(), NumPy and custom autograd functions in it, or use readout="central".'
     )

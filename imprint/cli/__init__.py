@@ -1,1 +1,1 @@
-"""The command line, and the loading of experiments for it."""
+"""Implements the command line: the commands, the loading of experiments, and terminal output."""

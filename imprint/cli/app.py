@@ -1,7 +1,7 @@
-"""The command line, `imprint`.
+"""Runs the command line, `imprint`.
 
-Results go to standard output, everything else to standard error. Exit codes: 0 done, 1 refused or failed, with a
-message, 2 a wrong command line, 130 interrupted. With IMPRINT_TRACEBACK=1 an error comes with all of its traceback.
+Results go to standard output, everything else to standard error. With IMPRINT_TRACEBACK=1 errors come with a full
+traceback.
 """
 
 import logging
@@ -18,26 +18,38 @@ from imprint.cli.commands.demo import demo
 from imprint.cli.commands.evaluation import evaluate, retrain
 from imprint.cli.commands.export import export
 from imprint.cli.commands.stores import attribute, check, inspect, simulate, verify
-from imprint.cli.loading import own_frames
-from imprint.cli.terminal import console, errors, marked
+from imprint.cli.loading import user_frames
+from imprint.cli.terminal import console, errors, escape_markup
 from imprint.display import for_terminal
 from imprint.errors import ImprintError, first_line
 
+_EXIT_STATUS = (
+    "Exit status: 0 on success; 1 if the command was refused or failed, with the reason on standard error; 2 for a "
+    "wrong command line; 130 if interrupted."
+)
+
 app = typer.Typer(
-    help="How much does each data source move this prediction? Answered with forward passes only.",
+    help="""Measure how much each data source moves a model's predictions, with forward passes only.
+
+    A source is a training example, or a named group of them. `imprint simulate` computes once how each source moves the
+    parameters of the model, its imprint, and writes the imprints to a store. `imprint attribute` then reads out the
+    effect of every source on any query.
+
+    Start with `imprint demo`, or with `imprint check my_model.py:task` for a model of your own.
+    """,
+    epilog=_EXIT_STATUS,
     no_args_is_help=True,
     rich_markup_mode="markdown",
     pretty_exceptions_enable=False,
 )
 for command in (demo, check, simulate, attribute, inspect, verify, export, retrain, evaluate, bench, sweep):
-    app.command()(command)
-
+    app.command(epilog=_EXIT_STATUS)(command)
 
 _TRACEBACK = "IMPRINT_TRACEBACK"
 
 
-def _version(asked: bool) -> None:
-    if asked:
+def _print_version(requested: bool) -> None:
+    if requested:
         console.print(f"imprint {imprint.__version__}")
         raise typer.Exit
 
@@ -45,25 +57,25 @@ def _version(asked: bool) -> None:
 @app.callback()
 def _options(
     version: Annotated[
-        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version and leave.")
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
     ] = False,
 ) -> None:
     pass
 
 
 def _show_warning(message: Warning | str, *origin: Any, **more: Any) -> None:
-    _one_line("[yellow]warning:[/yellow]", message)
+    _print_line("[yellow]warning:[/yellow]", message)
 
 
-def _one_line(head: str, message: Exception | str) -> None:
+def _print_line(head: str, message: Exception | str) -> None:
     text = " ".join(line.strip() for line in str(message).splitlines())
-    errors.print(f"{head} {marked(text)}", highlight=False, soft_wrap=True)
+    errors.print(f"{head} {escape_markup(text)}", highlight=False, soft_wrap=True)
 
 
-class _Clean(logging.Formatter):
-    """Log records have names and paths in them too: a message is one line, a traceback keeps its own."""
+class _SafeFormatter(logging.Formatter):
+    """Makes log records safe to print: a message becomes one line, a traceback keeps its lines."""
 
-    def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802  (the name is that of logging)
+    def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802  (named by logging)
         record.message = for_terminal(record.message)
         return super().formatMessage(record)
 
@@ -72,9 +84,9 @@ class _Clean(logging.Formatter):
 
 
 def main() -> None:
-    """Run the command line; errors of this library are one line, those of the user's code have its own frames."""
+    """Run the command line; print this library's errors as one line, and errors in user code with their own frames."""
     handler = logging.StreamHandler()
-    handler.setFormatter(_Clean("%(levelname)s: %(message)s"))
+    handler.setFormatter(_SafeFormatter("%(levelname)s: %(message)s"))
     logging.basicConfig(handlers=[handler], level=logging.WARNING)
     warnings.showwarning = _show_warning
     try:
@@ -82,15 +94,15 @@ def main() -> None:
     except ImprintError as error:
         if os.environ.get(_TRACEBACK):
             raise
-        _one_line("[red]error:[/red]", error)
+        _print_line("[red]error:[/red]", error)
         raise SystemExit(1) from None
     except Exception as error:
-        theirs = own_frames(error)
+        theirs = user_frames(error)
         if os.environ.get(_TRACEBACK) or not theirs:
             raise
-        _one_line("[red]error:[/red]", first_line(error))
+        _print_line("[red]error:[/red]", first_line(error))
         notes, frames = getattr(error, "__notes__", []), "".join(traceback.format_list(theirs)).rstrip()
-        told = "\n".join([*notes, frames, f"({_TRACEBACK}=1 shows all of it)"])
-        told = "\n".join(map(for_terminal, told.split("\n")))
-        errors.print(told, markup=False, highlight=False, soft_wrap=True)
+        details = "\n".join([*notes, frames, f"({_TRACEBACK}=1 shows the full traceback)"])
+        details = "\n".join(map(for_terminal, details.split("\n")))
+        errors.print(details, markup=False, highlight=False, soft_wrap=True)
         raise SystemExit(1) from None

@@ -1,6 +1,6 @@
-"""What to work on, named by strings: for the command line, configuration files, and manifests that are replayed.
+"""Describes an experiment by strings, as the command line, configuration files and manifests do.
 
-Settings come from flags, a TOML file or a manifest, one put over the other; `imprint.cli.loading` finds what they name.
+Flags override a TOML file, which overrides a manifest. `imprint.cli.loading` loads the objects that the strings name.
 """
 
 import difflib
@@ -15,38 +15,37 @@ from imprint.errors import ConfigurationError
 from imprint.store.reading import Store
 
 NOTE = "imprint"
-"""Under which key of a store's note the command line keeps its own."""
-
+"""The key under which the command line keeps its own entry in a store's note."""
 
 PER_EXAMPLE = "per-example"
-"""The sources that need no name: every training example is one."""
+"""Given instead of an import string: every training example is a source."""
 
 
-def named_by(store: Store) -> "Experiment":
-    """What a store says that it was made with, as texts to show; nothing of what is no name."""
-    command = noted(store.manifest.note).get("command")
+def read_command(store: Store) -> "Experiment":
+    """Read the names that a store was made with, to be shown but not loaded; empty where the note holds no names."""
+    command = read_note(store.manifest.note).get("command")
     try:
         found = Experiment.from_values(command if isinstance(command, dict) else {}, "the manifest's command")
-    except ConfigurationError:  # a note may say anything
+    except ConfigurationError:  # a note may hold anything
         return Experiment()
     texts = [getattr(found, name) or "" for name in _OBJECTS] + list(found.checkpoints)
-    return Experiment() if any(text.startswith("-") for text in texts) else found  # which would be an option
+    return Experiment() if any(text.startswith("-") for text in texts) else found  # it would be read as an option
 
 
-def noted(note: Any) -> dict[str, Any]:
-    """What the command line has kept in a note; nothing, where the note is somebody else's."""
+def read_note(note: Any) -> dict[str, Any]:
+    """Return the entry of the command line in a note; empty if the note is the caller's own."""
     found = note.get(NOTE) if isinstance(note, dict) else None
     return found if isinstance(found, dict) else {}
 
 
 @dataclass(frozen=True)
 class Experiment:
-    """The settings of a command, as strings and plain values; None is left to its default.
+    """The settings of a command as strings and plain values; None stands for the default.
 
-    task, data, sources, queries, collate_fn: import strings; `task` may also be a ready-made setting, `sources`
-        "per-example".
-    checkpoints: .safetensors files, or one import string of a list.
-    plan: fields of a `Plan`, over those of a `plan` in the task's module.
+    task, data, sources, queries, collate_fn: import strings; `task` may also name a built-in setting, and `sources`
+        may be "per-example".
+    checkpoints: .safetensors files, or the import string of a list.
+    plan: fields of a `Plan`, which override the `plan` in the task's module.
     """
 
     task: str | None = None
@@ -65,29 +64,29 @@ class Experiment:
 
     @classmethod
     def from_toml(cls, path: Path) -> "Experiment":
-        """The settings in a file; its paths are relative to its folder."""
+        """Read settings from a TOML file; paths in it are relative to its folder."""
         try:
             values = tomllib.loads(path.read_text(encoding="utf-8"))
         except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
             raise ConfigurationError(f"{path} cannot be read: {error}") from error
-        return cls.from_values(values, str(path)).beside(path.parent)
+        return cls.from_values(values, str(path)).relative_to(path.parent)
 
-    def over_store(self, store: Store, library: Collection[str] = ()) -> "Experiment":
-        """These settings over those of a store: its plan, dtype and batch size, and no more than that of its names.
+    def override_store(self, store: Store, library: Collection[str] = ()) -> "Experiment":
+        """Fill in the plan, dtype and batch size of a store where they are not given.
 
-        Nothing that a store names is loaded, since whoever made the store would decide what runs here. What is the
-        library's own stays: a task that is one of the `library`'s settings, and "per-example" sources.
+        Names in a store are not used: loading them would let whoever made the store choose the code that runs here.
+        Exceptions are the library's own: a task among the built-in settings, `library`, and "per-example" sources.
         """
-        manifest, named = store.manifest, named_by(store)
+        manifest, named = store.manifest, read_command(store)
         task = named.task if named.task in library else None
         sources = named.sources if named.sources == PER_EXAMPLE else None
-        batch_size = manifest.execution.get("batch_size")
+        batch_size = manifest.execution.batch_size
         kept = Experiment(task=task, sources=sources, plan=manifest.plan.to_json(), dtype=manifest.dtype)
-        return self.over(replace(kept, batch_size=batch_size))
+        return self.override(replace(kept, batch_size=batch_size))
 
-    def unrepeated(self, store: Store, names: Collection[str]) -> dict[str, tuple[str, ...]]:
-        """What a store was made with, of these settings, that is not given here: by setting."""
-        theirs, found = named_by(store), {}
+    def find_unrepeated(self, store: Store, names: Collection[str]) -> dict[str, tuple[str, ...]]:
+        """Find the settings that a store was made with and that are not given here, by name."""
+        theirs, found = read_command(store), {}
         for name in (*_OBJECTS, "checkpoints"):
             value = getattr(theirs, name)
             if name in names and value and not getattr(self, name):
@@ -96,71 +95,75 @@ class Experiment:
 
     @classmethod
     def from_values(cls, values: Mapping[str, Any], origin: str) -> "Experiment":
-        """Settings from a mapping; unknown names and wrong types are errors."""
+        """Read settings from a mapping; refuse unknown names and wrong types."""
         known = {f.name for f in fields(cls)}
         for name, value in values.items():
             if name not in known:
-                raise ConfigurationError(f"{origin} has an unknown setting {name!r}{close_matches(name, known)}")
-            expected = _KINDS.get(name, str)
+                raise ConfigurationError(f"{origin} has an unknown setting {name!r}{suggest_names(name, known)}")
+            expected = _TYPES.get(name, str)
             if not isinstance(value, expected) or isinstance(value, bool):
-                raise ConfigurationError(f"{origin}: {name} must be {_KIND_NAMES.get(name, 'a text')}, got {value!r}.")
+                raise ConfigurationError(
+                    f"{origin}: {name} must be {_TYPE_NAMES.get(name, 'a string')}, got {value!r}."
+                )
         given: dict[str, Any] = dict(values)
         if "checkpoints" in given:
             listed = [given["checkpoints"]] if isinstance(given["checkpoints"], str) else given["checkpoints"]
             if not all(isinstance(item, str) for item in listed):
-                raise ConfigurationError(f"{origin}: checkpoints must be texts, got {listed!r}.")
+                raise ConfigurationError(f"{origin}: checkpoints must be strings, got {listed!r}.")
             given["checkpoints"] = tuple(listed)
         return cls(**given)
 
     def to_json(self) -> dict[str, Any]:
-        """What names the objects, for a manifest: the rest stands there already."""
+        """Return the names of the objects, for a manifest, which has the other settings already."""
         values: dict[str, Any] = {name: getattr(self, name) for name in _OBJECTS if getattr(self, name) is not None}
         return {**values, **({"checkpoints": list(self.checkpoints)} if self.checkpoints else {})}
 
-    def beside(self, folder: Path) -> "Experiment":
-        """The same with its paths, which were relative to `folder`, relative to where we are."""
+    def relative_to(self, folder: Path) -> "Experiment":
+        """Make paths that are relative to `folder` relative to the current folder."""
 
-        def moved(text: str) -> str:
+        def resolve(text: str) -> str:
             path, colon, name = text.rpartition(":")
             if text.endswith(".safetensors"):
                 return os.path.normpath(folder / text)
             return f"{os.path.normpath(folder / path)}{colon}{name}" if path.endswith(".py") else text
 
-        objects: dict[str, Any] = {name: moved(value) for name in _OBJECTS if (value := getattr(self, name))}
+        objects: dict[str, Any] = {name: resolve(value) for name in _OBJECTS if (value := getattr(self, name))}
         return replace(
             self,
             **objects,
-            checkpoints=tuple(map(moved, self.checkpoints)),
+            checkpoints=tuple(map(resolve, self.checkpoints)),
             out=None if self.out is None else os.path.normpath(folder / self.out),
         )
 
-    def over_file(self, path: Path | None) -> "Experiment":
-        """These settings over those of a TOML file, if there is one."""
-        return self if path is None else self.over(Experiment.from_toml(path))
+    def override_file(self, path: Path | None) -> "Experiment":
+        """Fill in what is not given from a TOML file, if there is one."""
+        return self if path is None else self.override(Experiment.from_toml(path))
 
-    def over(self, other: "Experiment") -> "Experiment":
-        """These settings where they are given, those of `other` elsewhere."""
+    def override(self, other: "Experiment") -> "Experiment":
+        """Fill in what is not given from `other`."""
         given = {f.name: value for f in fields(self) if (value := getattr(self, f.name)) not in (None, (), {})}
-        plan = self.plan if self.plan.get("auto") else {**other.plan, **self.plan}  # what is chosen is chosen anew
+        plan = (
+            self.plan if self.plan.get("auto") else {**other.plan, **self.plan}
+        )  # an automatic plan replaces the other
         return replace(other, **{**given, "plan": plan})
 
 
 _OBJECTS = ("task", "data", "sources", "queries", "collate_fn")
-_KINDS: dict[str, Any] = {"plan": dict, "batch_size": int, "memory": str | int, "checkpoints": list | tuple | str}
-_KIND_NAMES = {
+_TYPES: dict[str, Any] = {"plan": dict, "batch_size": int, "memory": str | int, "checkpoints": list | tuple | str}
+_TYPE_NAMES = {
     "plan": "a table",
     "batch_size": "a whole number",
-    "memory": 'a number of bytes or a text such as "4GiB"',
-    "checkpoints": "a list of texts",
+    "memory": 'a number of bytes or a string such as "4GiB"',
+    "checkpoints": "a list of strings",
 }
 
 
-def plan_values(pairs: list[str]) -> dict[str, Any]:
-    """Fields of a plan from texts such as "steps=100" and "lr=0.1,auto"; "auto" alone stands for `Plan.auto`.
+def parse_plan(pairs: list[str]) -> dict[str, Any]:
+    """Parse fields of a plan from strings such as "steps=100" and "lr=0.1,auto"; "auto" alone stands for `Plan.auto`.
 
-    >>> plan_values(["steps=100,200", "lr=auto", "keep_pair=true"])
+    >>> parse_plan(["steps=100,200", "lr=auto", "keep_pair=true"])
     {'steps': [100, 200], 'lr': 'auto', 'keep_pair': True}
-    >>> plan_values(["auto", "directions=100"])
+    >>> parse_plan(["auto", "directions=100"])
     {'auto': True, 'directions': 100}
     """
     found: dict[str, Any] = {}
@@ -169,13 +172,13 @@ def plan_values(pairs: list[str]) -> dict[str, Any]:
         if pair.strip() == "auto":
             name, equals, text = "auto", "=", "true"
         if not equals:
-            raise ConfigurationError(f"{pair!r} sets nothing: expected NAME=VALUE, such as steps=100, or auto.")
-        values = [_value(part) for part in text.split(",")]
+            raise ConfigurationError(f"{pair!r} is not a plan field: expected NAME=VALUE, such as steps=100, or auto.")
+        values = [_parse_value(part) for part in text.split(",")]
         found[name.strip()] = values if len(values) > 1 else values[0]
     return found
 
 
-def _value(text: str) -> Any:
+def _parse_value(text: str) -> Any:
     words = {"true": True, "false": False, "none": None}
     text = text.strip()
     if text.lower() in words:
@@ -188,14 +191,14 @@ def _value(text: str) -> Any:
     return text
 
 
-def close_matches(name: str, known: Iterable[str]) -> str:
-    """The end of a message about a name that is not known: what may have been meant, or what there is.
+def suggest_names(name: str, known: Iterable[str]) -> str:
+    """Finish a message about an unknown name: suggest similar names, or list the known ones.
 
-    >>> close_matches("trian", ["train", "task"]), close_matches("x", ["train"]), close_matches("x", [])
-    ('; did you mean train?', '; there are train.', '.')
+    >>> suggest_names("trian", ["train", "task"]), suggest_names("x", ["train"]), suggest_names("x", [])
+    ('; did you mean train?', '; known names: train.', '.')
     """
     known = list(known)
     near = difflib.get_close_matches(name, known, n=3)
     if near:
         return f"; did you mean {' or '.join(near)}?"
-    return f"; there are {', '.join(sorted(known)[:12])}." if known else "."
+    return f"; known names: {', '.join(sorted(known)[:12])}." if known else "."

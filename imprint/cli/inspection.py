@@ -1,15 +1,14 @@
-"""What a store holds, in plain values: for `imprint inspect`, and for programs that decide by it."""
+"""Describes a store in plain values, for `imprint inspect` and for programs."""
 
+import math
 from dataclasses import asdict
 from typing import Any
-
-import torch
 
 from imprint.store.reading import Store
 
 
-def inspected(store: Store) -> dict[str, Any]:
-    """The plan, the sizes and the figures of a store, with the norms of its imprints, as JSON values."""
+def inspect_store(store: Store) -> dict[str, Any]:
+    """Return the plan, sizes and figures of a store, and the norms of its imprints, as JSON values."""
     manifest = store.manifest
     checkpoints = []
     for checkpoint in store.checkpoints:
@@ -22,32 +21,28 @@ def inspected(store: Store) -> dict[str, Any]:
         "n": store.n,
         "largest_sources": [
             {"id": store.source_ids[i], "name": store.source_names[i], "size": store.source_sizes[i]}
-            for i in _largest(store, 8)
+            for i in sorted(range(len(store)), key=lambda index: -store.source_sizes[index])[:8]
         ],
-        "parameters": sum(torch.Size(p["shape"]).numel() for p in manifest.parameters.values()),
+        "parameters": sum(math.prod(p.shape) for p in manifest.parameters.values()),
         "dtype": manifest.dtype,
         "bytes": store.bytes,
-        "bytes_per_source": _row_bytes(store),
+        "bytes_per_source": _bytes_per_source(store),
         "plan": manifest.plan.to_json(),
         "checkpoints": checkpoints,
-        "readouts": readouts(store),
+        "readouts": list_readouts(store),
         "warnings": list(store.warnings),
-        "cost": manifest.cost,
+        "cost": asdict(manifest.cost),
         "note": manifest.note,
         "versions": manifest.versions,
         "created": manifest.created,
     }
 
 
-def _largest(store: Store, count: int) -> list[int]:
-    return sorted(range(len(store)), key=lambda index: -store.source_sizes[index])[:count]
-
-
-def readouts(store: Store) -> list[str]:
-    """Which readouts the store can be used with."""
+def list_readouts(store: Store) -> list[str]:
+    """List the readouts that work with a store."""
     return ["jvp", "central", *(["literal"] if store.manifest.plan.holds_pair else []), "gradient"]
 
 
-def _row_bytes(store: Store) -> int:
-    """What a source takes, of all checkpoints together and without what sources share."""
+def _bytes_per_source(store: Store) -> int:
+    """Return the bytes per source over all checkpoints, without what sources share."""
     return sum(file.bytes for c in store.checkpoints for file in (*c.imprints, *c.midpoints)) // len(store)

@@ -1,7 +1,8 @@
-"""Loads what import strings name: `path/to/file.py:name`, `package.module:name`, or a ready-made setting by its name.
+"""Loads what import strings name: `path/to/file.py:name`, `package.module:name`, or the name of a built-in setting.
 
-Without a colon a string names something in the task's own module, and what is not named at all is looked for there
-under its usual name: `data`, `sources`, `queries`, `checkpoints`, `plan`, `collate_fn`. A function is called for it.
+A string without a colon names something in the task's own module. What is not named at all is looked up there by
+convention: `data`, `sources`, `queries`, `checkpoints`, `plan`, `collate_fn`. Functions are called for what they
+return.
 """
 
 import importlib
@@ -16,108 +17,108 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from imprint.benchmarking.settings.catalogue import SETTINGS, Ready, ready
-from imprint.cli.experiment import PER_EXAMPLE, Experiment, close_matches
+from imprint.benchmarking.settings.catalogue import SETTINGS, BuiltIn, load_setting
+from imprint.cli.experiment import PER_EXAMPLE, Experiment, suggest_names
 from imprint.data import Data, as_tensors, is_columns, length_of
 from imprint.errors import ConfigurationError, ImprintError, PlanError, first_line
 from imprint.plan import Plan
 from imprint.runtime.threads import set_threads
 from imprint.sources import Sources
-from imprint.store.reading import DTYPES
+from imprint.store.request import DTYPES
 from imprint.task import Task
 
-_KINDS = {"task": "imprint.Task", "sources": "imprint.Sources", "plan": "imprint.Plan"}
-_NOT_TAKEN = (".pt", ".pth", ".bin", ".ckpt")  # files, not names: `simulate` says what it wants instead
+_TYPE_NAMES = {"task": "an imprint.Task", "sources": "an imprint.Sources", "plan": "an imprint.Plan"}
+_NOT_TAKEN = (".pt", ".pth", ".bin", ".ckpt")  # checkpoint files that `simulate` refuses with advice
 
 
 class Objects:
-    """The objects an experiment names, loaded when they are asked for."""
+    """The objects that an experiment names, loaded on first use."""
 
     def __init__(self, experiment: Experiment) -> None:
         self.experiment = experiment
         if experiment.task is None:
             raise ConfigurationError(
-                "no task is named: give an import string such as my_model.py:task, or a ready-made setting "
+                "no task is named: give an import string such as my_model.py:task, or a built-in setting "
                 f"({', '.join(SETTINGS)})."
             )
         setting = experiment.task in SETTINGS
         device = experiment.device or "cpu"
-        self._module: Any = ready(experiment.task, device) if setting else _module(experiment.task)
+        self._module: Any = load_setting(experiment.task, device) if setting else _load_module(experiment.task)
         self._place = experiment.task.rpartition(":")[0] or experiment.task
 
     @cached_property
     def task(self) -> Task:
-        task = self._module.task if isinstance(self._module, Ready) else self._object("task")
+        task = self._module.task if isinstance(self._module, BuiltIn) else self._load("task")
         if not isinstance(task, Task):
-            raise ConfigurationError(f"{self.experiment.task} is no imprint.Task: it has type {type(task).__name__}.")
+            raise ConfigurationError(f"{self.experiment.task} is a {type(task).__name__}, not an imprint.Task.")
         if self.experiment.device is not None:
             try:
                 task.model.to(self.experiment.device)
             except (RuntimeError, AssertionError) as error:  # torch asserts where it is built without CUDA
                 raise ConfigurationError(
-                    f"the model cannot go to {self.experiment.device!r}: {first_line(error)}."
+                    f"the model cannot be moved to {self.experiment.device!r}: {first_line(error)}."
                 ) from error
         set_threads(task.model)
         return task
 
     @cached_property
     def data(self) -> Any:
-        return self._required("data", "the training data")
+        return self._require("data", "the training data")
 
-    def named(self, what: str, string: str) -> Any:
-        """Any object by its import string, as it is."""
+    def find(self, what: str, string: str) -> Any:
+        """Load any object by its import string, without calling it."""
         return self._find(what, string, call=False)
 
     @cached_property
     def queries(self) -> Any:
-        return self._required("queries", "the queries")
+        return self._require("queries", "the queries")
 
     @cached_property
     def sources(self) -> Sources:
         if self.experiment.sources == PER_EXAMPLE:
             return Sources.per_example(length_of(self.data))
-        sources = self._required("sources", "the sources (or say per-example)")
+        sources = self._require("sources", "the sources (or per-example)")
         if not isinstance(sources, Sources):
             raise ConfigurationError(
-                f"{self.experiment.sources or 'sources'} is no imprint.Sources: it has type {type(sources).__name__}. "
+                f"{self.experiment.sources or 'sources'} is a {type(sources).__name__}, not an imprint.Sources: "
                 "Sources.by_label takes one label for each training example."
             )
         return sources
 
     @property
     def collate_fn(self) -> Any:
-        return self._object("collate_fn", call=False)
+        return self._load("collate_fn", call=False)
 
     @property
     def query_collate_fn(self) -> Any:
-        """The same for the queries."""
+        """The collate function for the queries, which columns of tensors do not need."""
         return self._collate_for(self.queries)
 
     @cached_property
     def examples(self) -> Data:
-        """The training data as batches where the task's model is."""
+        """The training data as batches on the device of the task's model."""
         return Data(self.data, device=self.task.device, collate_fn=self._collate_for(self.data))
 
     def _collate_for(self, dataset: Any) -> Any:
-        """The collate function, which columns of tensors do not need."""
+        """Return the collate function unless the dataset is columns of tensors."""
         return None if is_columns(as_tensors(dataset)) else self.collate_fn
 
     @cached_property
     def checkpoints(self) -> Any:
-        _ = self.task  # first: it may be the task's function that trains, and so fills the list of checkpoints
+        _ = self.task  # first: the function that returns the task may train it, and fill the list of checkpoints
         named = self.experiment.checkpoints
         if not named:
-            return self._usual("checkpoints")
+            return self._find_by_convention("checkpoints")
         if len(named) > 1 or Path(named[0]).suffix in (".safetensors", *_NOT_TAKEN):
             return list(named)
         return self._find("checkpoints", named[0])
 
     @cached_property
     def plan(self) -> Plan:
-        """The plan of the task's module, if there is one, with the fields that were given put over it."""
-        base = self._usual("plan")
+        """The plan in the task's module, if there is one, overridden by the given fields."""
+        base = self._find_by_convention("plan")
         if base is not None and not isinstance(base, Plan):
-            raise ConfigurationError(f"plan in {self._place} is no imprint.Plan: it has type {type(base).__name__}.")
+            raise ConfigurationError(f"plan in {self._place} is a {type(base).__name__}, not an imprint.Plan.")
         given = dict(self.experiment.plan)
         chosen: list[str] = []
         if given.pop("auto", False):
@@ -152,43 +153,43 @@ class Objects:
         return given
 
     def has(self, name: str) -> bool:
-        """Whether an object is named, or there under its usual name."""
-        return getattr(self.experiment, name) is not None or self._usual(name, call=False) is not None
+        """Tell whether an object is named, or found by convention."""
+        return getattr(self.experiment, name) is not None or self._find_by_convention(name, call=False) is not None
 
-    def _required(self, name: str, what: str) -> Any:
-        found = self._object(name)
+    def _require(self, name: str, what: str) -> Any:
+        found = self._load(name)
         if found is None:
             raise ConfigurationError(
-                f"{self.experiment.task} has no {name!r} beside it: name {what} with --{name} FILE.py:NAME."
+                f"{self.experiment.task} has no {name!r} beside it: give {what} with --{name} FILE.py:NAME."
             )
         return found
 
-    def _object(self, name: str, *, call: bool = True) -> Any:
+    def _load(self, name: str, *, call: bool = True) -> Any:
         string = getattr(self.experiment, name)
-        return self._usual(name, call=call) if string is None else self._find(name, string, call=call)
+        return self._find_by_convention(name, call=call) if string is None else self._find(name, string, call=call)
 
-    def _usual(self, name: str, *, call: bool = True) -> Any:
-        """What the task's module has under a usual name, if anything; a module of that name is not meant."""
+    def _find_by_convention(self, name: str, *, call: bool = True) -> Any:
+        """Look up a conventional name in the task's module; ignore a module of that name."""
         found = getattr(self._module, name, None)
         if inspect.ismodule(found):
             return None
-        return _made(found, f"{self._place}:{name}", name) if call else found
+        return _call_function(found, f"{self._place}:{name}", name) if call else found
 
     def _find(self, what: str, string: str, *, call: bool = True) -> Any:
-        module, name = (_module(string), string.rpartition(":")[2]) if ":" in string else (self._module, string)
+        module, name = (_load_module(string), string.rpartition(":")[2]) if ":" in string else (self._module, string)
         found: Any = module
         for part in name.split("."):
             if not hasattr(found, part):
                 known = [name for name in dir(found) if not name.startswith("_")]
                 if what == "sources":
                     known.append(PER_EXAMPLE)
-                raise ConfigurationError(f"{string} ({what}): there is no {part!r}{close_matches(part, known)}")
+                raise ConfigurationError(f"{string} ({what}): there is no {part!r}{suggest_names(part, known)}")
             found = getattr(found, part)
-        return _made(found, string, what) if call else found
+        return _call_function(found, string, what) if call else found
 
 
-def _made(found: Any, string: str, what: str) -> Any:
-    """The object, or what the function returns."""
+def _call_function(found: Any, string: str, what: str) -> Any:
+    """Call a function without arguments, and return any other object as it is."""
     if not inspect.isfunction(found):
         return found
     parameters = inspect.signature(found).parameters.values()
@@ -196,38 +197,38 @@ def _made(found: Any, string: str, what: str) -> Any:
     needed = [each.name for each in parameters if each.default is each.empty and each.kind not in optional]
     if needed:
         raise ConfigurationError(
-            f"{string} is no {_KINDS.get(what, what)}: it is a function that needs "
-            f"{' and '.join(needed)}, and here a function is called without arguments for what it returns."
+            f"{string} is a function that needs {' and '.join(needed)}, but it is called without arguments: give "
+            f"{_TYPE_NAMES.get(what, f'the {what}')}, or a function without arguments that returns it."
         )
     try:
         return found()
     except ImprintError:
         raise
     except (Exception, SystemExit) as error:
-        raise ConfigurationError(f"{string}() failed: {_where(error)}") from error
+        raise ConfigurationError(f"{string}() failed: {_locate_error(error)}") from error
 
 
-def _module(string: str) -> ModuleType:
-    """The module an import string names, loaded once."""
+def _load_module(string: str) -> ModuleType:
+    """Load the module that an import string names, once."""
     path, colon, name = string.rpartition(":")
     if not colon or not path or not name:
         raise ConfigurationError(
-            f"{string!r} is neither an import string (FILE.py:NAME or package.module:NAME) nor a ready-made setting "
+            f"{string!r} is neither an import string (FILE.py:NAME or package.module:NAME) nor a built-in setting "
             f"({', '.join(SETTINGS)})."
         )
     try:
-        return _from_file(Path(path)) if path.endswith(".py") else _from_package(path)
+        return _load_file(Path(path)) if path.endswith(".py") else _import_package(path)
     except ImprintError:
         raise
-    except (Exception, SystemExit) as error:  # such as a script that reads its own command line
-        raise ConfigurationError(f"{path} could not be loaded: {_where(error)}") from error
+    except (Exception, SystemExit) as error:  # a script may call sys.exit
+        raise ConfigurationError(f"{path} could not be loaded: {_locate_error(error)}") from error
 
 
-def _from_file(path: Path) -> ModuleType:
+def _load_file(path: Path) -> ModuleType:
     if not path.is_file():
         raise ConfigurationError(f"there is no file {path}.")
     path = path.resolve()
-    name = f"imprint_experiment_{path.stem}_{zlib.crc32(bytes(path)):08x}"  # files in two folders may share a stem
+    name = f"imprint_experiment_{path.stem}_{zlib.crc32(bytes(path)):08x}"  # files in two folders may share a name
     if name in sys.modules:
         return sys.modules[name]
     if str(path.parent) not in sys.path:  # as if the file were run as a script
@@ -243,30 +244,32 @@ def _from_file(path: Path) -> ModuleType:
     return module
 
 
-def _from_package(name: str) -> ModuleType:
+def _import_package(name: str) -> ModuleType:
     if "" not in sys.path and str(Path.cwd()) not in sys.path:
         sys.path.insert(0, str(Path.cwd()))
     try:
         return importlib.import_module(name)
     except ModuleNotFoundError as error:
         if error.name is not None and (name == error.name or name.startswith(f"{error.name}.")):
-            raise ConfigurationError(f"there is no module {name}: is its folder the current one?") from error
+            raise ConfigurationError(
+                f"there is no module {name}: run the command from the folder that contains it."
+            ) from error
         raise
 
 
-def own_frames(error: BaseException) -> list[traceback.FrameSummary]:
-    """The part of an error's traceback that is the user's own code, outermost first."""
+def user_frames(error: BaseException) -> list[traceback.FrameSummary]:
+    """Return the frames of an error's traceback that lie in the user's own code, outermost first."""
     frames = traceback.extract_tb(error.__traceback__)
-    return [frame for frame in frames if not frame.filename.startswith(_NOT_THEIRS)]
+    return [frame for frame in frames if not frame.filename.startswith(_LIBRARY_PREFIXES)]
 
 
-def _where(error: BaseException) -> str:
-    """An error in the user's code: the last place in it, and the error's first line."""
-    theirs = own_frames(error)
+def _locate_error(error: BaseException) -> str:
+    """Describe an error in the user's code: the last line of it, and the first line of the message."""
+    theirs = user_frames(error)
     place = f"{Path(theirs[-1].filename).name}, line {theirs[-1].lineno}: " if theirs else ""
     return f"{place}{first_line(error)}"
 
 
 _LIBRARIES = (sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib"))
 _FOLDERS = (str(Path(__file__).parent), *_LIBRARIES)
-_NOT_THEIRS = ("<", *(f"{folder}/" for folder in _FOLDERS))  # "<frozen importlib…>" and the like
+_LIBRARY_PREFIXES = ("<", *(f"{folder}/" for folder in _FOLDERS))  # "<frozen importlib…>" and the like

@@ -1,9 +1,10 @@
-"""Checking attributions against what really happens."""
+"""Compares attributions with what really happens: ground truth by retraining, and metrics."""
 
 from imprint.evaluation.metrics import Metric, evaluate, lds, loo, overlap, slope
 from imprint.evaluation.mislabels import MislabelDetection, detection_auc, example_losses, mislabel_auc
-from imprint.evaluation.retraining import Together, Train, retrain
+from imprint.evaluation.retraining import retrain
 from imprint.evaluation.subsets import Subsets
+from imprint.evaluation.together import Together, Train
 from imprint.evaluation.training import Training
 from imprint.evaluation.truth import Truth
 

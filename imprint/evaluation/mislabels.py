@@ -1,4 +1,4 @@
-"""How well wrong labels are found: by self-influence, always beside the plain loss of each example."""
+"""Measures how well wrong labels are found by self-influence, always compared with the plain loss of each example."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -9,8 +9,9 @@ from torch import Tensor
 
 from imprint.data import Collate, Data
 from imprint.errors import DataError
-from imprint.evaluation.metrics import Metric, rounding
-from imprint.evaluation.statistics import Array, Estimate, Guilty, area_difference, area_estimate, constant
+from imprint.evaluation.matching import rounding_of
+from imprint.evaluation.metrics import Metric
+from imprint.evaluation.statistics import Array, Estimate, Flags, area_difference, area_estimate, is_constant
 from imprint.plan import State
 from imprint.simulation.states import States
 from imprint.task import Better, Task
@@ -22,7 +23,7 @@ _NAN = float("nan")
 class MislabelDetection:
     """Areas under the ROC curve of self-influence and of the plain loss, on the same examples.
 
-    ahead: by how much self-influence's area is larger; negative where plain loss finds wrong labels better.
+    ahead: how much larger the area of self-influence is; negative if plain loss finds wrong labels better.
     """
 
     influence: Metric
@@ -31,7 +32,7 @@ class MislabelDetection:
 
     @property
     def better(self) -> str:
-        """Which of the two finds wrong labels better, "self-influence" or "plain loss"; "neither" within the noise."""
+        """Which finds wrong labels better, "self-influence" or "plain loss"; "neither" within the noise."""
         if np.isnan(self.ahead.low) or self.ahead.low <= 0 <= self.ahead.high:
             return "neither"
         return "self-influence" if self.ahead.value > 0 else "plain loss"
@@ -39,12 +40,12 @@ class MislabelDetection:
     def __str__(self) -> str:
         verdict = {"neither": "neither is better beyond the noise"}.get(self.better, f"{self.better} is better")
         return (
-            f"{self.influence}\n{self.loss}\n{verdict}: self-influence minus plain loss {self.ahead.shown(3)}\n"
+            f"{self.influence}\n{self.loss}\n{verdict}: self-influence minus plain loss {self.ahead.format(3)}\n"
             "plain loss costs one forward pass per example and no simulation"
         )
 
     def to_json(self) -> dict[str, Any]:
-        """As plain JSON values, None for what is undefined."""
+        """Return plain JSON values, None for what is undefined."""
         ahead = {
             key: None if np.isnan(getattr(self.ahead, key)) else getattr(self.ahead, key)
             for key in ("value", "low", "high")
@@ -63,13 +64,13 @@ def mislabel_auc(
     """Measure how well self-influence finds wrong labels, and how well the plain loss of each example does.
 
     mislabelled: a boolean for each example.
-    losses: of the training examples under the trained model, as `example_losses` returns them: the baseline that costs
-        one forward pass, and is often the better detector.
-    better: of the measurement: with a loss a wrong label lowers its own loss most, with a margin ("higher") it raises
-        its own margin most.
+    losses: the losses of the training examples under the trained model, as `example_losses` returns them. This baseline
+        costs one forward pass, and is often the better detector.
+    better: whether lower or higher values of the measurement are better. Wrong labels lower their own loss most, and
+        raise their own margin ("higher") most.
     """
     if better not in ("lower", "higher"):
-        raise DataError(f'better must be "lower" or "higher", as the measurement is; got {better!r}.')
+        raise DataError(f'better must be "lower" or "higher", whichever the measurement is; got {better!r}.')
     influence, loss = (torch.as_tensor(given).detach().cpu() for given in (self_influence, losses))
     if better == "lower":
         influence = -influence
@@ -77,28 +78,28 @@ def mislabel_auc(
     second = detection_auc(loss, mislabelled, "mislabel detection AUC, plain loss")
     ahead = Estimate(_NAN, _NAN, _NAN)
     if not (first.undefined or second.undefined):
-        guilty = torch.as_tensor(mislabelled).cpu().bool().numpy()
-        ahead = area_difference(influence.double().numpy(), loss.double().numpy(), guilty)
+        flagged = torch.as_tensor(mislabelled).cpu().bool().numpy()
+        ahead = area_difference(influence.double().numpy(), loss.double().numpy(), flagged)
     return MislabelDetection(first, second, ahead)
 
 
 def detection_auc(
     suspicion: Tensor | Array, mislabelled: Tensor | Array, name: str = "mislabel detection AUC"
 ) -> Metric:
-    """Return the area under the ROC curve of any suspicion, larger where a label is more suspect."""
+    """Compute the area under the ROC curve of any suspicion, which is larger where a label is more suspect."""
     given, labels = torch.as_tensor(suspicion).detach().cpu(), torch.as_tensor(mislabelled).cpu()
     if given.dim() != 1 or labels.shape != given.shape:
         shapes = f"{tuple(given.shape)} and {tuple(labels.shape)}"
         raise DataError(f"expected one value and one label per example, got {shapes}.")
-    guilty: Guilty = labels.bool().numpy()
+    flagged: Flags = labels.bool().numpy()
     values = given.double().numpy()
     if not np.isfinite(values).all():
         raise DataError("self-influence and losses must be finite.")
-    if guilty.all() or not guilty.any():
-        raise DataError("the area under the curve needs some mislabelled examples and some that are not.")
-    if bool(constant(values, rounding(given))):
-        return Metric(name, Estimate(_NAN, _NAN, _NAN), undefined=len(guilty))
-    return Metric(name, area_estimate(values, guilty))
+    if flagged.all() or not flagged.any():
+        raise DataError("the area under the curve needs some mislabelled and some correctly labelled examples.")
+    if bool(is_constant(values, rounding_of(given))):
+        return Metric(name, Estimate(_NAN, _NAN, _NAN), undefined=len(flagged))
+    return Metric(name, area_estimate(values, flagged))
 
 
 @torch.inference_mode(False)
@@ -110,11 +111,11 @@ def example_losses(
     batch_size: int = 1024,
     collate_fn: Collate | None = None,
 ) -> Tensor:
-    """Return the training loss of each example under a trained model, shape (examples,).
+    """Compute the training loss of each example under a trained model, shape (examples,).
 
-    Sort it in descending order for the suspects that plain loss names.
+    The largest losses are the suspects by plain loss.
 
-    checkpoint: the trained weights, as one of those of `simulate`; None where the task's model has them.
+    checkpoint: the trained weights, in any form that `simulate` accepts; None if the task's model is trained.
     """
     examples = Data(data, device=task.device, batch_size=batch_size, collate_fn=collate_fn)
     functional, theta = task.at(States(task, None if checkpoint is None else [checkpoint])[0])

@@ -1,12 +1,14 @@
-"""Predicted removal effects against what retraining without each source really does.
+"""Compares predicted removal effects with retraining without each source.
 
-Figures come with a 95% interval over queries, by the jackknife, and with the ceiling that the noise of retraining sets.
+Figures come with a 95% jackknife interval over queries, and with the ceiling set by the noise of retraining.
 """
 
+import warnings
 from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from imprint.errors import DataError
@@ -15,7 +17,7 @@ from imprint.evaluation.statistics import (
     Chosen,
     Estimate,
     ceiling,
-    centred,
+    centre,
     correlations,
     jackknife,
     mean_estimate,
@@ -23,6 +25,7 @@ from imprint.evaluation.statistics import (
     ranks,
     slope,
 )
+from imprint.evaluation.subsets import Subsets
 
 
 @dataclass(frozen=True)
@@ -44,15 +47,15 @@ class RemovalCheck:
 
     @classmethod
     def of(cls, predicted: Tensor, actual: Tensor) -> "RemovalCheck":
-        """From tensors."""
+        """Build a check from tensors."""
         return cls(predicted.double().cpu().numpy(), actual.double().cpu().numpy())
 
     def without(self, source: int) -> "RemovalCheck":
-        """The same check with one source left out."""
+        """Leave one source out of the check."""
         return RemovalCheck(np.delete(self.predicted, source, 1), np.delete(self.actual, source, 2))
 
-    def guessed(self, guess: Array) -> "RemovalCheck":
-        """The same truth against one guess per source for every query, such as its size."""
+    def with_guess(self, guess: Array) -> "RemovalCheck":
+        """Replace the predictions by one guess per source for every query, such as its size."""
         return replace(self, predicted=np.broadcast_to(guess.astype(np.float64), self.predicted.shape))
 
     @cached_property
@@ -62,12 +65,12 @@ class RemovalCheck:
 
     @cached_property
     def standard_error(self) -> Array:
-        """Of the actual mean effect of each source, over runs."""
+        """The standard error over runs of the actual mean effect of each source."""
         return np.asarray(self.actual.mean(1).std(0, ddof=1) / np.sqrt(len(self.actual)))
 
     @cached_property
     def correlation(self) -> Estimate:
-        """Pearson, over sources, of predicted and actual mean effects."""
+        """Pearson's correlation, over sources, of predicted and actual mean effects."""
         return jackknife(
             len(self.predicted),
             lambda chosen: pearson(self.predicted[chosen].mean(0), self.truth[chosen].mean(0)),
@@ -76,30 +79,30 @@ class RemovalCheck:
 
     @cached_property
     def slope(self) -> Estimate:
-        """Of actual on predicted effects, each query about its own mean; 1 means that they have the right size."""
-        away = centred(self.predicted)
+        """The slope of actual on predicted effects, each query about its own mean; 1 if they have the right size."""
+        away = centre(self.predicted)
         rises, squares = (away * self.truth).sum(1), np.square(away).sum(1)
 
-        def pooled(chosen: Chosen) -> float:
+        def pool(chosen: Chosen) -> float:
             return float(rises[chosen].sum() / squares[chosen].sum()) if squares[chosen].any() else float("nan")
 
-        return jackknife(len(self.predicted), pooled)
+        return jackknife(len(self.predicted), pool)
 
     @cached_property
     def mean_slope(self) -> Estimate:
-        """The same of mean effects over queries."""
+        """The slope of actual on predicted mean effects over queries."""
         return jackknife(
             len(self.predicted), lambda chosen: slope(self.predicted[chosen].mean(0), self.truth[chosen].mean(0))
         )
 
     @cached_property
     def ceiling(self) -> float:
-        """What a perfect prediction of mean effects would reach against this truth."""
+        """The correlation that a perfect prediction of mean effects would reach against this ground truth."""
         return ceiling(self.actual.mean(1))
 
     @cached_property
     def rank_correlations(self) -> Array:
-        """Spearman, over sources, of each query; NaN where one side is constant."""
+        """Spearman's correlation, over sources, for each query; NaN where one side is constant."""
         return correlations(ranks(self.predicted), ranks(self.truth))
 
     @cached_property
@@ -109,5 +112,24 @@ class RemovalCheck:
 
     @cached_property
     def rank_ceiling(self) -> float:
-        """What a perfect prediction would reach per query, from the mean agreement of single runs."""
+        """The rank correlation that a perfect prediction would reach per query, from the agreement of single runs."""
         return ceiling(ranks(self.actual))
+
+
+def compare_changes(scores: Tensor, subsets: Subsets, actual: Tensor) -> RemovalCheck:
+    """Compare predicted and actual changes of F over subsets, to find the slope.
+
+    A model trained on S gives each example the weight 1/|S|, so F is predicted to be a constant + Σ s/|S| over the
+    sources in S. To first order exact scores have the slope 1, however much is removed and however unequal sources are.
+    """
+    owners = sum(np.bincount(members, minlength=subsets.n) for members in subsets.sources.members)
+    if not np.all(owners == 1):
+        how = "overlap" if np.any(owners > 1) else "leave examples out"
+        warnings.warn(
+            f"the sources {how}, but the slope assumes that each example is in exactly one source: it may be far from "
+            "1 even for exact scores.",
+            stacklevel=4,
+        )
+    compared = [index for index, removed in enumerate(subsets.removed) if removed]
+    seen = torch.tensor([len(subsets.examples(index)) for index in compared], dtype=torch.float64)
+    return RemovalCheck.of(scores @ subsets.membership()[compared].double().T / seen, actual)

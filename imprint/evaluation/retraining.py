@@ -1,4 +1,4 @@
-"""Retraining for the truth: a model on every subset of the data, several times over, measured and kept as it comes."""
+"""Retrains for ground truth: trains models on every subset of the data, and keeps the measurements as they come."""
 
 import contextlib
 import inspect
@@ -7,33 +7,33 @@ import logging
 import os
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import asdict, dataclass
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from imprint.batches import leaves
-from imprint.data import Collate, Data, as_tensors, is_columns, query_batches
-from imprint.display import placeless
+from imprint.batches import own_containers
+from imprint.data import Collate, Data, query_batches
+from imprint.display import strip_addresses
 from imprint.errors import DataError, ImprintError, StoreError, TaskError, first_line
-from imprint.evaluation.subsets import ORDER, Subsets, derived, whole
-from imprint.evaluation.training import Training, initialised, measured, models_at_once, train_together
+from imprint.evaluation.subsets import Subsets, require_whole
+from imprint.evaluation.together import Together, Train
+from imprint.evaluation.training import initialise, measure_stack, models_at_once
 from imprint.evaluation.trials import (
     FEW,
     SAME,
     SMALL,
     Trial,
-    called,
+    compare_parameters,
+    describe_function,
+    differs,
     distance,
-    heard,
-    misfit,
+    root_mean_square,
     shapes,
-    size,
     spread,
 )
-from imprint.evaluation.truth import SCHEMA, Folder, Truth, circumstances, of_subsets, together
+from imprint.evaluation.truth import SCHEMA, Truth, TruthFolder, describe_circumstances, group_models, of_subsets
 from imprint.runtime.progress import Advance, Progress
 from imprint.store.fingerprint import (
     of_batches,
@@ -43,77 +43,12 @@ from imprint.store.fingerprint import (
     recognise_data,
     without_adapter,
 )
-from imprint.store.probing import class_examples, see_losses
-from imprint.store.reading import describe
-from imprint.task import Batch, Parameters, Task, own_containers, require_task
+from imprint.store.probe_examples import choose_class_examples
+from imprint.store.probing import evaluate_losses
+from imprint.store.request import describe
+from imprint.task import Batch, Task, require_task
 
 logger = logging.getLogger(__name__)
-Train = Callable[[Tensor, int], nn.Module]
-"""train(subset, seed) -> model: subset holds the indices of the training examples."""
-
-
-@dataclass(frozen=True)
-class Together:
-    """Trains many small models as one computation; called like a `Train`, it trains one of them.
-
-    build: makes a freshly initialised model from torch's global random state.
-    task_of: the task of a model, whose loss is trained on; weight decay is that of `training`, not of a regulariser.
-    data: columns of tensors, which are trained on where they are, or a `Data`.
-    at_once: how many models; by default what suits the device.
-    """
-
-    build: Callable[[], nn.Module]
-    task_of: Callable[[nn.Module], Task]
-    data: Data | Batch
-    training: Training
-    at_once: int | None = None
-
-    def __post_init__(self) -> None:
-        if isinstance(self.build, nn.Module) or not callable(self.build):
-            raise TaskError(
-                f"build must be a function that makes a model, got a {type(self.build).__name__}: give its class, or "
-                "lambda: Net(...)."
-            )
-        if not callable(self.task_of):
-            raise TaskError(
-                f"task_of must be a function that gives the task of a model, got a {type(self.task_of).__name__}: "
-                "imprint.Task.classifier is one, or lambda model: imprint.Task(model, loss=...)."
-            )
-        if not isinstance(self.training, Training):
-            raise TaskError(f"training must be a Training, got a {type(self.training).__name__}.")
-        if not isinstance(self.data, Data) and not is_columns(as_tensors(self.data)):
-            raise DataError(
-                f"data must be columns of tensors such as (x, y), or a Data, got a {type(self.data).__name__}: "
-                "imprint.data.Data(dataset, device=torch.device(...)) makes one."
-            )
-        if self.at_once is not None:
-            whole("at_once", self.at_once, 1)
-
-    @cached_property
-    def examples(self) -> Data:
-        """The training data, on the device that models are trained on."""
-        if isinstance(self.data, Data):
-            return self.data
-        columns = as_tensors(self.data)
-        return Data(columns, device=leaves(columns)[0].device)
-
-    def __call__(self, subset: Tensor, seed: int) -> nn.Module:
-        stack = self.stack([subset], [seed])
-        model = initialised(self.build, seed).to(self.examples.device)
-        with torch.no_grad():
-            for name, parameter in model.named_parameters():
-                parameter.copy_(stack[name][0])
-        return model.eval()
-
-    def stack(
-        self, subsets: list[Tensor], seeds: list[int], on_epoch: Callable[[int], None] = lambda models: None
-    ) -> Parameters:
-        """The stacked parameters of one model for each subset and seed."""
-        orders = [derived(seed, ORDER) for seed in seeds]
-        kept = train_together(
-            self.build, self.task_of, self.examples, subsets, seeds, self.training, orders=orders, on_epoch=on_epoch
-        )
-        return kept[self.training.epochs]
 
 
 def retrain(
@@ -130,52 +65,53 @@ def retrain(
     collate_fn: Collate | None = None,
     progress: bool | Advance = True,
 ) -> Truth:
-    """Train a model on every subset, `runs` times over, and measure F of the queries under each.
+    """Train a model on every subset, `runs` times, and measure F of the queries under each.
 
     train: a function of (subset, seed) that returns a trained model, or `Together`, which trains many at once.
-    task: measures F; its own model is not trained. Of a task with "lora:R" the model without that adapter is meant.
-    out: folder to keep the values in; a call that was killed goes on when it is made again, and more runs add to it.
-        One model that is kept is trained again first, even if none is missing, to see that `train` is the same.
-    data: what `train` is trained on, where you want the truth to know it: scores of other data are then refused.
+    task: measures F; its own model is not trained. For a task with "lora:R", `train` returns models without that
+        adapter.
+    out: the folder for the values. An interrupted call resumes when it is made again, and more runs add to the folder.
+        One finished model is trained again first, to check that `train` is still the same.
+    data: the training data, if scores of other data should be refused later.
     """
-    runs = _checked(train, task, subsets, runs)
+    runs = _check_arguments(train, task, subsets, runs)
     task = without_adapter(task)
-    known = _known_data(train, task, data, batch_size, collate_fn)
+    known = _load_data(train, task, data, batch_size, collate_fn)
     if known is not None and len(known) != subsets.n:
-        raise DataError(f"the subsets are of {subsets.n} training examples, the data has {len(known)}.")
+        raise DataError(f"the subsets are made for {subsets.n} training examples, the data has {len(known)}.")
     batches = query_batches(queries, device=task.device, batch_size=batch_size, collate_fn=collate_fn)
-    request = _request(train, task, subsets, batches, known, runs, seed)
+    request = _describe_request(train, task, subsets, batches, known, runs, seed)
     seeds = [each for run in range(runs) for each in subsets.seeds(run, seed)]
     work = _Work(train, task, batches, subsets, seeds)
-    folder = None if out is None else Folder(Path(out))
+    folder = None if out is None else TruthFolder(Path(out))
     bar = Progress("retraining", len(seeds) * work.units, work.unit, progress)
     with folder.opened(request, subsets) if folder else contextlib.nullcontext() as found, contextlib.closing(bar):
-        rows = folder.kept(found) if folder and found else {}
-        about = found or {**request, **circumstances(work.at_once(), task.device)}
+        rows = folder.read_values(found) if folder and found else {}
+        about = found or {**request, **describe_circumstances(work.at_once(), task.device)}
         about = {**about, "runs": max(about["runs"], runs)}
         tried: dict[int, Tensor] = {}
         if folder and rows:
             bar.skip(sum(model < len(seeds) for model in rows) * work.units)
-            work.refuse_another(folder.path, rows, about["noise"], bar)
+            work.refuse_changed_training(folder.path, rows, about["noise"], bar)
         if not rows:
-            tried, about["noise"] = work.tried(bar)
-        elif runs > 1 and max(rows) < len(subsets):  # so far there was one run, of which the seed does not matter
-            tried, _ = work.tried(bar, rows)
+            tried, about["noise"] = work.try_training(bar)
+        elif runs > 1 and max(rows) < len(subsets):  # with one run so far, the seed was not checked
+            tried, _ = work.try_training(bar, rows)
         parts = {range(model, model + 1): values for model, values in tried.items() if model not in rows}
         missing = (model for model in range(len(seeds)) if model not in rows and model not in tried)
-        for models in [*parts, *together(subsets.kind, missing, len(subsets), about["at_once"])]:
+        for models in [*parts, *group_models(subsets.kind, missing, len(subsets), about["at_once"])]:
             values = parts[models] if models in parts else work.values(models, bar.advance)
             rows |= dict(zip(models, values, strict=True))
             if folder:
-                folder.begin(about, subsets)
-                folder.keep(models, values, about)
+                folder.write_request(about, subsets)
+                folder.write_values(models, values, about)
     values = torch.stack([rows[model] for model in range(len(seeds))]).reshape(runs, len(subsets), work.count)
     return Truth(subsets, values, task.measure_name, {**about, "runs": runs})
 
 
 @dataclass(frozen=True)
 class _Work:
-    """The models of a truth, of which number run · subsets + i is trained on subset i."""
+    """The models of a ground truth; number run · subsets + i is trained on subset i."""
 
     train: Train | Together
     task: Task
@@ -193,7 +129,7 @@ class _Work:
 
     @property
     def units(self) -> int:
-        """How many units a model is."""
+        """How many units of progress one model is."""
         return self.train.training.epochs if isinstance(self.train, Together) else 1
 
     def at_once(self) -> int:
@@ -206,69 +142,70 @@ class _Work:
         """Train some models and measure F of the queries under them, shape (models, queries)."""
         if isinstance(self.train, Together):
             chosen, seeds = [self._examples(model) for model in models], [self.seeds[model] for model in models]
-            with self._noted(models):
-                stack = self.train.stack(chosen, seeds, advance)
-            parts = [measured(self.task, stack, batch, size) for size, batch in self.batches]
-            return self._finite(torch.cat(parts, dim=1).double().cpu(), models)
+            with self._name_failures(models):
+                stack = self.train.train_stack(chosen, seeds, advance)
+            parts = [measure_stack(self.task, stack, batch, size) for size, batch in self.batches]
+            return self._require_finite(torch.cat(parts, dim=1).double().cpu(), models)
         values = []
         for model in models:
-            values.append(self._made(self.train, model, self.seeds[model]).values)
+            values.append(self._train_one(self.train, model, self.seeds[model]).values)
             advance(1)
         return torch.cat(values)
 
-    def tried(self, bar: Progress, kept: Collection[int] = ()) -> tuple[dict[int, Tensor], float]:
+    def try_training(self, bar: Progress, kept: Collection[int] = ()) -> tuple[dict[int, Tensor], float]:
         """Refuse a `train` that ignores its subset, or its seed where there are several runs.
 
-        kept: models that are there already, and trained once more for it.
-        Gives F under those of the models trained for it that are needed anyway, shape (1, queries) each, and by how
-        much F differs between two models of one subset and seed.
+        Return F, (1, queries), under the models trained for this check that are needed anyway, and how much F differs
+        between two models of one subset and seed.
+
+        kept: finished models, which are trained again for this check.
         """
         if isinstance(self.train, Together):
             return {}, 0.0
         train, count, seed = self.train, len(self.subsets), self.seeds[0]
-        others = self._others()
+        others = self._choose_others()
         bar.total += 1 + (0 in kept) + bool(others and (self.seeds[others[0]] != seed or others[0] in kept))
 
-        def made(model: int, seed: int) -> Trial:
-            trial = self._made(train, model, seed)
+        def attempt(model: int, seed: int) -> Trial:
+            trial = self._train_one(train, model, seed)
             bar.advance()
             return trial
 
-        first, again = made(0, seed), made(0, seed)
+        first, again = attempt(0, seed), attempt(0, seed)
         rows = {0: first.values}
-        for attempt, other in enumerate(others):
-            bar.total += attempt > 0 and (self.seeds[other] != seed or other in kept)
-            trial = made(other, seed)
+        for position, other in enumerate(others):
+            bar.total += position > 0 and (self.seeds[other] != seed or other in kept)
+            trial = attempt(other, seed)
             if self.seeds[other] == seed:
                 rows[other] = trial.values
-            if heard(first, again, trial):
+            if differs(first, again, trial):
                 break
         else:
             if others:
                 raise DataError(
-                    "train(subset, seed) gives the same model for two different subsets: it ignores its subset."
+                    "train(subset, seed) returns the same model for two different subsets: use `subset` to select the "
+                    "training examples."
                 )
         if len(self.seeds) > count:
-            trial = made(count, self.seeds[count])
+            trial = attempt(count, self.seeds[count])
             rows[count] = trial.values
-            if not heard(first, again, trial):
+            if not differs(first, again, trial):
                 raise DataError(
-                    "train(subset, seed) gives the same model for two seeds: it ignores its seed, and several runs "
-                    "would be copies of one. Seed the initialisation and the order of the data with it, or ask for one "
-                    "run."
+                    "train(subset, seed) returns the same model for two seeds, so several runs would be copies of one: "
+                    "seed the initialisation and the order of the data with `seed`, or use runs=1."
                 )
         if (apart := distance(first.state, again.state)) > SAME:
-            more = ", or models will differ by more than what they lack" if self.subsets.kind == "removal" else ""
+            more = ", or models will differ by more than what was removed" if self.subsets.kind == "removal" else ""
             logger.warning(
-                "train(subset, seed) gives two models for one subset and seed, which are %.2g of their length apart: "
+                "train(subset, seed) returns different models for the same subset and seed (%.2g of their norm apart): "
                 "seed everything with `seed`%s",
                 apart,
                 more,
             )
-        return rows, size(again.values - first.values)
+        return rows, root_mean_square(again.values - first.values)
 
-    def _others(self) -> list[int]:
-        """Subsets to hold against the first: one that differs from it, and the one that differs most."""
+    def _choose_others(self) -> list[int]:
+        """Choose subsets to compare with the first: one that differs from it, and the one that differs most."""
         first = torch.zeros(self.subsets.n, dtype=torch.bool).index_fill(0, self._examples(0), True)
         apart = []
         for index in range(len(self.subsets)):
@@ -277,26 +214,28 @@ class _Work:
         near, far = next((i for i, more in enumerate(apart) if more), 0), apart.index(max(apart))
         return [index for index in dict.fromkeys((near, far)) if apart[index]]
 
-    def refuse_another(self, path: Path, kept: dict[int, Tensor], noise: float, bar: Progress) -> None:
-        """Refuse a `train` that no longer gives the models that are kept: the first of them is trained once more."""
+    def refuse_changed_training(self, path: Path, kept: dict[int, Tensor], noise: float, bar: Progress) -> None:
+        """Train the first finished model again, and refuse a `train` that no longer reproduces it."""
         if isinstance(self.train, Together):
             return
         model = next((model for model in kept if model < len(self.seeds)), None)
         if model is None:
             return
         bar.total += 1
-        moved = size(self.values(range(model, model + 1), bar.advance) - kept[model])
+        moved = root_mean_square(self.values(range(model, model + 1), bar.advance) - kept[model])
         among = spread(kept, len(self.subsets))
-        most = SMALL * among if among is not None else SAME * size(kept[model])
-        against = f"subsets differ by {among:.2g}" if among is not None else f"it is {size(kept[model]):.2g}"
+        most = SMALL * among if among is not None else SAME * root_mean_square(kept[model])
+        against = (
+            f"subsets differ by {among:.2g}" if among is not None else f"it is {root_mean_square(kept[model]):.2g}"
+        )
         if moved > max(most, FEW * noise):
             raise StoreError(
-                f"{path} holds models of another train(subset, seed): trained again, model {model} has an F that is "
-                f"{moved:.2g} away, where {against}. Give the function that began it, or a new folder."
+                f"{path} holds models of another train(subset, seed): F of model {model}, trained again, differs by "
+                f"{moved:.2g}, where {against}. Give the function that the folder was started with, or a new folder."
             )
         if among is not None and moved > SAME * among:
             logger.warning(
-                "train(subset, seed) does not quite give the models in %s again: F of model %d is %.2g away, where "
+                "train(subset, seed) does not exactly reproduce the models in %s: F of model %d differs by %.2g, where "
                 "subsets differ by %.2g",
                 path,
                 model,
@@ -305,57 +244,57 @@ class _Work:
             )
 
     def _examples(self, model: int) -> Tensor:
-        """Its own copy, for a `train` that shuffles in place."""
+        """Return a new copy of the indices, for a `train` that shuffles in place."""
         return self.subsets.examples(model % len(self.subsets))
 
-    def _made(self, train: Train, model: int, seed: int) -> Trial:
-        """The model on the subset of this number, with F of the queries under it."""
-        with self._noted(range(model, model + 1), seed):
+    def _train_one(self, train: Train, model: int, seed: int) -> Trial:
+        """Train the model of this number, and measure F of the queries under it."""
+        with self._name_failures(range(model, model + 1), seed):
             trained = train(self._examples(model), seed)
         if not isinstance(trained, nn.Module):
             raise DataError(f"train(subset, seed) must return the trained model, got a {type(trained).__name__}.")
-        if difference := misfit(trained, self.task.model):
-            raise DataError(f"train(subset, seed) returns another model than the task measures: {difference}.")
+        if difference := compare_parameters(trained, self.task.model):
+            raise DataError(f"train(subset, seed) returns another model than the task's: {difference}.")
         trained.eval()
         with torch.no_grad():
             values = [self.task.measure(trained, own_containers(batch)).double().cpu() for _, batch in self.batches]
         for (count, _), value in zip(self.batches, values, strict=True):
             if tuple(value.shape) != (count,):
                 raise TaskError(f"measure must return one value per query, shape ({count},); got {tuple(value.shape)}.")
-        return Trial.of(trained, self._finite(torch.cat(values)[None], range(model, model + 1), seed))
+        return Trial.of(trained, self._require_finite(torch.cat(values)[None], range(model, model + 1), seed))
 
-    def _finite(self, values: Tensor, models: range, seed: int | None = None) -> Tensor:
+    def _require_finite(self, values: Tensor, models: range, seed: int | None = None) -> Tensor:
         if not bool(values.isfinite().all()):
             row, query = (~values.isfinite()).nonzero()[0].tolist()
             raise DataError(
                 f"query {query} is {float(values[row, query])} under the model retrained on "
-                f"{self._shown(models[row], seed)}: the training diverged."
+                f"{self._describe(models[row], seed)}: the training diverged."
             )
         return values
 
     @contextlib.contextmanager
-    def _noted(self, models: range, seed: int | None = None) -> Iterator[None]:
-        """Whatever a training raises says which it was."""
+    def _name_failures(self, models: range, seed: int | None = None) -> Iterator[None]:
+        """Add to an error which training run raised it."""
         try:
             yield
         except Exception as error:
             more = f" and {len(models) - 1} more" if len(models) > 1 else ""
-            error.add_note(f"while retraining on {self._shown(models[0], seed)}{more}")
+            error.add_note(f"while retraining on {self._describe(models[0], seed)}{more}")
             raise
 
-    def _shown(self, model: int, seed: int | None = None) -> str:
-        """What a model is trained on, and how."""
+    def _describe(self, model: int, seed: int | None = None) -> str:
+        """Describe what a model is trained on, and how."""
         run, index = divmod(model, len(self.subsets))
         used = self.seeds[model] if seed is None else seed
-        return f"subset {index} ({self.subsets.shown(index)}) in run {run} with seed {used}"
+        return f"subset {index} ({self.subsets.describe(index)}) in run {run} with seed {used}"
 
 
-def _checked(train: Train | Together, task: Task, subsets: Subsets, runs: int) -> int:
-    """The number of runs, once what can be known to be wrong before anything is trained is refused."""
+def _check_arguments(train: Train | Together, task: Task, subsets: Subsets, runs: int) -> int:
+    """Refuse wrong arguments before anything is trained, and return the number of runs."""
     require_task(task)
     if not isinstance(subsets, Subsets):
         raise DataError(
-            f"subsets must be made by Subsets, got a {type(subsets).__name__}: Subsets.halves(sources), or "
+            f"subsets must be a Subsets, got a {type(subsets).__name__}: use Subsets.halves(sources), or "
             "Subsets.without_each(sources)."
         )
     if not isinstance(train, Together):
@@ -364,46 +303,46 @@ def _checked(train: Train | Together, task: Task, subsets: Subsets, runs: int) -
         raise DataError(
             f"models are trained on {train.examples.device} and measured on {task.device}: move the task's model."
         )
-    return whole("runs", runs, 1)
+    return require_whole("runs", runs, 1)
 
 
 def _check_signature(train: object) -> None:
     if isinstance(train, nn.Module):
         raise DataError(
-            f"train is a model, a {type(train).__name__}: give the function that trains one, of (subset, seed)."
+            f"train is a model, a {type(train).__name__}: give a function train(subset, seed) that trains one."
         )
     if not callable(train):
         raise DataError(f"train must be a function of (subset, seed) or a Together, got a {type(train).__name__}.")
     try:
         signature = inspect.signature(train)
-    except ValueError:  # some callables do not tell
+    except ValueError:  # some callables have no signature
         return
     try:
         signature.bind(torch.arange(1), 0)
     except TypeError as error:
-        raise DataError(f"train is called as train(subset, seed), this one takes {signature}: {error}.") from error
+        raise DataError(f"train is called as train(subset, seed), but takes {signature}: {error}.") from error
 
 
-def _known_data(
+def _load_data(
     train: Train | Together, task: Task, data: Any, batch_size: int, collate_fn: Collate | None
 ) -> Data | None:
-    """The training data, where it is known."""
+    """Load the training data, if it is known."""
     given: Data | None = data
     if data is not None and not isinstance(data, Data):
         given = Data(data, device=task.device, batch_size=batch_size, collate_fn=collate_fn)
     if given is not None and (example := given.changing_example()) is not None:
         raise DataError(
-            f"training example {example} is another one each time it is read, as with random augmentation: give the "
-            "data without it, or leave data out."
+            f"training example {example} changes each time it is read, as with random augmentation: give the data "
+            "without augmentation, or omit data=."
         )
     if not isinstance(train, Together):
         return given
     if given is not None and not recognise_data(of_data(train.examples), given).same:
-        raise DataError("data is not what the Together trains on: leave it out, a Together has its own.")
+        raise DataError("data= differs from the data that the Together trains on: omit data=.")
     return train.examples
 
 
-def _request(
+def _describe_request(
     train: Train | Together,
     task: Task,
     subsets: Subsets,
@@ -412,35 +351,41 @@ def _request(
     runs: int,
     seed: int,
 ) -> dict[str, Any]:
-    """What a truth is of, as far as it can be known, in plain JSON values."""
+    """Describe the requested ground truth, as far as it is known, in plain JSON values."""
     fingerprints = {**of_subsets(subsets), "queries": of_batches(batches), "parameters": describe(task)}
     fingerprints |= {"data": of_data(data)} if data is not None else {}
     model, losses = None, []
     if isinstance(train, Together):
-        initial = train.task_of(initialised(train.build, 0).to(train.examples.device))
+        initial = train.task_of(initialise(train.build, 0).to(train.examples.device))
         if shapes(initial.model) != shapes(task.model):
-            raise DataError("the task measures another model than those that are trained: give it one made by `build`.")
+            raise DataError("the task's model differs from those that are trained: give the task a model from `build`.")
         functional, theta = initial.at(initial.state())
         with initial.evaluating():
-            probes = class_examples(train.examples)
-            losses = see_losses(functional, theta, train.examples.gather(torch.tensor(probes)), len(probes))
-        model = placeless(repr(initial.model)).splitlines()
+            probes = choose_class_examples(train.examples)
+            losses = evaluate_losses(functional, theta, train.examples.gather(torch.tensor(probes)), len(probes))
+        model = strip_addresses(repr(initial.model)).splitlines()
         fingerprints |= {"initial model": of_tensors(initial.state())}
     request = {
         "schema": SCHEMA,
-        **{"kind": subsets.kind, "n": subsets.n, "runs": runs, "seed": whole("seed", seed, 0), "subsets": len(subsets)},
+        **{
+            "kind": subsets.kind,
+            "n": subsets.n,
+            "runs": runs,
+            "seed": require_whole("seed", seed, 0),
+            "subsets": len(subsets),
+        },
         **{"queries": sum(size for size, _ in batches), "measure": task.measure_name, "better": task.better},
-        "training": asdict(train.training) if isinstance(train, Together) else called(train),
+        "training": asdict(train.training) if isinstance(train, Together) else describe_function(train),
         "model": model,
         "fingerprints": fingerprints,
-        "probes": {"losses": losses, "measures": _probed(task, batches)},
+        "probes": {"losses": losses, "measures": _probe(task, batches)},
     }
     plain: dict[str, Any] = json.loads(json.dumps(request))
     return plain
 
 
-def _probed(task: Task, batches: list[tuple[int, Batch]]) -> list[float]:
-    """F of some queries at random parameters."""
+def _probe(task: Task, batches: list[tuple[int, Batch]]) -> list[float]:
+    """Measure F of some queries at random parameters."""
     try:
         return probe_measures(task, batches)
     except ImprintError:

@@ -1,14 +1,13 @@
-"""Training many small models as one batched computation.
+"""Trains many small models as one batched computation.
 
-Each model has its own initialisation, its own subset of the data, its own order of mini-batches and its own dropout, as
-if it had been trained alone; only the arithmetic is shared. `imprint.evaluation.retraining` retrains with it.
+Each model has its own initialisation, subset of the data, order of mini-batches and dropout, as if it were trained
+alone; only the arithmetic is shared. `imprint.evaluation.retraining` uses it.
 """
 
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from typing import Literal, get_args
 
 import torch
@@ -19,7 +18,7 @@ from imprint.batches import leaves, map_tensors
 from imprint.compat import has_batch_norm, math_attention
 from imprint.data import Data
 from imprint.errors import DataError, PlanError, TaskError
-from imprint.evaluation.subsets import DROPOUT, derived
+from imprint.evaluation.subsets import DROPOUT, derive_seed
 from imprint.runtime.memory import activation_bytes, budget
 from imprint.task import Batch, Functional, Parameters, Task
 from imprint.tensors.batching import attempt, vectorise_or_loop
@@ -27,18 +26,18 @@ from imprint.tensors.vectors import over_rows
 
 Optimiser = Literal["sgd", "adam", "adamw"]
 Schedule = Literal["constant", "linear", "cosine"]
-_CACHE = 16 << 20  # bytes of parameters and optimiser state beyond which a CPU gains nothing from more models at once
+_CACHE = 16 << 20  # bytes of parameters and optimiser state; beyond that a CPU gains nothing from more models
 
 
 @dataclass(frozen=True, kw_only=True)
 class Training:
-    """Gradient descent over mini-batches, as torch's optimisers do it.
+    """Gradient descent over mini-batches, as in torch's optimisers.
 
-    optimiser: "sgd" with `momentum`, "adam" (weight decay in the gradient) or "adamw" (weight decay beside it).
-    schedule: of the step size over the whole training, after `warmup` steps of linear growth.
-    shuffle: a new order for every epoch; otherwise the examples come as they are.
-    drop_last: leave out an epoch's last batch if it is not full. A batch of a few examples has a noisy gradient of full
-        length, and whether there is one depends on the size of the subset: it blurs what a removal does.
+    optimiser: "sgd" with `momentum`, "adam" (weight decay in the gradient) or "adamw" (decoupled weight decay).
+    schedule: of the learning rate, after `warmup` steps of linear growth.
+    shuffle: a new order for every epoch; otherwise the examples keep their order.
+    drop_last: leave out the last batch of an epoch if it is not full. The gradient of a few examples is noisy, and
+        whether there is such a batch depends on the size of the subset, which blurs the effect of a removal.
     """
 
     epochs: int
@@ -61,14 +60,14 @@ class Training:
             if not getattr(self, name) >= least:
                 raise PlanError(f"{name} must be at least {least}, got {getattr(self, name)}.")
         if self.momentum and self.optimiser != "sgd":
-            raise PlanError(f'momentum belongs to "sgd"; {self.optimiser!r} has betas.')
+            raise PlanError(f'momentum= works with "sgd" only; {self.optimiser!r} has betas=.')
 
     def steps(self, examples: int) -> int:
-        """How many steps an epoch over so many examples has."""
+        """Return the number of steps in an epoch over this many examples."""
         return examples // self.batch_size if self.drop_last else -(-examples // self.batch_size)
 
     def rate(self, step: Tensor, steps: Tensor) -> Tensor:
-        """The step size at `step` of `steps`, elementwise."""
+        """Return the learning rate at `step` of `steps`, elementwise."""
         growing = ((step + 1) / self.warmup).clamp(max=1) if self.warmup else torch.ones_like(step)
         share = ((step - self.warmup) / (steps - self.warmup).clamp(min=1)).clamp(0, 1)
         if self.schedule == "linear":
@@ -90,12 +89,12 @@ def train_together(
     record: Sequence[int] = (),
     on_epoch: Callable[[int], None] = lambda models: None,
 ) -> dict[int, Parameters]:
-    """Train one model for each subset and seed; the stacked parameters after the recorded epochs and the last.
+    """Train one model for each subset and seed; return the stacked parameters after the recorded epochs and the last.
 
-    build: makes a freshly initialised model from torch's global random state.
-    subsets: indices of the examples each model is trained on.
-    seeds: one for each model, for its initialisation and, unless `orders` gives others, its order of examples. Models
-        that all have the same seed also share their dropout, as they would if each were trained alone with it.
+    build: builds a freshly initialised model from torch's global random state.
+    subsets: the indices of the examples that each model is trained on.
+    seeds: one for each model, for its initialisation and, without `orders`, its order of examples. If all models have
+        the same seed they also share their dropout, as they would if each were trained alone.
     """
     kept: dict[int, Parameters] = {}
 
@@ -110,13 +109,13 @@ def train_together(
 
 @dataclass(frozen=True)
 class Recorded:
-    """Stacked models on their way: all parameters, and Adam's bias-corrected second moments of the trained ones."""
+    """Stacked models during training: all parameters, and Adam's bias-corrected second moments of the trained ones."""
 
     state: Parameters
     moments: Parameters
 
     def pair(self, model: int) -> tuple[Parameters, Parameters]:
-        """One of the models, as a checkpoint with the moments of its optimiser."""
+        """Return one model as a checkpoint with the moments of its optimiser."""
         state, moments = ({name: t[model].clone() for name, t in stack.items()} for stack in (self.state, self.moments))
         return state, moments
 
@@ -133,10 +132,10 @@ def record_together(
     orders: Sequence[int] | None = None,
     on_epoch: Callable[[int], None] = lambda models: None,
 ) -> dict[int, Recorded]:
-    """Train as `train_together` does; the models after some steps, counted from 1, with the moments of their Adam."""
+    """Train as `train_together` does; return the models after some steps, from 1, with Adam's second moments."""
     if training.optimiser == "sgd":
-        raise PlanError('second moments belong to "adam" and "adamw"; \'sgd\' has none.')
-    every = int(_whole(subsets, training).max())
+        raise PlanError('second moments exist for "adam" and "adamw" only, not for "sgd".')
+    every = int(_count_steps(subsets, training).max())
     if unknown := [step for step in steps if not 1 <= step <= every]:
         raise PlanError(f"step {unknown[0]} cannot be recorded: the training has steps 1 to {every}.")
     kept: dict[int, Recorded] = {}
@@ -165,14 +164,17 @@ def _train(
     on_step: "Callable[[int, _Descent], None]" = lambda step, descent: None,
 ) -> None:
     if not len(subsets) == len(seeds) == len(orders or seeds) > 0:
-        raise DataError(f"each subset needs one seed: got {len(subsets)} subsets and {len(orders or seeds)} seeds.")
+        raise DataError(f"each subset needs one seed, got {len(subsets)} subsets and {len(orders or seeds)} seeds.")
     shortest = min(len(subset) for subset in subsets)
     if training.steps(shortest) < 1:
-        raise DataError(f"a subset of {shortest} examples does not fill one batch of {training.batch_size}.")
-    models = [initialised(build, seed) for seed in seeds]
-    _refuse(models, task_of, data)
+        raise DataError(
+            f"a subset of {shortest} examples is smaller than one batch of {training.batch_size}: use a smaller "
+            "batch_size, or drop_last=False."
+        )
+    models = [initialise(build, seed) for seed in seeds]
+    _refuse_unequal(models, task_of, data)
     task = task_of(models[0].to(data.device))
-    task.replica.train()  # what is trained drops out, and has the statistics of its batches
+    task.replica.train()  # dropout is active in training
     functional, _ = task.at(task.state())
     persistent = models[0].state_dict().keys()
     tables = [
@@ -181,25 +183,28 @@ def _train(
     ]
     theta = {name: torch.stack([table[name].detach().to(data.device) for table in tables]) for name in tables[0]}
     frozen = {name: theta.pop(name) for name, tensor in tables[0].items() if not tensor.requires_grad}
-    same, whole = len(set(seeds)) == 1, _whole(subsets, training)
+    same, whole = len(set(seeds)) == 1, _count_steps(subsets, training)
     descent = _Descent(functional, theta, frozen, training, same=same, whole=whole)
     shuffles = [torch.Generator().manual_seed(seed) for seed in orders or seeds]
-    dropout, step = derived(seeds[0], DROPOUT), 0
-    with _seeded(dropout), math_attention():  # fused attention takes one model at a time
+    dropout, step = derive_seed(seeds[0], DROPOUT), 0
+    with _seed_torch(dropout), math_attention():  # fused attention takes one model at a time
         for epoch in range(1, training.epochs + 1):
-            examples, weights = _epoch(subsets, shuffles, training, next(iter(theta.values())))
+            examples, weights = _draw_epoch(subsets, shuffles, training, next(iter(theta.values())))
             for chosen, weight in zip(examples, weights, strict=True):
-                descent.step(map_tensors(partial(_per_model, len(seeds)), data.gather(chosen.flatten())), weight)
+                descent.step(
+                    map_tensors(lambda t: t.reshape(len(seeds), -1, *t.shape[1:]), data.gather(chosen.flatten())),
+                    weight,
+                )
                 on_step(step := step + 1, descent)
             on_epoch(epoch, descent)
 
 
 class _Descent:
-    """The stacked parameters of all models on their way, with the state of their optimisers.
+    """The stacked parameters of all models during training, with the state of their optimisers.
 
-    frozen: those that stay as they are.
+    frozen: the parameters and buffers that are not trained.
     same: whether all models draw the same random numbers, for dropout.
-    whole: how many steps each model takes in all, shape (models,).
+    whole: the number of steps of each model, shape (models,).
     """
 
     def __init__(
@@ -226,11 +231,11 @@ class _Descent:
         self._gradients = vmap(grad(objective), randomness="same" if same else "different")
 
     def step(self, batch: Batch, weights: Tensor) -> None:
-        """One step of every model that has examples in it; the others wait for the next epoch."""
+        """Take one step of every model with examples in the batch; the others wait for the next epoch."""
         downhill, reason = attempt(lambda: self._gradients(self.theta, self._frozen, batch, weights))
         if downhill is None:
             raise TaskError(
-                f"this model cannot be trained in one batch with others ({reason}): give a function "
+                f"this model cannot be trained together with others ({reason}): give a function "
                 "train(subset, seed) that trains one."
             )
         training = self._training
@@ -251,11 +256,11 @@ class _Descent:
             theta.addcmul_(direction, eta, value=-1)
 
     def state(self) -> Parameters:
-        """A copy of all parameters as they are."""
+        """Copy all parameters."""
         return {name: tensor.clone() for name, tensor in {**self.theta, **self._frozen}.items()}
 
     def moments(self) -> Parameters:
-        """Adam's second moments without the bias of their beginning at zero."""
+        """Return Adam's second moments, bias-corrected."""
         unbias = 1 - self._training.betas[1] ** self._taken.clamp(min=1)
         return {name: t / unbias.reshape(-1, *[1] * (t.dim() - 1)) for name, t in self._second.items()}
 
@@ -273,14 +278,14 @@ class _Descent:
 
 
 def _blend(state: Tensor, keep: float, new: Tensor, share: float, on: Tensor | None) -> Tensor:
-    """state ← keep·state + share·new for the models that are on, in place."""
+    """Update state ← keep·state + share·new in place, for the models that are on."""
     if on is None:
         return state.mul_(keep).add_(new, alpha=share)
     return state.add_(on * ((keep - 1) * state + share * new))
 
 
-def measured(task: Task, stacked: Parameters, batch: Batch, count: int) -> Tensor:
-    """F of the queries under every model of a stack, shape (models, queries)."""
+def measure_stack(task: Task, stacked: Parameters, batch: Batch, count: int) -> Tensor:
+    """Measure F of the queries under every model of a stack, shape (models, queries)."""
     functional, _ = task.at(task.state())
 
     def measure(vectorise: bool) -> Tensor:
@@ -297,14 +302,14 @@ def models_at_once(
     training: Training,
     memory: int | str | None = None,
 ) -> int:
-    """How many models to train together: what fits the memory of a GPU, what fits the caches of a CPU."""
-    model = initialised(build, 0)
-    _refuse([model], task_of, data)
+    """Choose how many models to train together: as many as fit the memory of a GPU, or the caches of a CPU."""
+    model = initialise(build, 0)
+    _refuse_unequal([model], task_of, data)
     task = task_of(model.to(data.device))
     functional, theta = task.at(task.state())
     count = min(training.batch_size, len(data))
     batch = data.gather(torch.arange(count))
-    with _seeded(0):
+    with _seed_torch(0):
         activations = activation_bytes(lambda: functional.losses(theta, batch, count))
     state = sum(tensor.nbytes for tensor in theta.values()) * (3 if training.optimiser == "sgd" else 4)
     rows = sum(leaf.nbytes for leaf in leaves(batch) if isinstance(leaf, Tensor))
@@ -312,22 +317,22 @@ def models_at_once(
     return max(1, fit if data.device.type == "cuda" else min(fit, _CACHE // state))
 
 
-def _refuse(models: Sequence[nn.Module], task_of: Callable[[nn.Module], Task], data: Data) -> None:
-    """Say so where models trained together would not be what they are alone.
+def _refuse_unequal(models: Sequence[nn.Module], task_of: Callable[[nn.Module], Task], data: Data) -> None:
+    """Refuse models that would train differently together than alone.
 
-    Buffers that are the same in every model and stay so, as rotary frequencies and causal masks do, are shared.
+    Buffers that are the same in every model and do not change, such as rotary frequencies and causal masks, are shared.
     """
     model = models[0]
     alike = not has_batch_norm(model)
     if alike and (before := {name: buffer.detach().clone() for name, buffer in model.named_buffers()}):
         alike = all(_equal(before, dict(other.named_buffers())) for other in models[1:])
-        with _seeded(0), torch.no_grad():
+        with _seed_torch(0), torch.no_grad():
             task_of(model.to(data.device)).loss(model, data.gather(torch.arange(min(2, len(data)))))
         alike = alike and _equal(before, dict(model.named_buffers()))
     if not alike:
         raise TaskError(
-            "models with batch norm, or with buffers that a training or a seed changes, cannot be trained together: "
-            "give a function train(subset, seed) that trains one."
+            "models with batch norm, or with buffers that depend on training or on the seed, cannot be trained "
+            "together: give a function train(subset, seed) that trains one."
         )
 
 
@@ -339,41 +344,37 @@ def _equal(buffers: Parameters, others: Parameters) -> bool:
 
 
 def _seed(seed: int) -> None:
-    """As `torch.manual_seed`, which would spend longer on devices that are not there than a small model on a step."""
+    """Seed torch; `torch.manual_seed` would spend longer on absent devices than a small model on a step."""
     torch.default_generator.manual_seed(seed)
     if torch.cuda.is_initialized():
         torch.cuda.manual_seed_all(seed)
 
 
-def _per_model(models: int, tensor: Tensor) -> Tensor:
-    return tensor.reshape(models, -1, *tensor.shape[1:])
-
-
-def initialised(build: Callable[[], nn.Module], seed: int) -> nn.Module:
-    """A fresh model as a seed makes it, in training mode."""
-    with _seeded(seed):
+def initialise(build: Callable[[], nn.Module], seed: int) -> nn.Module:
+    """Build a model from a seed, in training mode."""
+    with _seed_torch(seed):
         return build().train()
 
 
 @contextmanager
-def _seeded(seed: int) -> Iterator[None]:
-    """Torch's random state set by a seed for a while; the caller's comes back after."""
+def _seed_torch(seed: int) -> Iterator[None]:
+    """Seed torch, and restore the caller's random state afterwards."""
     devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
     with torch.random.fork_rng(devices=devices):
         _seed(seed)
         yield
 
 
-def _whole(subsets: Sequence[Tensor], training: Training) -> Tensor:
+def _count_steps(subsets: Sequence[Tensor], training: Training) -> Tensor:
     return torch.tensor([training.epochs * training.steps(len(subset)) for subset in subsets])
 
 
-def _epoch(
+def _draw_epoch(
     subsets: Sequence[Tensor], shuffles: Sequence[torch.Generator], training: Training, like: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """The mini-batches of every model, shape (steps, models, size), and weights that average over each batch.
+    """Draw the mini-batches of every model, shape (steps, models, size), and weights that average over each batch.
 
-    What a batch lacks is filled with an example of its own subset at weight 0: a model computes nothing on others.
+    A short batch is filled up with an example of its own subset at weight 0.
     """
     size = training.batch_size
     steps = max(training.steps(len(subset)) for subset in subsets)

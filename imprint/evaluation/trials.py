@@ -1,4 +1,4 @@
-"""Whether a `train(subset, seed)` does what it is asked: judged by how far its models, and F under them, are apart."""
+"""Tests whether a `train(subset, seed)` uses its arguments, by how much its models, and F under them, differ."""
 
 from collections import defaultdict
 from collections.abc import Mapping
@@ -8,13 +8,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from imprint.display import placeless
+from imprint.display import strip_addresses
 from imprint.store.values import clipped
 from imprint.task import Parameters
 
-SAME = 1e-3  # of the length of the parameters, or of F: what counts as the same model
-SMALL = 0.1  # of the spread over subsets: a deviation that changes no truth
-FEW = 3  # times what repeating does: what may come of repeating
+SAME = 1e-3  # relative difference of parameters, or of F, up to which two models count as the same
+SMALL = 0.1  # of the spread over subsets; a smaller deviation does not matter
+FEW = 3  # how many times the difference of two repetitions still counts as repetition
 
 
 class Trial(NamedTuple):
@@ -29,21 +29,23 @@ class Trial(NamedTuple):
         return cls({name: t.to("cpu", copy=True) for name, t in tensors.items() if t.is_floating_point()}, values)
 
 
-def heard(first: Trial, again: Trial, other: Trial) -> bool:
-    """Whether a change makes another model: one further away than a few times what repeating the same does.
+def differs(first: Trial, again: Trial, other: Trial) -> bool:
+    """Tell whether a change of an argument gives a different model: further away than a few times a repetition.
 
-    F decides where parameters do not, as in models that keep what they learn elsewhere. Where repeating gives another
-    model altogether nothing can be told, and the change counts as heard.
+    F decides where parameters do not, as in models that keep what they learn elsewhere. Where a repetition gives a
+    different model altogether, nothing can be concluded, and the answer is True.
     """
     repeated, moved = distance(first.state, again.state), distance(first.state, other.state)
     if repeated > SAME or moved > FEW * repeated:
         return True
-    noise = max(FEW * size(again.values - first.values), SAME * size(first.values) if repeated else 0.0)
-    return size(other.values - first.values) > noise
+    noise = max(
+        FEW * root_mean_square(again.values - first.values), SAME * root_mean_square(first.values) if repeated else 0.0
+    )
+    return root_mean_square(other.values - first.values) > noise
 
 
 def distance(first: Parameters, second: Parameters) -> float:
-    """Between two models, relative to the length of the first; infinite if they have other tensors."""
+    """Return the distance of two models relative to the norm of the first; infinite if their tensors do not match."""
     if {name: t.shape for name, t in first.items()} != {name: t.shape for name, t in second.items()}:
         return float("inf")
     pairs = [(t.double(), second[name].double()) for name, t in first.items()]
@@ -52,13 +54,13 @@ def distance(first: Parameters, second: Parameters) -> float:
     return float((apart / length) ** 0.5) if length else (float("inf") if apart else 0.0)
 
 
-def size(values: Tensor) -> float:
-    """The root of the mean square."""
+def root_mean_square(values: Tensor) -> float:
+    """Return the root mean square."""
     return float(values.square().mean().sqrt())
 
 
 def spread(kept: Mapping[int, Tensor], subsets: int) -> float | None:
-    """By how much F differs among the kept models of a run, about its mean; None if no run has two of them.
+    """Return how much F varies among the models of a run; None if no run has two models.
 
     kept: F of the queries under each model, by its number.
     """
@@ -72,29 +74,29 @@ def spread(kept: Mapping[int, Tensor], subsets: int) -> float | None:
     return float((squares / sum(len(rows) - 1 for rows in several)) ** 0.5)
 
 
-def misfit(model: nn.Module, expected: nn.Module) -> str | None:
-    """How the parameters of a model differ from those expected, in words; None if names and shapes are the same."""
+def compare_parameters(model: nn.Module, expected: nn.Module) -> str | None:
+    """Describe how the parameters of a model differ from those expected; None if names and shapes match."""
     mine, theirs = shapes(model), shapes(expected)
     if lacking := [name for name in theirs if name not in mine]:
         return f"it lacks {lacking[0]!r}"
     if more := [name for name in mine if name not in theirs]:
-        return f"it has {more[0]!r} beside them"
+        return f"it has an extra {more[0]!r}"
     others = (name for name in mine if mine[name] != theirs[name])
     return next((f"{name!r} has shape {mine[name]}, there {theirs[name]}" for name in others), None)
 
 
 def shapes(model: nn.Module) -> dict[str, tuple[int, ...]]:
-    """Of all parameters, by the names they have without the wrapper of `torch.compile`."""
+    """Return the shapes of all parameters by name, without the prefix of `torch.compile`."""
     return {name.removeprefix("_orig_mod."): tuple(p.shape) for name, p in model.named_parameters()}
 
 
-def called(train: object) -> str:
-    """A function by its name; a partial one also by what it was given."""
+def describe_function(train: object) -> str:
+    """Name a function; a partial one also by its arguments."""
+
+    def describe(value: object) -> str:
+        return clipped(strip_addresses(repr(value)), 100)
+
     if isinstance(train, partial):
-        given = [*map(_shown, train.args), *(f"{name}={_shown(value)}" for name, value in train.keywords.items())]
-        return f"{called(train.func)}({', '.join(given)})"
+        given = [*map(describe, train.args), *(f"{name}={describe(value)}" for name, value in train.keywords.items())]
+        return f"{describe_function(train.func)}({', '.join(given)})"
     return str(getattr(train, "__qualname__", "train"))
-
-
-def _shown(value: object) -> str:
-    return clipped(placeless(repr(value)), 100)

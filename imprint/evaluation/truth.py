@@ -1,9 +1,9 @@
-"""Ground truth: what F really is for models retrained on subsets of the data, kept in a folder.
+"""Keeps ground truth in a folder: F under models that were retrained on subsets of the data.
 
-`truth.json` says what was asked for: kind, N, runs, seed, measurement, fingerprints, probes; and how it was made:
-device, versions. `subsets.safetensors` has the sources, and which of them each subset lacks;
-`values-000000.safetensors` and so on have F of every query under some of the models, and say which, of which truth.
-Model number run · subsets + i is that of subset i, whatever the number of runs: more of them add files.
+`truth.json` records what was requested (kind, N, runs, seed, measurement, fingerprints, probes) and how it was made
+(device, versions). `subsets.safetensors` holds the sources, and which of them each subset lacks.
+`values-000000.safetensors` and so on hold F of every query under some of the models, and name the models and the ground
+truth they belong to. Model number run · subsets + i is trained on subset i, so more runs only add files.
 """
 
 import contextlib
@@ -18,31 +18,34 @@ from datetime import UTC, datetime
 from functools import cached_property
 from itertools import zip_longest
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor
 
-from imprint.display import for_terminal
+from imprint.attribution.result import Attribution
+from imprint.display import count_of, for_terminal
 from imprint.errors import DataError, StoreError
-from imprint.evaluation.subsets import Kind, Subsets
+from imprint.evaluation.matching import match_scores
+from imprint.evaluation.removal import compare_changes
+from imprint.evaluation.statistics import ROUNDING
+from imprint.evaluation.subsets import Design, Subsets
 from imprint.sources import Sources
-from imprint.store.files import LOCK, Lock, clear_leftovers, is_leftover, refuse_unreadable, write
+from imprint.store.files import refuse_unreadable, write_tensors
 from imprint.store.fingerprint import changed, compare_data, of_sources
+from imprint.store.folder import locked, make_folder, write_sealed
 from imprint.store.manifest import versions
 from imprint.store.values import Value, read_json, sealed
 
-if TYPE_CHECKING:
-    from imprint.attribution.result import Attribution
-
 logger = logging.getLogger(__name__)
+TRUTH = "truth.json"
 SCHEMA = 3  # the first had other seeds; files of values of the second do not say what they belong to
 SEEDED = 2  # the first schema that can be continued
 PROBES = {"losses": "loss on probe example", "measures": "F at random parameters of query"}
-"""Values that tell one loss, or measurement, from another; in words."""
+"""Values that distinguish one loss, or measurement, from another; for messages."""
 
 
 @dataclass(frozen=True)
@@ -56,15 +59,17 @@ class Truth:
 
     def __post_init__(self) -> None:
         if not isinstance(self.values, Tensor):
-            raise DataError(f"values of a truth must be a tensor, got a {type(self.values).__name__}.")
+            raise DataError(f"the values of a ground truth must be a tensor, got a {type(self.values).__name__}.")
         shape = tuple(self.values.shape)
         if len(shape) != 3 or shape[1] != len(self.subsets) or 0 in shape:
             raise DataError(
-                f"values of a truth must have shape (runs, {len(self.subsets)} subsets, queries), each at least 1; got "
-                f"{shape}."
+                f"the values of a ground truth must have shape (runs, {len(self.subsets)} subsets, queries), each at "
+                f"least 1; got {shape}."
             )
         if not bool(self.values.isfinite().all()):
-            raise DataError("values of a truth must be finite: train the models that are missing or have diverged.")
+            raise DataError(
+                "the values of a ground truth must be finite: retrain the models that are missing or diverged."
+            )
         object.__setattr__(self, "values", self.values.detach().double().cpu())
 
     @property
@@ -73,39 +78,54 @@ class Truth:
 
     def __repr__(self) -> str:
         runs, subsets, queries = self.values.shape
-        counts = f"{_counted(subsets, 'subset')} × {_counted(runs, 'run')}"
+        counts = f"{count_of(subsets, 'subset')} × {count_of(runs, 'run')}"
         measure = for_terminal(self.measure)
-        return f"Truth({self.subsets.kind}: {counts}, {measure} of {_counted(queries, 'query', 'queries')})"
+        return f"Truth({self.subsets.kind}: {counts}, {measure} of {count_of(queries, 'query', 'queries')})"
 
     @cached_property
     def lacking(self) -> list[tuple[int, ...]]:
-        """Of a removal: what is removed, in the order of the columns of `effects`."""
+        """The removed sources of each removal, in the order of the columns of `effects`."""
         return [removed for removed in self.subsets.removed if removed]
 
     @cached_property
     def effects(self) -> Tensor:
-        """Of a removal: the change of F against the models that lack nothing, shape (runs, queries, removals)."""
+        """The change of F by each removal, compared with training on everything, shape (runs, queries, removals)."""
         whole = torch.tensor([not removed for removed in self.subsets.removed])
         if self.subsets.kind != "removal":
-            raise DataError("effects of removals need models trained on everything beside them: these are halves.")
+            raise DataError(
+                "effects of removals need models trained on everything to compare with; these are trained on halves."
+            )
         if not bool(whole.any()):
-            raise DataError("effects of removals need models trained on everything beside them: ask for a baseline.")
+            raise DataError("effects of removals need models trained on everything to compare with: add a baseline.")
         baseline = self.values[:, whole].mean(1, keepdim=True)
         return (self.values[:, ~whole] - baseline).transpose(1, 2)
 
-    def slope(self, result: "Attribution") -> float:
-        """Of actual on predicted changes of F: what `result.calibrate` multiplies scores by."""
-        from imprint.evaluation.metrics import slope
+    @property
+    def changes(self) -> Tensor:
+        """F under halves, or effects of removals; (runs, queries, subsets)."""
+        return self.values.transpose(1, 2) if self.subsets.kind == "halves" else self.significant_effects
 
-        return slope(result, self).estimate.value
+    @property
+    def significant_effects(self) -> Tensor:
+        """The `effects`, zero where they are only rounding of F."""
+        effects, largest = self.effects, self.values.abs().amax(1)[:, :, None]
+        return effects * (effects.amax(2, keepdim=True) - effects.amin(2, keepdim=True) > ROUNDING * largest)
+
+    def match(self, result: Attribution | Tensor) -> Tensor:
+        """Return scores (queries, sources) that belong to these sources and queries; refuse others."""
+        return match_scores(result, self.subsets, self.values.shape[2], self.measure, self.about)
+
+    def slope(self, result: Attribution) -> float:
+        """Return the slope of actual on predicted changes of F, by which `result.calibrate` multiplies scores."""
+        return compare_changes(self.match(result), self.subsets, self.changes).slope.value
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> "Truth":
-        """Read a folder; runs that are not complete are left out, and said."""
-        folder = Folder(Path(path))
-        request = folder.request()
+        """Read a folder; leave out incomplete runs, with a warning."""
+        folder = TruthFolder(Path(path))
+        request = folder.read_request()
         runs, subsets, count = (request[key] for key in ("runs", "subsets", "queries"))
-        trained, kept = folder.subsets(request), folder.kept(request)
+        trained, kept = folder.read_subsets(request), folder.read_values(request)
         if len(trained) != subsets:
             raise StoreError(f"{path} is damaged: it has {len(trained)} subsets, and its truth.json says {subsets}.")
         there = min(runs, max(kept, default=0) // subsets + 1)  # runs of which a model is there
@@ -118,45 +138,33 @@ class Truth:
         if not bool(complete.any()):
             done = int((~values.isnan()).any(2).sum())
             raise StoreError(
-                f"{path} is unfinished: {done} of {begun * subsets} models are there and no run is "
-                "complete. Make the same call again to go on."
+                f"{path} is unfinished: {done} of {begun * subsets} models are there and no run is complete. Make the "
+                "same call again to resume."
             )
         if int(complete.sum()) < begun:
-            logger.warning("%s: %d of %d runs are complete, the others left out", path, complete.sum(), begun)
+            logger.warning("%s: %d of %d runs are complete, the others are left out", path, complete.sum(), begun)
         return cls(trained, values[complete], request["measure"], request)
 
 
-class Folder:
-    """The files of a truth."""
+class TruthFolder:
+    """The files of a ground truth."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
 
     @contextlib.contextmanager
     def opened(self, request: dict[str, Any], subsets: Subsets) -> Iterator[dict[str, Any] | None]:
-        """The folder locked for writing. Gives what is kept of the same request, None if nothing is."""
-        file = self.path / "truth.json"
-        if self.path.exists() and not file.is_file() and (not self.path.is_dir() or self._strange()):
-            raise StoreError(f"{self.path} holds something else: give a new folder for the ground truth.")
-        try:
-            self.path.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise StoreError(
-                f"{self.path} cannot be made: {error.strerror or error}. Give a folder that you may write to."
-            ) from error
-        lock = Lock(self.path)
-        try:
-            clear_leftovers(self.path)
-            kept = self.request() if file.is_file() else None
+        """Lock the folder for writing; return what it records of the same request, or None."""
+        make_folder(self.path, "the ground truth", TRUTH)
+        with locked(self.path):
+            kept = self.read_request() if (self.path / TRUTH).is_file() else None
             if kept is not None:
                 self._compare(kept, request)
                 self._write_subsets(subsets)
             yield kept
-        finally:
-            lock.release()
 
     def _compare(self, kept: dict[str, Any], wanted: dict[str, Any]) -> None:
-        """Refuse another request than the one that was kept, but for the number of runs."""
+        """Refuse another request than the recorded one, except for the number of runs."""
         if kept["schema"] < SEEDED:
             raise StoreError(
                 f"{self.path} was made by an earlier version, which drew other seeds: it can be read but not "
@@ -165,28 +173,25 @@ class Folder:
         for name, value in wanted.items():
             if name in ("schema", "runs"):
                 continue
-            if difference := _difference(name, kept.get(name), value, wanted["n"]):
+            if difference := _describe_difference(name, kept.get(name), value, wanted["n"]):
                 raise StoreError(f"{self.path} holds another ground truth: {difference}.")
 
-    def begin(self, about: dict[str, Any], subsets: Subsets) -> None:
-        """Write what the folder is a truth of, unless that is what it says."""
-        file = self.path / "truth.json"
-        if not file.is_file() or self.request() != about:
-            text = json.dumps(sealed(about), indent=1)
-            write(file, lambda path: path.write_text(text))
+    def write_request(self, about: dict[str, Any], subsets: Subsets) -> None:
+        """Write what was requested, unless it is recorded already."""
+        if not (self.path / TRUTH).is_file() or self.read_request() != about:
+            write_sealed(self.path / TRUTH, about)
         self._write_subsets(subsets)
 
     def _write_subsets(self, subsets: Subsets) -> None:
         if not (self.path / "subsets.safetensors").is_file():
-            write(self.path / "subsets.safetensors", lambda path: _write_subsets(subsets, path))
+            names = {"ids": subsets.sources.ids, "names": subsets.sources.names}
+            removed = [np.array(each, dtype=np.int64) for each in subsets.removed]
+            tensors = {**_pack("removed", removed), **_pack("members", subsets.sources.members)}
+            write_tensors(self.path / "subsets.safetensors", tensors, {"imprint": json.dumps(names)})
 
-    def _strange(self) -> bool:
-        """Whether there is more than what a call leaves that is killed as it begins."""
-        return any(file.name != LOCK and not is_leftover(file) for file in self.path.iterdir())
-
-    def request(self) -> dict[str, Any]:
-        """What the folder is a truth of."""
-        file = self.path / "truth.json"
+    def read_request(self) -> dict[str, Any]:
+        """Read what was requested of the ground truth in this folder."""
+        file = self.path / TRUTH
         if not file.is_file():
             raise StoreError(f"{self.path} holds no ground truth: there is no truth.json.")
         value = read_json(file)
@@ -194,19 +199,19 @@ class Folder:
         if schema is None or schema.whole() > SCHEMA:
             found = "none" if schema is None else schema.content
             raise StoreError(f"{file} has schema {found}, this version reads up to {SCHEMA}: upgrade imprint.")
-        return _checked(value.unsealed())
+        return _check_request(value.unsealed())
 
-    def subsets(self, request: dict[str, Any]) -> Subsets:
-        """The subsets the models were trained on."""
+    def read_subsets(self, request: dict[str, Any]) -> Subsets:
+        """Read the subsets that the models were trained on."""
         file = self.path / "subsets.safetensors"
         try:
             refuse_unreadable(file)
             tensors = load_file(file)
             with safe_open(file, framework="pt") as opened:
                 table = json.loads(opened.metadata()["imprint"])
-            members = tuple(part.numpy() for part in _unpacked("members", tensors))
+            members = tuple(part.numpy() for part in _unpack("members", tensors))
             sources = Sources(tuple(table["ids"]), tuple(table["names"]), members, request["n"])
-            removed = tuple(tuple(part.tolist()) for part in _unpacked("removed", tensors))
+            removed = tuple(tuple(part.tolist()) for part in _unpack("removed", tensors))
             found = Subsets(request["kind"], request["n"], sources, removed)
         except (OSError, SafetensorError, MemoryError, LookupError, TypeError, ValueError, RuntimeError) as error:
             raise StoreError(f"{file} is damaged: {error}") from error
@@ -214,47 +219,46 @@ class Folder:
             raise StoreError(f"{file} is damaged: it differs from its fingerprint.")
         return found
 
-    def keep(self, models: range, values: Tensor, about: dict[str, Any]) -> None:
-        """Write the values of some models of a truth, shape (models, queries)."""
+    def write_values(self, models: range, values: Tensor, about: dict[str, Any]) -> None:
+        """Write the values of some models, shape (models, queries)."""
         metadata = {"sha256": _hash(values), "truth": _identity(about), "models": f"{models.start}-{models.stop - 1}"}
         file = self.path / f"values-{models.start:06}.safetensors"
-        write(file, lambda path: save_file({"values": values}, path, metadata))
+        write_tensors(file, {"values": values}, metadata)
 
-    def kept(self, about: dict[str, Any]) -> dict[int, Tensor]:
-        """The values of the models that are there, by their number, in order."""
+    def read_values(self, about: dict[str, Any]) -> dict[int, Tensor]:
+        """Read the values of the finished models, by their number, in order."""
         found: dict[int, Tensor] = {}
         seal = _identity(about)
         for file in self.path.glob("values-*.safetensors"):
             if number := re.fullmatch(r"values-(\d+)", file.stem):
                 start = int(number[1])
-                found.update(enumerate(self._part(file, start, about, seal), start))
+                found.update(enumerate(self._read_part(file, start, about, seal), start))
         return dict(sorted(found.items()))
 
-    def _part(self, file: Path, start: int, about: dict[str, Any], seal: str) -> Tensor:
-        """The values in a file, shape (models, queries), once it is known to be whole and of this truth."""
+    def _read_part(self, file: Path, start: int, about: dict[str, Any], seal: str) -> Tensor:
+        """Read the values in a file, shape (models, queries); refuse damaged or foreign ones."""
         try:
             refuse_unreadable(file)
             with safe_open(file, framework="pt") as opened:
                 values: Tensor = opened.get_tensor("values")
-                told = opened.metadata()
-            whole = _hash(values) == told["sha256"] and values.dim() == 2
+                recorded = opened.metadata()
+            whole = _hash(values) == recorded["sha256"] and values.dim() == 2
         except (OSError, SafetensorError, MemoryError, KeyError, TypeError) as error:
             raise StoreError(f"{file} is damaged: {error}. Delete it to have it made again.") from error
         if not whole:
             raise StoreError(f"{file} is damaged: it differs from its checksum. Delete it to have it made again.")
         place = {"truth": seal, "models": f"{start}-{start + len(values) - 1}"}
-        known = about["schema"] < SCHEMA or all(told.get(name) == value for name, value in place.items())
+        known = about["schema"] < SCHEMA or all(recorded.get(name) == value for name, value in place.items())
         fits = start + len(values) <= about["runs"] * about["subsets"] and values.shape[1] == about["queries"]
         if not (known and fits):
             raise StoreError(
-                f"{file} holds other models than this ground truth has in their place: delete it to have them made "
-                "again."
+                f"{file} holds other models than this ground truth has there: delete it to have them made again."
             )
         return values
 
 
-def _checked(value: Value) -> dict[str, Any]:
-    """What a truth.json says, once every field that is counted on has its kind."""
+def _check_request(value: Value) -> dict[str, Any]:
+    """Check the type of every field of a truth.json, and return it."""
     found = value.mapping()
 
     def field(name: str) -> Value:
@@ -280,10 +284,10 @@ def _checked(value: Value) -> dict[str, Any]:
     return content
 
 
-def together(kind: Kind, missing: Iterable[int], subsets: int, at_once: int) -> list[range]:
-    """Which of the missing models are trained together: neighbours, up to so many.
+def group_models(kind: Design, missing: Iterable[int], subsets: int, at_once: int) -> list[range]:
+    """Group the missing models to train together: neighbours, at most `at_once`.
 
-    The models of a removal share their seed and with it their dropout, so those of different runs are kept apart.
+    The models of one run of removals share their seed, and so their dropout; those of different runs stay separate.
     """
     spans: list[range] = []
     for model in missing:
@@ -297,25 +301,25 @@ def together(kind: Kind, missing: Iterable[int], subsets: int, at_once: int) -> 
 
 
 def _identity(about: dict[str, Any]) -> str:
-    """The seal of a truth whatever its number of runs, which may grow."""
+    """Return the seal of a ground truth without its number of runs, which may grow."""
     seal: str = sealed({name: value for name, value in about.items() if name != "runs"})["sha256"]
     return seal
 
 
 def of_subsets(subsets: Subsets) -> dict[str, str]:
-    """Fingerprints of the sources, and of which of them each subset lacks."""
+    """Fingerprint the sources, and which of them each subset lacks."""
     lacking = hashlib.sha256(json.dumps(subsets.removed).encode()).hexdigest()
     return {"sources": of_sources(subsets.sources), "subsets": lacking}
 
 
-def circumstances(at_once: int, device: torch.device) -> dict[str, Any]:
-    """What is kept with a truth beside what was asked for; `noise` is how far F moves if the same is trained again."""
+def describe_circumstances(at_once: int, device: torch.device) -> dict[str, Any]:
+    """Describe how a ground truth was made; `noise` is how far F moves when the same model is trained again."""
     now = datetime.now(UTC).isoformat(timespec="seconds")
     return {"at_once": at_once, "device": str(device), "noise": 0.0, "versions": versions(), "created": now}
 
 
-def _difference(name: str, was: Any, value: Any, n: int) -> str | None:
-    """How one part of a request differs from what was kept, in words; None if it does not."""
+def _describe_difference(name: str, was: Any, value: Any, n: int) -> str | None:
+    """Describe how one part of a request differs from the saved one, or None."""
     if name == "probes":
         return next(filter(None, (changed(words, was[part], value[part]) for part, words in PROBES.items())), None)
     if name == "fingerprints":
@@ -338,31 +342,18 @@ def _difference(name: str, was: Any, value: Any, n: int) -> str | None:
 
 
 def _first_change(lines: list[str], others: list[str]) -> str:
-    """The first of some lines that is not the same in others."""
+    """Return the first line that differs from the other list."""
     pairs = zip_longest(lines, others)
     return next((line.strip() for line, other in pairs if line != other and line), "nothing there")
 
 
-def _counted(count: int, one: str, many: str = "") -> str:
-    return f"{count} {one if count == 1 else many or one + 's'}"
-
-
-def _write_subsets(subsets: Subsets, path: Path) -> None:
-    tensors = {
-        **_packed("removed", [np.array(r, dtype=np.int64) for r in subsets.removed]),
-        **_packed("members", subsets.sources.members),
-    }
-    names = {"ids": subsets.sources.ids, "names": subsets.sources.names}
-    save_file(tensors, path, {"imprint": json.dumps(names)})
-
-
-def _packed(name: str, lists: Sequence[np.ndarray[Any, np.dtype[np.int64]]]) -> dict[str, Tensor]:
-    """Lists of numbers as two tensors: all of them, and how long each is."""
+def _pack(name: str, lists: Sequence[np.ndarray[Any, np.dtype[np.int64]]]) -> dict[str, Tensor]:
+    """Pack lists of numbers into two tensors: all of them, and the length of each."""
     flat = np.concatenate([*lists, np.empty(0, np.int64)])
     return {name: torch.from_numpy(flat), f"{name}_lengths": torch.tensor([len(each) for each in lists])}
 
 
-def _unpacked(name: str, tensors: dict[str, Tensor]) -> tuple[Tensor, ...]:
+def _unpack(name: str, tensors: dict[str, Tensor]) -> tuple[Tensor, ...]:
     return torch.split(tensors[name], tensors[f"{name}_lengths"].tolist())
 
 

@@ -36,12 +36,12 @@ class Gains:
 
     @property
     def floors(self) -> Tensor:
-        """The score of every source under which it cannot be told from rounding."""
+        """The score of every source below which rounding could have made it."""
         return _REFUSED * self.rounding / self.values
 
 
-def chosen_gains(point: Point, queries: list[Counted], dtype: str) -> Gains:
-    """The gains whose scores, served in `dtype`, come closest to the exact derivative.
+def choose_gains(point: Point, queries: list[Counted], dtype: str) -> Gains:
+    """Return the gains whose scores, served in `dtype`, come closest to the exact derivative.
 
     Where rounding hardly shows at some steps, and curvature neither, one of those is taken.
     """
@@ -80,12 +80,12 @@ def chosen_gains(point: Point, queries: list[Counted], dtype: str) -> Gains:
 
 
 def _gains(moves: Tensor, step: float) -> Tensor:
-    """c_b that moves the adapted weights by `step` of their length; 1 for an imprint that is zero."""
+    """Return c_b that moves the adapted weights by `step` of their length; 1 for an imprint that is zero."""
     return torch.where(moves > 0, step / moves, 1.0)
 
 
 def _first(queries: list[Counted]) -> list[Counted]:
-    """The first few queries."""
+    """Return the first few queries."""
     found: list[Counted] = []
     for count, batch in queries:
         taken = min(count, _QUERIES - sum(n for n, _ in found))

@@ -16,24 +16,24 @@ COLUMNS = ("input_ids", "weights")
 
 
 def widened(tensor: Tensor) -> Tensor:
-    """In float32 at least. That of `imprint.language` would bring transformers, which a reader can do without."""
+    """Return a tensor in float32 at least; `imprint.language` has this too, but imports transformers."""
     return tensor.float() if tensor.is_floating_point() and tensor.dtype.itemsize < 4 else tensor
 
 
 def of_logits(logits: Tensor, input_ids: Tensor, weights: Tensor) -> Tensor:
-    """The log-likelihood of each row from its logits (rows, tokens, vocabulary), in float32 at least."""
+    """Return the log-likelihood of each row from its logits (rows, tokens, vocabulary), in float32 at least."""
     found = widened(logits[:, :-1]).log_softmax(-1).gather(-1, input_ids[:, 1:].unsqueeze(-1)).squeeze(-1)
     return (found * weights[:, 1:]).sum(-1)
 
 
 def log_likelihood(model: Any, batch: Batch) -> Tensor:
-    """The log-likelihood of the completions of a batch, shape (queries,)."""
+    """Return the log-likelihood of the completions of a batch, shape (queries,)."""
     logits = model(input_ids=batch["input_ids"], use_cache=False).logits
     return of_logits(logits, batch["input_ids"], batch["weights"])
 
 
 def as_batches(queries: Any, task_device: Any, batch_size: int = 16) -> list[tuple[int, Batch]]:
-    """Queries as (count, batch) pairs whose batches have the two columns."""
+    """Return queries as (count, batch) pairs whose batches have the two columns."""
     batches = query_batches(queries, device=task_device, batch_size=batch_size, collate_fn=None)
     for _, batch in batches:
         if not isinstance(batch, Mapping) or any(not isinstance(batch.get(name), Tensor) for name in COLUMNS):
@@ -48,7 +48,7 @@ def as_batches(queries: Any, task_device: Any, batch_size: int = 16) -> list[tup
 
 
 def refuse_tokens(queries: list[tuple[int, Batch]], context: int | None, vocabulary: int) -> None:
-    """Refuse queries that the exported model cannot take, or takes for others."""
+    """Refuse queries that are too long for the exported model, or hold tokens it does not know."""
     for ids in (batch["input_ids"] for _, batch in queries):
         length = ids.shape[1]
         if context is not None and length > context:
@@ -67,6 +67,6 @@ def refuse_tokens(queries: list[tuple[int, Batch]], context: int | None, vocabul
 
 
 def is_log_likelihood(values: Tensor, task: Task, state: Mapping[str, Tensor], batch: Batch) -> bool:
-    """Whether what the task measured of a batch is its log-likelihood, up to rounding."""
+    """Return whether what the task measured of a batch is its log-likelihood, up to rounding."""
     expected = task.call(log_likelihood, state, batch)
     return bool(((values - expected).abs() <= 1e-3 * (1 + expected.abs())).all())

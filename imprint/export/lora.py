@@ -35,8 +35,8 @@ class Adapted:
 
 
 def adapted_layers(task: Task) -> list[Adapted]:
-    """The adapted layers of a task's model, in its order; refused if the task selects anything else."""
-    peft = peft_package()
+    """Return the adapted layers of a task's model, in its order; refuse a task that selects anything else."""
+    peft = import_peft()
     aliases = {id(p): name for name, p in task.model.named_parameters()}  # a tied weight is known by its first name
     found = []
     for name, module in task.model.named_modules():
@@ -76,8 +76,8 @@ def adapted_layers(task: Task) -> list[Adapted]:
     return found
 
 
-def peft_package() -> Any:
-    """The package peft, which comes with an extra."""
+def import_peft() -> Any:
+    """Import peft, or say how to install it."""
     try:
         import peft
     except ImportError as error:
@@ -86,12 +86,12 @@ def peft_package() -> Any:
 
 
 def _active(module: Any) -> list[str]:
-    """The active adapters that a LoRA layer has; those of other layers are named there too."""
+    """Return the active adapters that a LoRA layer has; PEFT lists those of other layers too."""
     return [] if module.disable_adapters else [name for name in module.active_adapters if name in module.r]
 
 
 def _refuse_other_kinds(module: nn.Module, name: str) -> None:
-    peft = peft_package()
+    peft = import_peft()
     tuned = isinstance(module, peft.tuners.tuners_utils.BaseTunerLayer | peft.utils.other.AuxiliaryTrainingWrapper)
     if tuned and not isinstance(module, peft.tuners.lora.LoraLayer):
         raise TaskError(
@@ -101,18 +101,18 @@ def _refuse_other_kinds(module: nn.Module, name: str) -> None:
 
 
 def plain_name(name: str) -> str:
-    """The name that a module or tensor of an adapted model has in the plain one."""
+    """Return the name that a module or tensor of an adapted model has in the plain one."""
     return name.removeprefix(_INSIDE_PEFT).replace(".base_layer.", ".")
 
 
 def plain_model(task: Task, state: Mapping[str, Tensor]) -> Any:
-    """A copy of the task's model at `state`, without its adapters, active or not."""
+    """Return a copy of the task's model at `state`, without its adapters, active or not."""
     inner = task.model
     if type(inner).__name__.startswith("Peft"):
         inner = inner.get_base_model()  # type: ignore[operator]
     model = deepcopy(inner)
     for path, module in list(model.named_modules()):
-        if isinstance(module, peft_package().tuners.lora.LoraLayer):
+        if isinstance(module, import_peft().tuners.lora.LoraLayer):
             model.set_submodule(path, module.get_base_layer())
     if hasattr(model, "peft_config"):
         del model.peft_config
@@ -121,7 +121,7 @@ def plain_model(task: Task, state: Mapping[str, Tensor]) -> Any:
 
 
 def _load(model: nn.Module, state: Parameters) -> None:
-    """Give the model all of a state, in which a tied weight has one of its names."""
+    """Load a state into the model, in which a tied weight has one of its names."""
     own = model.state_dict(keep_vars=True)
     missing, unknown = model.load_state_dict(state, strict=False)
     given = {id(own[name]) for name in state if name in own}
@@ -133,12 +133,12 @@ def _load(model: nn.Module, state: Parameters) -> None:
 
 
 def adapter_tensors(layers: list[Adapted], parameters: Mapping[str, Tensor]) -> dict[str, tuple[Tensor, Tensor]]:
-    """A and s·B of every adapted layer, by its path in the plain model."""
+    """Return A and s·B of every adapted layer, by its path in the plain model."""
     return {layer.path: (parameters[layer.down], layer.scale * parameters[layer.up]) for layer in layers}
 
 
 def weight_moves(layers: list[Adapted], state: Mapping[str, Tensor], imprints: Parameters) -> Tensor:
-    """How far each imprint moves the adapted weights per unit, ‖s(u_B A + B u_A)‖, relative to ‖W‖; shape (rows,).
+    """Return how far each imprint moves the adapted weights per unit, ‖s(u_B A + B u_A)‖/‖W‖; shape (rows,).
 
     Relative to the weights, not to the adapter's own parameters, which are 0 where an adapter begins.
     """

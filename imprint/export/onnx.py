@@ -19,16 +19,15 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from imprint.errors import MissingExtra, ReadoutError, StoreError, first_line
-from imprint.export.gains import chosen_gains
+from imprint.export.gains import choose_gains
 from imprint.export.graph import Graph
 from imprint.export.lora import plain_model
 from imprint.export.point import Point
 from imprint.export.reading import Scores, scores
 from imprint.export.record import Export
 from imprint.export.writing import prepare_export, write_export
-from imprint.store.files import write
+from imprint.store.files import write_tensors
 from imprint.store.reading import Store
-from imprint.store.tensorfile import save
 from imprint.task import Parameters, Task
 
 GRAPH, DISPLACEMENTS = "scores.onnx", "displacements.safetensors"
@@ -51,7 +50,7 @@ def to_onnx(
     """
     _runtime()
     point, batches = prepare_export(task, store, folder, queries, sources, checkpoint)
-    gains = chosen_gains(point, batches, "float32")
+    gains = choose_gains(point, batches, "float32")
 
     def fill(where: Path, _: Path) -> tuple[None, dict[str, tuple[str, str]]]:
         stacks = _displacements(point)
@@ -59,7 +58,7 @@ def to_onnx(
         at = {name: tensor.cpu().float() for name, tensor in point.state.items()}
         graph = Graph(model, point.layers, at, task.names).eval()
         _export(graph, stacks, where / GRAPH)
-        write(where / DISPLACEMENTS, lambda path: save(stacks, path, {}))
+        write_tensors(where / DISPLACEMENTS, stacks)
         return None, {}
 
     def tested(draft: Export) -> Tensor:
@@ -79,11 +78,11 @@ class OnnxReader:
         _refuse_inputs(self.export, self._session, self._fixed)
 
     def scores(self, queries: Any) -> Scores:
-        """Scores of completions for every source."""
+        """Score completions for every source."""
         return scores(self.export, self.measured(queries))
 
     def measured(self, queries: Any) -> Tensor:
-        """What the graph returns, (queries, sources), without its noise floors."""
+        """Return what the graph returns, (queries, sources), without noise floors."""
         rows = []
         for _, batch in self.export.batches(queries, torch.device("cpu")):
             asked = {"input_ids": batch["input_ids"].numpy(), "weights": batch["weights"].float().numpy()}
@@ -92,12 +91,12 @@ class OnnxReader:
 
 
 def read_onnx(export: Export | str | os.PathLike[str], queries: Any) -> Scores:
-    """Scores of completions by the graph of an export; `OnnxReader` keeps it loaded."""
+    """Score completions by the graph of an export; `OnnxReader` keeps it loaded."""
     return OnnxReader(export).scores(queries)
 
 
 def _displacements(point: Point) -> Parameters:
-    """u_b of all chosen sources by parameter, in float32; those of B carry the adapter's scale."""
+    """Return u_b of all chosen sources by parameter, in float32; those of B carry the adapter's scale."""
     scales = {layer.up: layer.scale for layer in point.layers}
     imprints = point.imprints(range(len(point.rows)))
     return {name: (scales.get(name, 1.0) * u).float().cpu().contiguous() for name, u in imprints.items()}
@@ -130,7 +129,7 @@ def _export(graph: Graph, stacks: Parameters, place: Path) -> None:
 
 @contextmanager
 def _quietly() -> Iterator[None]:
-    """The exporter tells of packages it does without and of ways it tries in vain."""
+    """Silence the exporter, which logs missing packages and failed attempts."""
     loud = [logging.getLogger(name) for name in ("torch.onnx", "torch.fx", "onnxscript")]
     before = [logger.level for logger in loud]
     with warnings.catch_warnings(), torch.no_grad():

@@ -20,16 +20,15 @@ import torch
 from torch import Tensor
 
 from imprint.errors import ReadoutError, StoreError, first_line
-from imprint.export.gains import DTYPES, chosen_gains
+from imprint.export.gains import DTYPES, choose_gains
 from imprint.export.likelihood import of_logits
-from imprint.export.lora import Adapted, adapter_tensors, peft_package, plain_model
+from imprint.export.lora import Adapted, adapter_tensors, import_peft, plain_model
 from imprint.export.point import Counted
 from imprint.export.reading import Scores, read
 from imprint.export.record import MODEL, Export
 from imprint.export.writing import prepare_export, write_export
-from imprint.store.files import write
+from imprint.store.files import write_tensors
 from imprint.store.reading import Store
-from imprint.store.tensorfile import save
 from imprint.store.values import read_json
 from imprint.task import Batch, Task
 
@@ -64,11 +63,11 @@ def to_peft(
         base = str(Path(base).absolute() if Path(base).is_dir() else base)
         model = _base_model(base, model)
     _warn_of_head(model, point.layers)
-    gains = chosen_gains(point, batches, dtype)
+    gains = choose_gains(point, batches, dtype)
 
     def fill(where: Path, place: Path) -> tuple[str, dict[str, tuple[str, str]]]:
         if base is None:
-            with _no_bars():
+            with _hide_bars():
                 model.save_pretrained(where / MODEL)
         about = _configuration(point.layers, model, str(place / MODEL) if base is None else base)
         _write_adapter(where / BASE, point.layers, point.state, about)
@@ -91,7 +90,7 @@ def to_peft(
 
 
 def read_peft(export: Export | str | os.PathLike[str], model: Any, queries: Any) -> Scores:
-    """Scores of completions through the adapters of an export on the plain model, many of them in each batch.
+    """Score completions through the adapters of an export on the plain model, many of them in each batch.
 
     The model is as it was before when this returns.
     """
@@ -101,7 +100,7 @@ def read_peft(export: Export | str | os.PathLike[str], model: Any, queries: Any)
 
 
 def _log_likelihoods(export: Export, model: Any, queries: list[Counted]) -> tuple[Tensor, Tensor]:
-    """Of every query under the adapters `plus` and `minus` of every source, both (queries, sources)."""
+    """Return log-likelihoods under the adapters `plus` and `minus` of every source, both (queries, sources)."""
     blocks = []
     for start in range(0, len(export.sources), _SOURCES_AT_ONCE):
         part = export.sources[start : start + _SOURCES_AT_ONCE]
@@ -124,8 +123,8 @@ def _warn_of_head(model: Any, layers: list[Adapted]) -> None:
 
 
 @contextmanager
-def _no_bars() -> Iterator[None]:
-    """Without the bars that transformers draws for files it writes."""
+def _hide_bars() -> Iterator[None]:
+    """Hide the progress bars that transformers draws for files it writes."""
     import transformers
 
     bars: Any = transformers.utils.logging
@@ -139,11 +138,11 @@ def _no_bars() -> Iterator[None]:
 
 
 def _base_model(name: str, plain: Any) -> Any:
-    """The model of a name, refused unless its weights are those of the plain one."""
+    """Load a model by its name; refuse it unless its weights are those of the plain one."""
     import transformers
 
     try:
-        with _no_bars():
+        with _hide_bars():
             found: Any = transformers.AutoModelForCausalLM.from_pretrained(name)
     except (OSError, ValueError, RuntimeError) as error:
         raise ReadoutError(f"the base model {name!r} cannot be loaded: {first_line(error)}.") from error
@@ -159,35 +158,35 @@ def _base_model(name: str, plain: Any) -> Any:
 
 
 def _same(left: Tensor | None, right: Tensor | None) -> bool:
-    """Whether tensors are equal in the wider of their precisions: what was rounded is something else."""
+    """Return whether tensors are equal in the wider of their precisions: rounded weights are others."""
     return left is not None and right is not None and left.shape == right.shape and bool((left == right).all())
 
 
 def _precision(model: Any) -> str:
-    """The half precision that a model has weights in, or "float32"."""
+    """Return the half precision that a model has weights in, or "float32"."""
     held = {parameter.dtype for parameter in model.parameters()}
     return next((name for name in ("bfloat16", "float16") if DTYPES[name] in held), "float32")
 
 
 def _write_adapter(folder: Path, layers: list[Adapted], parameters: Mapping[str, Tensor], about: Any) -> None:
-    """One adapter as PEFT writes it, in float32 at least and with a scale of 1."""
+    """Write one adapter as PEFT does, in float32 at least and with a scale of 1."""
     folder.mkdir(parents=True)
     tensors = {}
     for path, (down, up) in adapter_tensors(layers, parameters).items():
         for part, tensor in (("lora_A", down), ("lora_B", up)):
             tensors[f"base_model.model.{path}.{part}.weight"] = tensor.detach().cpu().contiguous()
-    write(folder / "adapter_model.safetensors", lambda path: save(tensors, path, {"format": "pt"}))
+    write_tensors(folder / "adapter_model.safetensors", tensors, {"format": "pt"})
     about.save_pretrained(str(folder))
 
 
 def _configuration(layers: list[Adapted], model: Any, name: str) -> Any:
-    """The adapter_config.json of these layers, which are named as engines like it best: by their last names."""
+    """Return the adapter_config.json of these layers, by their last names, as serving engines prefer."""
     paths = {layer.path for layer in layers}
     last = {path.rsplit(".", 1)[-1] for path in paths}
     targets = last if {path for path, _ in model.named_modules() if path.rsplit(".", 1)[-1] in last} == paths else paths
     rank = max(layer.rank for layer in layers)  # which is what engines make room for
     others = {re.escape(layer.path): layer.rank for layer in layers if layer.rank != rank}
-    return peft_package().LoraConfig(
+    return import_peft().LoraConfig(
         task_type="CAUSAL_LM",
         base_model_name_or_path=name,
         inference_mode=True,
@@ -203,15 +202,15 @@ def _configuration(layers: list[Adapted], model: Any, name: str) -> Any:
 
 @contextmanager
 def _loaded(export: Export, model: Any, paths: list[str]) -> Iterator[Any]:
-    """The plain model with the base adapter and those of `paths`, by these names; plain again afterwards."""
-    peft = peft_package()
+    """Load the base adapter and those of `paths` into the plain model, by these names, for a while."""
+    peft = import_peft()
     _refuse_layers(export, model)
     for path in (BASE, *paths):
         _refuse_configuration(export, path)
     mode = model.training
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # PEFT tells how layers keep their weight, which it finds by itself
+            warnings.simplefilter("ignore")  # PEFT reports how layers store their weight
             base = str(export.folder / BASE)
             adapted: Any = peft.PeftModel.from_pretrained(model, base, adapter_name=_adapter_name(BASE))
             for path in paths:
@@ -243,7 +242,7 @@ def _adapter_name(path: str) -> str:
 
 def _refuse_layers(export: Export, model: Any) -> None:
     """Refuse a model that lacks an adapted layer, or has it in another shape, or has adapters already."""
-    if any(isinstance(module, peft_package().tuners.lora.LoraLayer) for module in model.modules()):
+    if any(isinstance(module, import_peft().tuners.lora.LoraLayer) for module in model.modules()):
         raise ReadoutError("the model has adapters already: give the plain one, without any (model.unload() for PEFT).")
     for path, (_, width, height) in export.layers.items():
         try:
@@ -269,7 +268,7 @@ def _refuse_model(export: Export, adapted: Any) -> None:
 
 @torch.no_grad()
 def _mixed(adapted: Any, paths: list[str], batch: Batch) -> Tensor:
-    """The log-likelihoods of a batch under every adapter, (adapters, queries), with several adapters in each pass."""
+    """Return the log-likelihoods of a batch under every adapter, (adapters, queries), several in each pass."""
     ids, weights = batch["input_ids"], batch["weights"]
     count = len(ids)
     at_once = max(1, _LOGIT_VALUES // (ids.numel() * adapted.get_input_embeddings().weight.shape[0]))

@@ -1,7 +1,7 @@
-"""What an export starts from: one checkpoint of a store, some of its sources, and their scores read the library's way.
+"""What an export starts from: one checkpoint of a store, some of its sources, and the library's own scores of them.
 
 `central` at given gains is what an exported artefact must reproduce, `exact` the derivative that both approximate, and
-`served` what an engine would find that keeps weights and adapters in a given precision.
+`served` what a serving engine would find with weights and adapters in a given precision.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -41,7 +41,7 @@ class Point:
 
     @classmethod
     def of(cls, task: Task, store: Store, sources: Sequence[str] | None, checkpoint: int | None) -> "Point":
-        """The checkpoint with the most weight, or the one that is asked for, once task and store are known to fit."""
+        """Take the checkpoint with the most weight, or the given one, once task and store are known to fit."""
         require_task(task)
         if getattr(task, "compute", None):
             raise TaskError(f"the task computes in {task.compute}: export with a task made without compute=.")  # type: ignore[attr-defined]
@@ -60,7 +60,7 @@ class Point:
 
     @property
     def context(self) -> int | None:
-        """How many tokens the model takes, where its configuration tells."""
+        """How many tokens the model takes; None where its configuration does not say."""
         from imprint.language.presets import text_config  # brings transformers, which reading does without
 
         found: int | None = getattr(text_config(self.task.model), "max_position_embeddings", None)
@@ -84,23 +84,23 @@ class Point:
         return self.base.theta
 
     def rounded(self, dtype: torch.dtype) -> Parameters:
-        """All tensors at the checkpoint, as an engine keeps them that computes in `dtype`."""
+        """Return all tensors at the checkpoint, as a serving engine holds them that computes in `dtype`."""
         return {name: t.to(dtype) if t.is_floating_point() else t for name, t in self.state.items()}
 
     def imprints(self, positions: Sequence[int]) -> Parameters:
-        """u_b of some of the chosen sources, stacked."""
+        """Return u_b of some of the chosen sources, stacked."""
         rows, device = [self.rows[position] for position in positions], self.task.device
         pieces = [self.store.imprints(self.checkpoint, row, row + 1, device) for row in rows]
         return {name: torch.cat([widened(piece[name]) for piece in pieces]) for name in self.task.names}
 
     def chunks(self) -> Iterator[tuple[list[int], Parameters]]:
-        """All chosen sources, a few at a time."""
+        """Yield the imprints of all chosen sources, a few at a time."""
         for start in range(0, len(self.rows), _AT_ONCE):
             positions = list(range(start, min(start + _AT_ONCE, len(self.rows))))
             yield positions, self.imprints(positions)
 
     def moves(self) -> Tensor:
-        """How far each imprint moves the adapted weights per unit, relative to them; shape (sources,)."""
+        """Return how far each imprint moves the adapted weights per unit, relative to them; shape (sources,)."""
         return torch.cat([weight_moves(self.layers, self.state, imprints) for _, imprints in self.chunks()])
 
     def refuse_measure(self, queries: list[Counted]) -> None:
@@ -120,7 +120,7 @@ class Point:
                     )
 
     def central(self, queries: list[Counted], gains: Tensor) -> Tensor:
-        """[F(θ + c·u) − F(θ − c·u)]/2c of the task's own measurement, shape (queries, sources)."""
+        """Return [F(θ + c·u) − F(θ − c·u)]/2c of the task's own measurement, shape (queries, sources)."""
 
         def read(imprints: Parameters, c: Tensor, count: int, batch: Batch, vectorise: bool) -> Tensor:
             steps = c.to(next(iter(imprints.values())).dtype)
@@ -129,7 +129,7 @@ class Point:
         return self._scores(queries, gains, range(len(self.rows)), read)
 
     def exact(self, queries: list[Counted], positions: Sequence[int] | None = None) -> tuple[Tensor, str]:
-        """F'(θ)[u] by forward mode, shape (queries, sources), and "jvp"; where a model has none, by "gradient"."""
+        """Return F'(θ)[u], shape (queries, sources), and its readout: "jvp", or "gradient" without forward mode."""
 
         def forward(imprints: Parameters, _: Tensor, count: int, batch: Batch, vectorise: bool) -> Tensor:
             return self.base.jvp(imprints, batch, count, vectorise=vectorise).double()
@@ -145,7 +145,7 @@ class Point:
         return self._scores(queries, gains, chosen, backward), "gradient"
 
     def served(self, queries: list[Counted], gains: Tensor, positions: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """The central scores of an engine whose weights and adapters are in `dtype`, shape (queries, positions)."""
+        """Return central scores with weights and adapters in `dtype`, as a serving engine has them."""
         state = self.rounded(dtype)
         wide = torch.float64 if dtype == torch.float64 else torch.float32
         theta = {name: tensor.to(wide) for name, tensor in self.theta.items()}
@@ -167,7 +167,7 @@ class Point:
         positions: Sequence[int],
         read: Callable[[Parameters, Tensor, int, Batch, bool], Tensor],
     ) -> Tensor:
-        """`read` of all queries and of the sources at `positions`, by vmap, or by a loop where that fails."""
+        """Read all queries for the sources at `positions`, by `vmap` or in a loop."""
         blocks = []
         gains = gains.to(self.task.device)
         with forward_only(self.task):

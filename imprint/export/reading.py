@@ -1,4 +1,4 @@
-"""Scores from an export: the difference of two log-likelihoods over twice the gain, and what cannot be told from 0."""
+"""Scores from an export: the difference of two log-likelihoods over twice the gain, and which are only noise."""
 
 import logging
 import os
@@ -34,23 +34,23 @@ class Scores:
         return self.measured.abs() < self.floors
 
     def score(self, query: int, source: str) -> float:
-        """One score; an error where it lies under the noise floor."""
+        """Return one score; raise an error where it lies under the noise floor."""
         self._refuse_query(query)
         column = self._column(source)
         value, floor = float(self.measured[query, column]), float(self.floors[column])
         if bool(self.refused[query, column]):
             raise ReadoutError(
                 f"the score of query {query} for source {source!r} is {value:.2g}, under the noise floor of "
-                f"{floor:.2g}: it cannot be told from 0 in the precision of the export, {self.dtype}."
+                f"{floor:.2g}: it cannot be distinguished from 0 in the precision of the export, {self.dtype}."
             )
         return value
 
     def removal_effect(self, query: int, source: str) -> float:
-        """The predicted change of the log-likelihood if the source were gone, −s/N; an error under the noise floor."""
+        """Return the predicted change of the log-likelihood without the source, −s/N; raise under the noise floor."""
         return -self.score(query, source) / self.n
 
     def accepted(self, query: int) -> dict[str, float]:
-        """The scores of a query that lie above the noise floor, by source id; the others are in `refused`."""
+        """Return the scores of a query that lie above the noise floor, by source id; the others are in `refused`."""
         self._refuse_query(query)
         row, refused = self.measured[query].tolist(), self.refused[query].tolist()
         return {name: s for name, s, no in zip(self.source_ids, row, refused, strict=True) if not no}
@@ -77,7 +77,7 @@ class Scores:
 
 
 def read(export: Export | str | os.PathLike[str], plus: Any, minus: Any) -> Scores:
-    """Scores from the log-likelihoods of the completions under the adapters `plus` and `minus` of every source.
+    """Compute scores from the log-likelihoods of the completions under the adapters `plus` and `minus` of every source.
 
     plus, minus: (queries, sources) in the order of `Export.open(folder).ids`, as tensors, arrays or lists.
     """
@@ -99,7 +99,7 @@ def read(export: Export | str | os.PathLike[str], plus: Any, minus: Any) -> Scor
 
 
 def scores(export: Export, measured: Tensor) -> Scores:
-    """Scores with the noise floors of an export; those under it are told."""
+    """Return scores with the noise floors of an export; warn of those under it."""
     if not bool(measured.isfinite().all()):
         query, source = (~measured.isfinite()).nonzero()[0].tolist()
         raise ReadoutError(f"the score of query {query} for source {export.ids[source]!r} is not finite.")

@@ -33,7 +33,7 @@ ExportKind = Literal["peft", "onnx"]
 class Exported:
     """A source of an export.
 
-    gain: c_b, by which its imprint is multiplied. floor: the score under which it cannot be told from rounding.
+    gain: c_b, by which its imprint is multiplied. floor: the score below which it is noise.
     plus, minus: the folders of its adapters, where it has some.
     """
 
@@ -49,9 +49,10 @@ class Exported:
 class SelfTest:
     """Scores of the given queries read from the artefacts, in float32, beside the library's own.
 
-    central: deviation from the readout `central` at the same gains. exact: deviation from the exact derivative, which
-    `readout` tells how it was found. served: the latter in the serving precision. All relative, and over all scores at
-    displacements of equal length.
+    central: deviation from the readout `central` at the same gains.
+    exact: deviation from the exact derivative, which the readout `readout` computed; `served` in the serving precision.
+
+    All are relative, and over all scores at displacements of equal length.
     """
 
     queries: int
@@ -70,7 +71,7 @@ class Export:
     model: the plain model the adapters belong to: its name, or `model` for the folder written beside them.
     probes: log-likelihoods of a few queries at the checkpoint, by which another model is recognised, in float32 and in
         the serving precision.
-    context, vocabulary: how many tokens a query may have, where the model tells, and how many tokens the model knows.
+    context, vocabulary: how many tokens a query may have, where the model says, and how many tokens the model knows.
     """
 
     folder: Path
@@ -117,7 +118,7 @@ class Export:
 
     @classmethod
     def open(cls, folder: "str | os.PathLike[str] | Export", kind: ExportKind | None = None) -> "Export":
-        """The export in a folder, once its record is known to be whole and its files to be there unchanged."""
+        """Open the export in a folder, once its record and its files are known to be complete and unchanged."""
         found = folder if isinstance(folder, Export) else cls._recorded(Path(folder))
         if kind is not None and found.kind != kind:
             raise StoreError(f"{found.folder} is an export of kind {found.kind!r}, not {kind!r}.")
@@ -136,12 +137,12 @@ class Export:
         return found
 
     def probe_batch(self) -> Batch:
-        """The queries of the probes."""
+        """Return the queries of the probes."""
         with _tensors(self.folder / PROBES) as tensors:
             return {name: tensors.get_tensor(name) for name in COLUMNS}
 
     def batches(self, queries: Any, device: torch.device) -> list[Counted]:
-        """Queries as batches that the model of the export can take."""
+        """Return queries as batches that the model of the export can take."""
         found = as_batches(queries, device)
         refuse_tokens(found, self.context, self.vocabulary)
         return found
@@ -214,7 +215,7 @@ def _read(value: Value, folder: Path) -> Export:
 
 
 def _inside(value: Value) -> str:
-    """A path inside the export."""
+    """Return a path, which must lie inside the export."""
     if not INSIDE.fullmatch(path := value.text()):
         value.refuse("a path inside the export")
     return path

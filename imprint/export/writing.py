@@ -1,6 +1,5 @@
 """Write an export beside its place, test it on queries, and move it there only if its scores are right."""
 
-import json
 import logging
 import os
 from collections.abc import Callable, Iterator, Sequence
@@ -20,10 +19,9 @@ from imprint.export.likelihood import COLUMNS, as_batches, log_likelihood, refus
 from imprint.export.point import Counted, Point
 from imprint.export.record import MODEL, PROBES, RECORD, SCHEMA, Export, Exported, ExportKind, SelfTest
 from imprint.readout.kernels import forward_only
-from imprint.store.files import LOCK, Lock, clear_leftovers, sha256, temporary_folder, write
+from imprint.store.files import sha256, temporary_folder, write_tensors
+from imprint.store.folder import locked, write_sealed
 from imprint.store.reading import Store
-from imprint.store.tensorfile import save
-from imprint.store.values import sealed
 from imprint.task import Task
 
 logger = logging.getLogger(__name__)
@@ -43,7 +41,7 @@ def prepare_export(
     sources: Sequence[str] | None,
     checkpoint: int | None,
 ) -> tuple[Point, list[Counted]]:
-    """What is exported and the queries it is tested on, once all that is quickly seen to be wrong is refused."""
+    """Check everything that is quick to check; return what is exported, and the queries it is tested on."""
     _refuse_place(Path(folder).absolute())
     point = Point.of(task, Store.of(store), sources, checkpoint)
     batches = as_batches(queries, task.device)
@@ -67,7 +65,7 @@ def write_export(
     fill: Callable[[Path, Path], tuple[str | None, dict[str, tuple[str, str]]]],
     read: Callable[[Export], Tensor],
 ) -> Export:
-    """Have `fill` write an export into a folder beside its place, test it through `read`, and put it there if good.
+    """Have `fill` write an export beside its place, test it through `read`, and move it there if it passes.
 
     fill(where, place): returns the plain model's name and the adapters (plus, minus) by source id.
     """
@@ -90,13 +88,12 @@ def write_export(
             vocabulary=point.vocabulary,
             probes=probes,
             self_test=SelfTest(sum(count for count, _ in queries), 0.0, 0.0, "", gains.deviation),
-            files=_checksums(beside),
+            files=_hash_files(beside),
             versions={name: version(name) for name in ("torch", "transformers", "peft")},
         )
         export = _test(draft, point, queries, gains, read(draft))
         values = {name: value for name, value in asdict(export).items() if name != "folder"}
-        text = json.dumps(sealed({**values, "schema": SCHEMA}), indent=1)
-        write(beside / RECORD, lambda path: path.write_text(text, encoding="utf-8"))
+        write_sealed(beside / RECORD, {**values, "schema": SCHEMA})
         if place.exists():
             place.rmdir()  # it is empty
         beside.rename(place)
@@ -105,20 +102,15 @@ def write_export(
 
 @contextmanager
 def _lock_place(place: Path) -> Iterator[Path]:
-    """A temporary folder for an export, while no other process exports to the same place."""
+    """Make a temporary folder for an export, while no other process exports to the same place."""
     prefix = f".{place.name}"
     try:
         place.parent.mkdir(parents=True, exist_ok=True)
-        lock = Lock(place.parent, f"{prefix}{LOCK}")
-        try:
+        with locked(place.parent, prefix), temporary_folder(place.parent, prefix) as folder:
             _refuse_place(place)
-            clear_leftovers(place.parent, prefix)
-            with temporary_folder(place.parent, prefix) as folder:
-                beside = folder / "export"  # with the permissions of any new folder
-                beside.mkdir()
-                yield beside
-        finally:
-            lock.release()
+            beside = folder / "export"  # with the permissions of any new folder
+            beside.mkdir()
+            yield beside
     except OSError as error:
         raise StoreError(f"could not write the export {place}: {error.strerror or error}.") from error
 
@@ -133,17 +125,17 @@ def _refuse_place(place: Path) -> None:
         raise StoreError(f"{place} holds {what}: give a new folder for the export, or remove that one.")
 
 
-def _checksums(folder: Path) -> dict[str, str]:
-    """Of every file but those of the plain model, which the probes recognise and which may be very large."""
+def _hash_files(folder: Path) -> dict[str, str]:
+    """Hash every file but those of the plain model, which the probes recognise and which may be very large."""
     files = [path for path in sorted(folder.rglob("*")) if path.is_file() and folder / MODEL not in path.parents]
     return {path.relative_to(folder).as_posix(): sha256(path) for path in files}
 
 
 def _write_probes(folder: Path, point: Point, queries: list[Counted], dtype: str) -> dict[str, list[float]]:
-    """Keep the first few queries; their log-likelihoods at the checkpoint in float32 and in the serving precision."""
+    """Write a few queries; return their log-likelihoods at the checkpoint, in float32 and in the serving precision."""
     count, batch = queries[0]
     few = map_tensors(lambda column: column[: min(count, _PROBES)].cpu().contiguous(), batch)
-    write(folder / PROBES, lambda path: save({name: few[name] for name in COLUMNS}, path, {}))
+    write_tensors(folder / PROBES, {name: few[name] for name in COLUMNS})
     on_device = map_tensors(lambda column: column.to(point.task.device), few)
     states = {dtype: point.rounded(DTYPES[dtype]), "float32": point.state}
     with forward_only(point.task):
@@ -171,7 +163,7 @@ def _layers(point: Point) -> dict[str, list[int]]:
 
 
 def _test(draft: Export, point: Point, queries: list[Counted], gains: Gains, found: Tensor) -> Export:
-    """The export with the outcome of its self-test; refused where its scores are not those of `central`."""
+    """Return the export with its self-test; refuse one whose scores are not those of `central`."""
     exact, readout = point.exact(queries)
     central = point.central(queries, gains.values)
     deviation = _deviation(found, central, gains.values)
@@ -205,5 +197,5 @@ def _test(draft: Export, point: Point, queries: list[Counted], gains: Gains, fou
 
 
 def _deviation(found: Tensor, expected: Tensor, gains: Tensor) -> float:
-    """Relative, over all scores at displacements of equal length."""
+    """Return a relative deviation, over all scores at displacements of equal length."""
     return float(((found - expected) * gains).norm() / (expected * gains).norm())

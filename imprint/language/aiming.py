@@ -1,7 +1,7 @@
 """Turns an adapter made for a task to where sources differ.
 
 The imprint of a source in a linear layer is a matrix, of which an adapter keeps what lies on the rows of A: of random
-rows, a random part. What tells sources apart are the differences of their gradients G_b, and the rows that see most of
+rows, a random part. What separates sources are the differences of their gradients G_b, and the rows that see most of
 them are the leading eigenvectors of Σ_b (G_b − Ḡ)ᵀ(G_b − Ḡ), at the cost of one gradient of every source.
 """
 
@@ -73,7 +73,7 @@ def aim(
 
 
 def _adapters(task: LanguageTask) -> dict[str, Any]:
-    """The layers of a task's model that have its adapter, by name."""
+    """Return the layers of a task's model that have its adapter, by name."""
     modules: Any = task.model.named_modules()
     return {name: module for name, module in modules if ADAPTER in getattr(module, "lora_A", {})}
 
@@ -81,7 +81,7 @@ def _adapters(task: LanguageTask) -> dict[str, Any]:
 def _slopes(
     task: LanguageTask, layers: dict[str, Any], windows: Data, state: Parameters
 ) -> Callable[[Members], dict[str, Tensor]]:
-    """The mean gradient of some windows by the weight of every layer, (outputs, inputs)."""
+    """Return the mean gradient of some windows by the weight of every layer, (outputs, inputs)."""
     functional, theta = task.at(state)
     owners = {id(parameter): name for name, parameter in task.model.named_parameters()}  # layers may share a weight
     names = {name: owners[id(layer.base_layer.weight)] for name, layer in layers.items()}
@@ -104,6 +104,6 @@ def _slopes(
 
 
 def _leading(matrix: Tensor, rows: int) -> Tensor:
-    """The leading eigenvectors of a symmetric matrix as rows, each with a positive largest entry."""
+    """Return the leading eigenvectors of a symmetric matrix as rows, each with a positive largest entry."""
     vectors: Tensor = torch.linalg.eigh(matrix.double()).eigenvectors[:, -rows:].T
     return vectors * vectors.gather(1, vectors.abs().argmax(1, keepdim=True)).sign()

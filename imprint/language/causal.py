@@ -31,7 +31,7 @@ def task(
     regulariser: Callable[[nn.Module], Tensor] | None = None,
     compute: Compute = None,
 ) -> "LanguageTask":
-    """The task of a causal language model of transformers, or of one with a PEFT adapter.
+    """Make the task of a causal language model of transformers, or of one with a PEFT adapter.
 
     Its examples are the windows of `Documents`: the loss of one is Σ_t weight_t · (−log p(token_t | tokens before)).
     Its queries are `Completions`: what is measured is the log-likelihood of the completion, in nats.
@@ -101,22 +101,22 @@ class LanguageTask(Task):
 
     @cached_property
     def plain(self) -> "LanguageTask":
-        """The task of the model without the adapter that "lora:R" made: what retraining trains and measures."""
+        """The task of the model without the adapter that "lora:R" made, which retraining trains and measures."""
         if self._under is None or not any(parameter.requires_grad for parameter in self._under.parameters()):
             return self
         return LanguageTask(self._under, ["*"], adapter=None, regulariser=None, compute=self.compute)
 
     def complete(self, state: Mapping[str, Tensor]) -> Parameters:
-        """A checkpoint as a complete state, which for models with adapters need not hold everything.
+        """Return a checkpoint as a complete state; for models with adapters it need not hold everything.
 
         With an adapter made by "lora:R", a state of the plain model will do. With an adapter of the model's own, its
         tensors will do, as peft writes them, and those of what else is trainable: frozen ones are taken as they are.
         """
         if self._adapter_names:
-            state = self._spelt_out(dict(state))
+            state = self._fill_in(dict(state))
         return super().complete(state)
 
-    def _spelt_out(self, state: dict[str, Tensor]) -> dict[str, Tensor]:
+    def _fill_in(self, state: dict[str, Tensor]) -> dict[str, Tensor]:
         own = self.state()
         for name in own:
             written = self._adapter_names.get(name, name.replace(".base_layer.", "."))
@@ -137,45 +137,45 @@ class LanguageTask(Task):
         return state
 
     @contextmanager
-    def _prepared(self, model: nn.Module) -> Iterator[None]:
-        """Compute attention in the open, and recompute blocks if the model says so.
+    def _prepare(self, model: nn.Module) -> Iterator[None]:
+        """Compute attention step by step, and recompute blocks if the model has gradient checkpointing on.
 
         Fused attention has no forward mode, and torch's own fallback takes no autocast under `vmap`.
         """
         with ExitStack() as stack:
             stack.enter_context(_eager_attention(model))
-            stack.enter_context(_inputs_as_they_are(model))
+            stack.enter_context(_without_input_hooks(model))
             if getattr(causal(model), "is_gradient_checkpointing", False):
                 stack.enter_context(checkpointing([block for _, block in blocks(model)]))
             yield
 
-    def _computing(self) -> Any:
+    def _precision(self) -> Any:
         if self.compute is None:
             return nullcontext()
         return torch.autocast(self.device.type, torch.bfloat16, cache_enabled=False)  # cached casts outlive transforms
 
     def _logits_before(self, model: nn.Module, batch: Batch) -> Tensor:
-        """What the model says of each token but the first from those before it, (n, length − 1, vocabulary)."""
+        """Return the logits of each token but the first from those before it, (n, length − 1, vocabulary)."""
         ids, _ = self._read(batch)
-        with self._computing():
+        with self._precision():
             return in_full_precision(_logits(model, ids)[:, :-1])
 
     def _log_likelihood(self, model: nn.Module, batch: Batch) -> Tensor:
-        """Σ_t weight_t · log p(token_t | tokens before), (n,)."""
+        """Return Σ_t weight_t · log p(token_t | tokens before), (n,)."""
         ids, weights = self._read(batch)
         if not self._contracts:
             return -_weighted_loss(self._logits_before(model, batch), batch)
         first, last = _counted(weights)
-        with self._computing():
+        with self._precision():
             hidden, head = _hidden(model, ids)[:, first - 1 : last - 1], causal(model).get_output_embeddings()
             return log_likelihoods(hidden, head.weight, head.bias, ids[:, first:last], weights[:, first:last])
 
     def token_log_probs(self, model: nn.Module, batch: Batch) -> Tensor:
-        """log p of each token from those before it, (n, length); 0 before the first that counts and after the last."""
+        """Return log p of each token from those before it, (n, length); 0 outside the tokens that count."""
         ids, weights = self._read(batch)
         first, last = _counted(weights)
         targets = ids[:, first:last]
-        with self._computing():
+        with self._precision():
             if self._contracts:
                 hidden, head = _hidden(model, ids)[:, first - 1 : last - 1], causal(model).get_output_embeddings()
                 each = token_log_probs(hidden, head.weight, head.bias, targets)
@@ -185,11 +185,11 @@ class LanguageTask(Task):
         return F.pad(each, (first, ids.shape[1] - last))
 
     def _read(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        """The columns of a batch, which the model must be able to take."""
+        """Return the columns of a batch, once they are known to fit the model."""
         if not isinstance(batch, Mapping) or not {"input_ids", "weights"} <= set(batch):
             raise TaskError(
                 "a language task takes the columns input_ids and weights: documents.columns of language.Documents to "
-                f"train on, completions.columns of language.Completions to ask; got {_kind(batch)}."
+                f"train on, completions.columns of language.Completions to ask; got {_describe_batch(batch)}."
             )
         ids, weights = batch["input_ids"], batch["weights"]
         length = ids.shape[-1]
@@ -202,13 +202,13 @@ class LanguageTask(Task):
             highest = int(ids.max())
             if highest >= self._vocabulary:
                 raise TaskError(
-                    f"there is a token {highest}, and the model knows tokens below {self._vocabulary}: the texts were "
+                    f"a token is {highest}, and the model knows tokens below {self._vocabulary}: the texts were "
                     "made with another tokenizer than the model's?"
                 )
         return ids, weights
 
     def _probe(self) -> bool:
-        """Refuse a model that looks ahead, and tell whether its head is a matrix that can be contracted."""
+        """Refuse a model that looks ahead; return whether its head is a matrix that can be contracted."""
         length = min(_PROBE, self._context or _PROBE)
         ids = torch.arange(1, length + 1, device=self.device).remainder(self._vocabulary).unsqueeze(0)  # 0 often pads
         with torch.no_grad(), self.evaluating():
@@ -231,7 +231,7 @@ class LanguageTask(Task):
 
 
 def _globs(model: nn.Module, parameters: str | Sequence[str] | None) -> list[str]:
-    """What was asked for as globs of the names of a model's own parameters."""
+    """Return the chosen parameters as globs of the names of the model's own parameters."""
     if parameters is None:
         adapter = adapter_names(model)
         beside = [name for name, p in model.named_parameters() if p.requires_grad and name not in adapter]
@@ -255,7 +255,7 @@ def _globs(model: nn.Module, parameters: str | Sequence[str] | None) -> list[str
 
 
 def _counted(weights: Tensor) -> tuple[int, int]:
-    """From where and up to where tokens count in any row; the first, which nothing predicts, never does."""
+    """Return where tokens begin and end to count in any row; the first, which nothing predicts, never does."""
     if not has_values(weights):
         return 1, weights.shape[1]
     columns = weights[:, 1:].any(0).nonzero().flatten() + 1
@@ -263,7 +263,7 @@ def _counted(weights: Tensor) -> tuple[int, int]:
 
 
 def _weighted_loss(logits: Tensor, batch: Batch) -> Tensor:
-    """Σ_t weight_t · (−log p(token_t)), (n,), from the logits before each token but the first."""
+    """Return Σ_t weight_t · (−log p(token_t)), (n,), from the logits before each token but the first."""
     ids, weights = batch["input_ids"][:, 1:], batch["weights"][:, 1:]
     each = F.cross_entropy(logits.flatten(0, 1), ids.flatten(), reduction="none").view_as(ids)
     return weighted_sum(each, weights)
@@ -280,13 +280,13 @@ def _logits(model: nn.Module, ids: Tensor) -> Tensor:
 
 
 def _hidden(model: nn.Module, ids: Tensor) -> Tensor:
-    """What the output head is applied to, (n, length, width)."""
+    """Return what the output head is applied to, (n, length, width)."""
     found: Tensor = causal(model).base_model(input_ids=ids, use_cache=False)[0]
     return found
 
 
 def _looks_ahead(model: nn.Module, ids: Tensor) -> bool:
-    """Whether what is said of tokens has a derivative by a later one; in a causal model it is 0, however it rounds."""
+    """Return whether predictions have a derivative by a later token; in a causal model it is 0, however it rounds."""
     seen: list[Tensor] = []
 
     def hook(module: nn.Module, given: Any, embedded: Tensor) -> Tensor:
@@ -300,7 +300,7 @@ def _looks_ahead(model: nn.Module, ids: Tensor) -> bool:
 
 
 def _why_not_contracted(model: nn.Module, ids: Tensor) -> str | None:
-    """Why the head must be computed as the model does; None where its weight times the hidden states says the same."""
+    """Return why the head must run as the model runs it; None where it is its weight times the hidden states."""
     head = causal(model).get_output_embeddings()
     if type(head) is not nn.Linear:
         return "it has an adapter" if adapter_names(head) else f"it is a {type(head).__name__}"
@@ -317,7 +317,7 @@ def _why_not_contracted(model: nn.Module, ids: Tensor) -> str | None:
 
 
 def _close(left: Tensor, right: Tensor) -> bool:
-    """Equal up to the rounding of their dtype."""
+    """Return whether tensors are equal up to the rounding of their dtype."""
     if left.shape != right.shape or left.dtype != right.dtype:
         return False
     return bool((left - right).abs().max() <= 4 * torch.finfo(left.dtype).eps * right.abs().max())
@@ -325,7 +325,7 @@ def _close(left: Tensor, right: Tensor) -> bool:
 
 @contextmanager
 def _eager_attention(model: nn.Module) -> Iterator[None]:
-    """Attention computed step by step for a while, in every part of a transformers model."""
+    """Compute attention step by step for a while, in every part of a transformers model."""
     found = {id(config): config for module in model.modules() if (config := getattr(module, "config", None))}
     before = {
         key: config._attn_implementation for key, config in found.items() if hasattr(config, "_attn_implementation")
@@ -340,8 +340,8 @@ def _eager_attention(model: nn.Module) -> Iterator[None]:
 
 
 @contextmanager
-def _inputs_as_they_are(model: nn.Module) -> Iterator[None]:
-    """Without the hooks that have embeddings require gradients for checkpointing, which torch.func refuses to run."""
+def _without_input_hooks(model: nn.Module) -> Iterator[None]:
+    """Remove, for a while, the hooks that make embeddings require gradients: torch.func refuses to run them."""
     removed: list[tuple[Any, int, Any]] = []
     for module in model.modules():
         hooks = forward_hooks(module)
@@ -367,7 +367,7 @@ def _refuse_model(model: object) -> None:
 
 
 def _refuse_tokenizer(model: nn.Module, tokenizer: Any) -> None:
-    """Tokens added to a tokenizer without the model's knowledge, such as one for padding, are no reason to."""
+    """Refuse another model's tokenizer; tokens added to the right one, such as one for padding, are fine."""
     known, rows = getattr(tokenizer, "vocab_size", 0), causal(model).get_input_embeddings().weight.shape[0]
     if known > rows:
         raise TaskError(
@@ -375,7 +375,7 @@ def _refuse_tokenizer(model: nn.Module, tokenizer: Any) -> None:
         )
 
 
-def _kind(batch: Batch) -> str:
+def _describe_batch(batch: Batch) -> str:
     return (
         f"a mapping with {', '.join(map(str, batch)) or 'nothing'}"
         if isinstance(batch, Mapping)

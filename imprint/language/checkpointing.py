@@ -14,18 +14,18 @@ from torch.func import functional_call
 from torch.utils.checkpoint import checkpoint
 
 from imprint.errors import TaskError
-from imprint.model.dropout import draws
+from imprint.model.dropout import applies_dropout
 
 
 @contextmanager
 def checkpointing(blocks: Sequence[nn.Module]) -> Iterator[None]:
-    """For a while these blocks keep nothing but their inputs for a backward pass.
+    """Have these blocks keep nothing but their inputs for a backward pass, for a while.
 
-    Plain autograd does so. The transforms of torch.func cannot, and say it, so that trajectories run one by one.
+    Plain autograd supports this. The transforms of torch.func raise an error, so that sources run one by one.
     """
     before = [vars(block).get("forward") for block in blocks]
     for block in blocks:
-        block.forward = _recomputed(block, block.forward)
+        block.forward = _recompute(block, block.forward)
     try:
         yield
     finally:
@@ -36,11 +36,11 @@ def checkpointing(blocks: Sequence[nn.Module]) -> Iterator[None]:
                 block.forward = own
 
 
-def _recomputed(block: nn.Module, forward: Any) -> Any:
+def _recompute(block: nn.Module, forward: Any) -> Any:
     def call(*args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
             return forward(*args, **kwargs)
-        if draws(block):  # by hooks that are gone when it is computed again
+        if applies_dropout(block):  # by hooks that are gone when it is computed again
             raise TaskError(
                 "the model's gradient checkpointing computes blocks again without the dropout that Plan(dropout=True) "
                 "has drawn for them: model.gradient_checkpointing_disable() turns it off."

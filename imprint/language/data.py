@@ -17,11 +17,11 @@ from imprint.runtime.notices import Notices
 from imprint.sources import Sources
 
 Tokens = list[int]
-_LONGEST = 1024  # tokens of a window where the tokenizer tells no context, or an enormous one
+_LONGEST = 1024  # tokens of a window where the tokenizer gives no context, or an enormous one
 
 
 class Tokenizer(Protocol):
-    """What is asked of a tokenizer: those of transformers have it."""
+    """What a tokenizer must have, as those of transformers do."""
 
     def __call__(self, text: str, /) -> Any: ...
 
@@ -34,7 +34,7 @@ class Documents:
     Each window but the first of a document begins with the last token of the one before, so that every token but a
     document's first is predicted exactly once.
 
-    length: by default the context that the tokenizer tells, at most 1,024.
+    length: by default the tokenizer's context, at most 1,024.
     loss: "mean", so that every document counts the same whatever its length, or "sum" over its tokens.
     """
 
@@ -67,12 +67,12 @@ class Documents:
                 rows.append(window)
                 weights.append([0.0] + [weight] * (len(window) - 1))
                 owners.append(index)
-        self.columns = _padded(rows, weights)
+        self.columns = _pad_rows(rows, weights)
         self.documents = torch.tensor(owners)
         self._count = owners[-1] + 1
 
     def __len__(self) -> int:
-        """How many windows there are: the number of training examples."""
+        """Return how many windows there are: the number of training examples."""
         return len(self.documents)
 
     def __repr__(self) -> str:
@@ -81,13 +81,13 @@ class Documents:
 
     @property
     def rows(self) -> list[dict[str, Tensor]]:
-        """The windows as a Trainer of transformers takes them: labels are −100 where nothing is to be learnt."""
+        """Return the windows as a Trainer of transformers takes them: labels are −100 where nothing is learnt."""
         labels = self.columns["input_ids"].masked_fill(self.columns["weights"] == 0, -100)
         pairs = zip(self.columns["input_ids"], labels, strict=True)
         return [{"input_ids": ids, "labels": wanted} for ids, wanted in pairs]
 
     def sources(self, labels: Sequence[Hashable] | Tensor, names: Mapping[Any, str] | None = None) -> Sources:
-        """One source for each distinct label; `labels[i]` is the label of document i, a column of the dataset."""
+        """Make one source for each distinct label; `labels[i]` is the label of document i, a column of the dataset."""
         values = list(labels.tolist() if isinstance(labels, Tensor) else labels)
         if len(values) != self._count:
             raise DataError(f"there must be one label per document: {self._count} documents, {len(values)} labels.")
@@ -102,7 +102,7 @@ class Completions:
     completion that lacks the space at its start has other tokens than the word it means; that is a warning, kept in
     `warnings`.
 
-    length: the most tokens a prompt and its completion may have together; by default the context the tokenizer tells.
+    length: the most tokens a prompt and its completion may have together; by default the tokenizer's context.
     """
 
     def __init__(
@@ -133,7 +133,7 @@ class Completions:
             rows.append(before + after)
             weights.append([0.0] * len(before) + [1.0] * len(after))
         self.warnings = _warn_of_missing_spaces(prompts, completions, tokenizer)
-        self.columns = _padded(rows, weights)
+        self.columns = _pad_rows(rows, weights)
 
     def __len__(self) -> int:
         return len(self.columns["input_ids"])
@@ -160,9 +160,9 @@ def _texts(texts: Sequence[str], what: str) -> list[str]:
 
 
 def _context(tokenizer: Any) -> int | None:
-    """The longest input a tokenizer tells of; None where it does not say, which is written as an enormous number."""
-    told = getattr(tokenizer, "model_max_length", None)
-    return int(told) if told is not None and told < 10**9 else None
+    """Return the longest input of a tokenizer; None where it gives an enormous number for "unknown"."""
+    longest = getattr(tokenizer, "model_max_length", None)
+    return int(longest) if longest is not None and longest < 10**9 else None
 
 
 def _tokens(tokenizer: Tokenizer, text: str) -> Tokens:
@@ -172,14 +172,14 @@ def _tokens(tokenizer: Tokenizer, text: str) -> Tokens:
 
 
 def _open_ended(tokenizer: Any, text: str) -> Tokens:
-    """Tokens without the end-of-text token that some tokenizers put after every text, since this one goes on."""
+    """Remove the end-of-text token that some tokenizers put after every text, since this text goes on."""
     tokens, end = _tokens(tokenizer, text), getattr(tokenizer, "eos_token_id", None)
     closed = len(tokens) > 1 and tokens[-1] == end and not text.endswith(tokenizer.decode([end]))
     return tokens[:-1] if closed else tokens
 
 
 def _split(tokenizer: Any, prompt: str, completion: str, index: int) -> tuple[Tokens, Tokens]:
-    """The tokens of a prompt and of its completion, which begins where the two together part from the prompt alone."""
+    """Return the tokens of a prompt and of its completion, which begins where both together differ from the prompt."""
     if not completion:
         raise DataError(f"the completion of query {index} is empty: there is nothing to attribute.")
     whole, alone = _open_ended(tokenizer, prompt + completion), _open_ended(tokenizer, prompt)
@@ -253,8 +253,8 @@ def _in_spaced_word(character: str) -> bool:
     return character.isalnum() and script not in _WITHOUT_SPACES
 
 
-def _padded(rows: list[Tokens], weights: list[list[float]]) -> dict[str, Tensor]:
-    """Rows of different lengths as columns, filled up on the right with token 0 of weight 0."""
+def _pad_rows(rows: list[Tokens], weights: list[list[float]]) -> dict[str, Tensor]:
+    """Return rows of different lengths as columns, filled up on the right with token 0 of weight 0."""
     length = max(map(len, rows))
     return {
         "input_ids": torch.tensor([row + [0] * (length - len(row)) for row in rows]),

@@ -35,7 +35,7 @@ class _Head(NamedTuple):
         return any(t is not None for t in (self.along_hidden, self.along_weight, self.along_bias))
 
     def through_hidden(self) -> Tensor:
-        """What the tangents of the hidden states contribute to d log p(y), (W_y − Σ_v p_v W_v)·dh, (n, length)."""
+        """Return the part of d log p(y) that hidden states contribute, (W_y − Σ_v p_v W_v)·dh, (n, length)."""
         if self.along_hidden is None:
             return torch.zeros_like(self.log_probs)
         weight = self.weight.to(self.hidden.dtype)
@@ -44,18 +44,18 @@ class _Head(NamedTuple):
 
 
 def of_targets(of_each: Tensor, targets: Tensor) -> Tensor:
-    """The value of the target in the last dimension."""
+    """Return the value of the target in the last dimension."""
     return of_each.gather(-1, targets.unsqueeze(-1)).squeeze(-1)
 
 
 def weighted_sum(of_each: Tensor, weights: Tensor) -> Tensor:
-    """Σ_t w_t times the value of each token, (n,), in the precision of the values."""
+    """Return Σ_t w_t times the value of each token, (n,), in the precision of the values."""
     total: Tensor = (weights.to(of_each.dtype) * of_each).sum(-1)
     return total
 
 
 def in_full_precision(logits: Tensor) -> Tensor:
-    """Logits as float32 or wider: a log-likelihood in half precision is mostly rounding."""
+    """Return logits as float32 or wider: a log-likelihood in half precision is mostly rounding."""
     return logits.float() if logits.dtype in (torch.bfloat16, torch.float16) else logits
 
 
@@ -72,7 +72,7 @@ def _evaluated(hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Ten
 
 
 def token_log_probs(hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor) -> Tensor:
-    """log p of each target, (n, length), from the hidden states before it and the head's weight and bias."""
+    """Return log p of each target, (n, length), from the hidden states before it and the head's weight and bias."""
     head = _evaluated(hidden, weight, bias, targets)
     if not head.moves:
         return head.log_probs
@@ -88,7 +88,7 @@ def token_log_probs(hidden: Tensor, weight: Tensor, bias: Tensor | None, targets
 
 
 def log_likelihoods(hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, weights: Tensor) -> Tensor:
-    """Σ_t w_t log p of the targets, (n,); here the head's own tangents are contracted over the tokens first, too."""
+    """Return Σ_t w_t log p of the targets, (n,); the head's own tangents are contracted over the tokens first."""
     head = _evaluated(hidden, weight, bias, targets)
     total = weighted_sum(head.log_probs, weights)
     if not head.moves:

@@ -56,13 +56,13 @@ class Preset:
 
 
 def blocks(model: nn.Module, last: int | None = None) -> list[tuple[str, nn.Module]]:
-    """The transformer blocks of a model with their names, or the last of them."""
+    """Return the transformer blocks of a model with their names, or the last of them."""
     layers = getattr(text_config(model), "num_hidden_layers", None)
     lists = [(name, module) for name, module in model.named_modules() if isinstance(module, nn.ModuleList)]
     found = next(((name, module) for name, module in lists if layers and len(module) == layers), None)
     if found is None:
         raise TaskError(
-            f"{type(model).__name__} has no blocks that could be told: a list of modules as long as the "
+            f"{type(model).__name__} has no blocks that could be recognised: a list of modules as long as the "
             f"num_hidden_layers of its configuration ({layers}) was looked for. Give parameters= as globs of names."
         )
     name, module = found
@@ -73,19 +73,19 @@ def blocks(model: nn.Module, last: int | None = None) -> list[tuple[str, nn.Modu
 
 
 def causal(model: nn.Module) -> Any:
-    """The transformers model itself, where peft has wrapped it."""
+    """Return the transformers model itself, where peft has wrapped it."""
     wrapped: Any = model
     return wrapped.get_base_model() if hasattr(wrapped, "get_base_model") else wrapped
 
 
 def text_config(model: nn.Module) -> Any:
-    """The configuration of a transformers model, or that of its text part; None where it has none."""
+    """Return the configuration of a transformers model, or that of its text part; None where it has none."""
     config: Any = getattr(causal(model), "config", None)
     return config.get_text_config() if hasattr(config, "get_text_config") else config
 
 
 def with_adapter(model: nn.Module, per_input: int, last: int | None) -> tuple[nn.Module, Any]:
-    """A twin of the model that shares its tensors and has an adapter "lora:R" on its blocks; and its configuration.
+    """Make a twin of the model that shares its tensors and has an adapter "lora:R"; return it and its configuration.
 
     The model itself stays as it is. Where no layer is wider than the model, all linear ones are adapted.
     """
@@ -125,7 +125,7 @@ def with_adapter(model: nn.Module, per_input: int, last: int | None) -> tuple[nn
     twin = _twin(model)
     trained = {parameter: parameter.requires_grad for parameter in model.parameters()}
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # peft tells how Conv1D keeps its weight, which it finds by itself
+        warnings.simplefilter("ignore")  # peft reports how Conv1D stores its weight
         try:
             inject_adapter_in_model(config, twin, adapter_name=ADAPTER)
         except ValueError as error:
@@ -151,7 +151,7 @@ def with_adapter(model: nn.Module, per_input: int, last: int | None) -> tuple[nn
 
 
 def _ranks(shapes: dict[str, torch.Size], width: int, per_input: int) -> dict[str, int]:
-    """The ranks of the layers that are adapted, from the shapes (outputs, inputs) of all linear ones."""
+    """Return the ranks of the layers that are adapted, from the shapes (outputs, inputs) of all linear ones."""
     wide = {name: shape for name, shape in shapes.items() if shape[1] > width}
     if not wide:
         logger.warning("no linear layer of the blocks is wider than the model: the adapter sits on all %d", len(shapes))
@@ -159,7 +159,7 @@ def _ranks(shapes: dict[str, torch.Size], width: int, per_input: int) -> dict[st
 
 
 def rank_of_layer(per_input: int, inputs: int, outputs: int) -> int:
-    """The rank that "lora:R" gives to a layer, from 1 to the number of its inputs.
+    """Return the rank that "lora:R" gives to a layer, from 1 to the number of its inputs.
 
     >>> [rank_of_layer(16, *shape) for shape in ((1024, 256), (704, 256), (40, 32))]
     [64, 44, 20]
@@ -168,7 +168,7 @@ def rank_of_layer(per_input: int, inputs: int, outputs: int) -> int:
 
 
 def orthonormal_rows(rows: int, width: int, seed: str) -> Tensor:
-    """A random matrix with A Aᵀ = I that its seed alone decides, in float64."""
+    """Return a random matrix with A Aᵀ = I that depends on its seed alone, in float64."""
     number = int.from_bytes(hashlib.sha256(seed.encode()).digest()[:7], "big")
     drawn = torch.randn(width, rows, generator=torch.Generator().manual_seed(number), dtype=torch.float64)
     basis: Tensor = torch.linalg.qr(drawn).Q
@@ -176,13 +176,13 @@ def orthonormal_rows(rows: int, width: int, seed: str) -> Tensor:
 
 
 def _twin(model: nn.Module) -> nn.Module:
-    """A model of modules of its own around the same parameters and buffers."""
+    """Copy a model's modules around the same parameters and buffers."""
     tensors = [*model.parameters(), *model.buffers()]
     return copy.deepcopy(model, {id(tensor): tensor for tensor in tensors})
 
 
 def adapter_names(model: nn.Module) -> dict[str, str]:
-    """The parameters of the adapters that are active in a model, each with the name under which peft writes it."""
+    """Return the parameters of the active adapters, each with the name under which peft writes it."""
     return dict(_adapter_parameters(model))
 
 

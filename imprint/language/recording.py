@@ -14,7 +14,7 @@ from imprint.recorder import Recorder
 
 try:
     from transformers import TrainerCallback
-except ImportError:  # told when one is made
+except ImportError:  # reported when one is made
     TrainerCallback = object
 
 
@@ -36,7 +36,7 @@ class Recording(TrainerCallback):  # type: ignore[misc]
 
     @property
     def paths(self) -> list[Path]:
-        """The checkpoints kept, in order: what `simulate` takes."""
+        """The files of the checkpoints, in order, as `simulate` takes them."""
         return self._recorder.paths
 
     def __repr__(self) -> str:
@@ -52,16 +52,17 @@ class Recording(TrainerCallback):  # type: ignore[misc]
         """Called by the Trainer when it is done."""
         missed = [step for step in self._at or () if not 1 <= step <= state.global_step]
         if missed and state.is_world_process_zero:
-            told = ", ".join(map(str, sorted(missed)))
+            steps = ", ".join(map(str, sorted(missed)))
             warnings.warn(
-                f"no checkpoint was kept at step {told}: the training had steps 1 to {state.global_step}.", stacklevel=2
+                f"no checkpoint was kept at step {steps}: the training had steps 1 to {state.global_step}.",
+                stacklevel=2,
             )
 
     def on_step_end(self, args: Any, state: Any, control: Any, **given: Any) -> None:
         """Called by the Trainer after every step of its optimiser."""
         if not state.is_world_process_zero:
             return
-        kept = _kept(given["model"])
+        kept = _to_save(given["model"])
         try:
             self._recorder(kept, state.global_step)
         except PlanError as error:  # of the optimiser; a training is not to end for it
@@ -70,8 +71,8 @@ class Recording(TrainerCallback):  # type: ignore[misc]
             self._recorder(kept, state.global_step)
 
 
-def _kept(model: nn.Module) -> nn.Module:
-    """What is written of a model: all of it, or of one with an adapter, a tree of that and what else is trainable."""
+def _to_save(model: nn.Module) -> nn.Module:
+    """Return what is written of a model: all of it, or with an adapter, the adapter and what else is trainable."""
     adapter, tree = adapter_names(model), nn.Module()
     if not adapter:
         return model

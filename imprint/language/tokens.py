@@ -35,17 +35,17 @@ class TokenAttribution:
 
     @property
     def removal_effect(self) -> Tensor:
-        """Predicted change of log p of each token if the source were gone, −s/N, shape (tokens, sources)."""
+        """Predicted change of log p of each token without the source, −s/N, shape (tokens, sources)."""
         return -self.scores / self.labels.n
 
     def top(self, k: int = 5) -> list[tuple[str, float]]:
-        """The k sources that move the completion most, by name, with the removal effect on all of it."""
+        """Return the k sources that move the completion most, by name, with the removal effect on all of it."""
         effects = self.removal_effect.sum(0)
         order = effects.abs().argsort(descending=True, stable=True)[:k].tolist()
         return [(self.labels.source_names[index], float(effects[index])) for index in order]
 
     def words(self, source: str | None = None) -> list[tuple[str, float]]:
-        """The completion in words, each with what the source contributes to its log-probability.
+        """Return the completion in words, each with what the source contributes to its log-probability.
 
         source: an id or a name; by default the source that moves the completion most. A source's contribution is the
             opposite of its removal effect. Words are the tokens up to the next that begins with a space.
@@ -74,7 +74,7 @@ class TokenAttribution:
         return f"TokenAttribution: {tokens} tokens × {sources} sources\n{self.labels.unit}\n  completion: {top}"
 
     def __rich_console__(self, console: "Console", options: "ConsoleOptions") -> "RenderResult":
-        """The completion with the words shaded that its first source moved."""
+        """Show the completion, its words shaded by what its first source contributes."""
         from rich.text import Text
 
         index = self._index(None)
@@ -90,7 +90,7 @@ class TokenAttribution:
         yield shown
 
     def to_html(self, source: str | None = None) -> str:
-        """A page of its own: the completion shaded by what a source contributes, and the first sources in a table.
+        """Return a page: the completion shaded by what a source contributes, and the first sources in a table.
 
         source: an id or a name; by default the source that moves the completion most.
         """
@@ -124,7 +124,7 @@ def token_scores(
     tokenizer: Tokenizer,
     **options: Any,
 ) -> TokenAttribution:
-    """How much each source moves each token of a completion, at the cost of one readout of the whole.
+    """Score how much each source moves each token of a completion, at the cost of one readout of the whole.
 
     options: of `imprint.Reader`, such as readout=, step= or memory=.
     """
@@ -150,7 +150,7 @@ def token_scores(
 
 
 def _texts(tokenizer: Tokenizer, tokens: list[int]) -> list[str]:
-    """The text that each token adds to those before it; a character of several tokens goes to the last of them."""
+    """Return the text that each token adds; a character of several tokens goes to the last of them."""
     texts: list[str] = []
     seen = ""
     for end in range(1, len(tokens) + 1):
@@ -166,7 +166,7 @@ def _largest(words: list[tuple[str, float]]) -> float:
 
 
 def _shade(value: float, largest: float) -> tuple[int, int, int]:
-    """White at 0, the full colour of the sign at the largest value."""
+    """Return white at 0, the full colour of the sign at the largest value."""
     strength = min(1.0, abs(value) / largest) if largest else 0.0
     red, green, blue = ((round(255 - 0.75 * strength * (255 - c))) for c in (_RAISES if value > 0 else _LOWERS))
     return red, green, blue

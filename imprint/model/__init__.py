@@ -1,1 +1,1 @@
-"""The user's model: a copy that is safe to run on, what of it is supported, and its dropout."""
+"""Handles the user's model: a copy that is safe to compute with, unsupported models, dropout, measurements by name."""

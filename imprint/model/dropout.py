@@ -1,4 +1,4 @@
-"""Dropout that seeds decide, for models in evaluation mode: the same draw again wherever it is asked for."""
+"""Applies dropout from seeds to models in evaluation mode, so that the same seeds always drop the same values."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -10,32 +10,32 @@ from torch import Tensor, nn
 
 from imprint.compat import Dropout, forward_hooks
 
-_TOGETHER: dict[type[nn.Module], int] = {  # how many of the last dimensions are dropped or kept together
+_TOGETHER: dict[type[nn.Module], int] = {  # how many trailing dimensions share one decision
     nn.Dropout: 0,
     nn.Dropout1d: 1,
     nn.Dropout2d: 2,
     nn.Dropout3d: 3,
 }
 
-_BLOCK = 32  # rows that are drawn together
+_BLOCK = 32  # rows drawn together
 
 
 def dropouts(model: nn.Module) -> list[Dropout]:
-    """The modules of a model that drop something in training."""
+    """List the modules of a model that drop values in training."""
     found = (module for module in model.modules() if isinstance(module, Dropout))
     return [module for module in found if type(module) in _TOGETHER and 0 < module.p < 1]
 
 
-def draws(module: nn.Module) -> bool:
-    """Whether some part of a module is `dropping` now."""
+def applies_dropout(module: nn.Module) -> bool:
+    """Tell whether `apply_dropout` is active on some part of a module."""
     return any(isinstance(hook, _Draw) for part in module.modules() for hook in forward_hooks(part).values())
 
 
 @contextmanager
-def dropping(model: nn.Module, noise: tuple[int, ...] | None) -> Iterator[None]:
-    """For a while the model's dropout modules drop what the seeds say, each in its turn; with None, nothing.
+def apply_dropout(model: nn.Module, noise: tuple[int, ...] | None) -> Iterator[None]:
+    """Make the model's dropout modules drop values drawn from the seeds `noise`; with None, nothing is dropped.
 
-    Under `vmap`, which needs randomness="same" for it, all rows drop the same.
+    Under `vmap`, which then needs randomness="same", all rows drop the same values.
     """
     if noise is None:
         yield
@@ -49,9 +49,9 @@ def dropping(model: nn.Module, noise: tuple[int, ...] | None) -> Iterator[None]:
 
 
 class _Draw:
-    """What one module drops, by its own stream of random numbers, drawn where it is used.
+    """Drops values of one module, drawn from a random stream of its own on the device of the values.
 
-    A draw is for whole blocks of rows: what an example drops does not depend on how many others come after it.
+    Whole blocks of rows are drawn at once, so an example's dropout does not depend on how many others follow it.
     """
 
     def __init__(self, noise: tuple[int, ...]) -> None:

@@ -1,8 +1,8 @@
 """Copies a model's structure, so that the user's own module is never touched.
 
-Simulations and readouts swap parameters, set evaluation mode and hang hooks on modules. They do all of it on a copy
-that shares the tensors of the user's model: other threads may use, train or save that model meanwhile. `Task` keeps one
-copy and asks for it before each computation; it is made again once the model has other modules, tensors or settings.
+Simulations and readouts swap parameters, set evaluation mode and attach hooks. They do so on a copy that shares the
+tensors of the user's model, so that other threads may use, train or save the model meanwhile. `Task` keeps one copy and
+asks for it before each computation; the model is copied again after its modules, tensors or settings have changed.
 """
 
 import copy
@@ -31,33 +31,33 @@ _OWN = frozenset({"training", "_parameters", "_buffers", "_modules"})  # compare
 
 
 class Replica:
-    """The copy of one model, made when it is first wanted and again when the model has changed."""
+    """The copy of one model, made on first use and again after the model has changed."""
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
         self._copy: nn.Module | None = None
         self._seen: list[Any] = []
-        self._prepared = ExitStack()  # what was done to the copy lasts as long as the copy does
+        self._prepared = ExitStack()  # preparations last as long as the copy
 
     @property
     def shared(self) -> bool:
-        """Whether the model could not be copied, so that the user's own module is worked on."""
+        """Whether the model could not be copied, so that computations use the user's own module."""
         return self._copy is self._model
 
     def current(self, prepare: Callable[[nn.Module], AbstractContextManager[None]]) -> nn.Module:
-        """The copy, in evaluation mode, with the structure and settings that the model has now.
+        """Return the copy, in evaluation mode, with the model's present structure and settings.
 
-        prepare: what is entered with a fresh copy, and not left.
+        prepare: a context that is entered with each new copy and stays open as long as the copy lives.
         """
         seen = _structure(self._model)
         if self._copy is None or not _same(seen, self._seen):
-            self._copy = self._made(prepare)
+            self._copy = self._make_copy(prepare)
             self._seen = seen
         return self._copy
 
-    def _made(self, prepare: Callable[[nn.Module], AbstractContextManager[None]]) -> nn.Module:
+    def _make_copy(self, prepare: Callable[[nn.Module], AbstractContextManager[None]]) -> nn.Module:
         try:
-            made = _copied(self._model)
+            made = _copy_structure(self._model)
         except Exception as error:
             warnings.warn(
                 f"{type(self._model).__name__} cannot be copied ({first_line(error)}): Imprint works on the module "
@@ -66,15 +66,15 @@ class Replica:
                 stacklevel=4,
             )
             return self._model
-        for module in made.modules():  # not made.eval(): one that merges weights there would change the shared ones
+        for module in made.modules():  # not made.eval(), which may merge weights and so change the shared tensors
             module.training = False
         self._prepared = ExitStack()
         self._prepared.enter_context(prepare(made))
         return made
 
 
-def _copied(model: nn.Module) -> nn.Module:
-    """A model of the same structure and the same tensors; buffers that are not saved are copies."""
+def _copy_structure(model: nn.Module) -> nn.Module:
+    """Copy the modules of a model around the same tensors; non-persistent buffers are copied too."""
     for attempt in range(_TRIES):
         try:
             made = copy.deepcopy(model, {id(tensor): tensor for tensor in tensors_of(model)})
@@ -90,14 +90,14 @@ def _copied(model: nn.Module) -> nn.Module:
         raise TypeError("its copy has parameters of its own")
     for module in made.modules():
         buffers = own_buffers(module)
-        for name in unsaved_buffers(module):  # which no checkpoint swaps
+        for name in unsaved_buffers(module):  # no checkpoint replaces them
             if (buffer := buffers.get(name)) is not None:
                 buffers[name] = buffer.detach().clone()
     return made
 
 
 def tensors_of(model: nn.Module) -> Iterator[Tensor]:
-    """Every tensor that a model's modules hold: parameters, buffers, and those in attributes, lists and dicts."""
+    """Yield every tensor in a model's modules: parameters, buffers, and those in attributes, lists and dicts."""
     for module in list(model.modules()):
         yield from _tensors_in(vars(module), set())
 
@@ -114,7 +114,10 @@ def _tensors_in(value: Any, seen: set[int]) -> Iterator[Tensor]:
 
 
 def _structure(model: nn.Module) -> list[Any]:
-    """What a copy depends on: modules, tensors, plain settings and hooks. It holds them, so that none is mistaken."""
+    """List what a copy depends on: modules, tensors, plain settings and hooks.
+
+    The list keeps them alive, so that no new object can take the identity of an old one.
+    """
     found: list[Any] = []
     for module in model.modules():
         found.append(module)
@@ -134,7 +137,7 @@ def _structure(model: nn.Module) -> list[Any]:
 
 
 def _same(left: list[Any], right: list[Any]) -> bool:
-    """Whether two structures hold the same objects; plain settings are compared by value and kind."""
+    """Tell whether two structures hold the same objects; plain settings are compared by value and type."""
     if len(left) != len(right):
         return False
     return all(

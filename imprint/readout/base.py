@@ -15,7 +15,7 @@ from imprint.tensors.vectors import scale
 
 @dataclass(frozen=True)
 class Base:
-    """A checkpoint by its index in the store, and its share in the mean over checkpoints."""
+    """A checkpoint, by its index in the store and with its share in the mean over checkpoints."""
 
     index: int
     share: float
@@ -24,7 +24,7 @@ class Base:
 
     @cached_property
     def scale(self) -> float:
-        """What steps are relative to."""
+        """The length that steps are relative to."""
         return scale(self.theta, self.functional)
 
     def measure(self, batch: Batch, count: int) -> Measure:

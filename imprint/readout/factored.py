@@ -1,4 +1,4 @@
-"""Reads factored imprints without multiplying them out.
+"""Read factored imprints without multiplying them out.
 
 A linear readout of u_b = Σ_i c_bi q_i + r_b is Σ_i c_bi F'[q_i] + F'[r_b]: derivatives along the basis are taken once
 for all sources, and those along the factors cost as little as the factors are.
@@ -33,20 +33,20 @@ class FactoredReadout:
         self._store, self._checkpoint = store, checkpoint
         self._functional, self._theta = functional, theta
         self._device = next(iter(theta.values())).device
-        self._kept = store.basis(checkpoint, self._device) if keep else None
+        self._kept_basis = store.basis(checkpoint, self._device) if keep else None
         self._last: tuple[Batch, Tensor, Rows | None] | None = None  # of the last batch, for its next chunk of sources
         self._rows: tuple[tuple[int, int], Rows] | None = None
 
     def multiplied_out(self, start: int, stop: int) -> Parameters:
-        """The imprints of some sources in full."""
+        """Return the imprints of some sources in full."""
         return replace(self._factored(start, stop), basis=self._basis).multiplied_out(self._theta)
 
     @property
     def _basis(self) -> Parameters:
-        return self._store.basis(self._checkpoint, self._device) if self._kept is None else self._kept
+        return self._store.basis(self._checkpoint, self._device) if self._kept_basis is None else self._kept_basis
 
     def forward(self, start: int, stop: int, batch: Batch, count: int) -> Tensor:
-        """F' of the queries along some imprints, by forward mode, shape (sources, queries)."""
+        """Score by forward mode, shape (sources, queries)."""
         rows = self._factored(start, stop)
         if self._last is None or self._last[0] is not batch:
             self._last = batch, self._along_basis(batch, count), None
@@ -55,7 +55,7 @@ class FactoredReadout:
         return inside if rows.only_basis else inside + self._forward(rows, batch, count)
 
     def backward(self, start: int, stop: int, batch: Batch, count: int) -> Tensor:
-        """The same from one gradient of each query."""
+        """Score by one gradient of each query, shape (sources, queries)."""
         rows = self._factored(start, stop)
         if self._last is None or self._last[0] is not batch:
             found = self._gradients(batch, count)
@@ -65,11 +65,13 @@ class FactoredReadout:
         inside = rows.coefficients @ seen
         return inside if rows.only_basis else inside + rows.dots(slopes, self._theta)
 
-    def serves(self, in_full: Callable[[Parameters], Tensor], forward: bool, batch: Batch, count: int) -> str | None:
-        """Why factors do not give what `in_full` gives of displacements in full; None if they do.
+    def why_unusable(
+        self, in_full: Callable[[Parameters], Tensor], forward: bool, batch: Batch, count: int
+    ) -> str | None:
+        """Return why factors do not give what `in_full` gives for displacements in full; None if they do.
 
-        A measurement may use a layer otherwise than the loss did, by which the layers were found: twice, or its
-        weight itself. Random factors show it.
+        Layers were chosen by how the loss uses them. A measurement may use one differently: twice, or its weight
+        itself. Random factors show it.
         """
         rows, draw = self._factored(0, 1), torch.Generator().manual_seed(0)
 
@@ -103,7 +105,7 @@ class FactoredReadout:
         return gradients(self._functional.measures, self._theta, batch, count, self._functional.task, layers)
 
     def forget(self) -> None:
-        """The caller may have changed a batch in place."""
+        """Drop what was computed for the last batch, which the caller may have changed in place."""
         self._last = None
 
     def _factored(self, start: int, stop: int) -> Rows:
@@ -113,7 +115,7 @@ class FactoredReadout:
         return self._rows[1]
 
     def _along_basis(self, batch: Batch, count: int, at_once: int = 64) -> Tensor:
-        """F'[q_i] of every direction, shape (directions, queries)."""
+        """Return F'[q_i] for every direction of the basis, shape (directions, queries)."""
 
         def measure(theta: Parameters) -> Tensor:
             return self._functional.measures(theta, batch, count)

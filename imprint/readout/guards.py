@@ -1,4 +1,4 @@
-"""Looks for signs that scores mislead, while they are read out, and says what to do about them.
+"""Look for signs that scores mislead while they are read out, and say what to do about them.
 
 `Reader` hands over what it computes anyway: F of the first queries, the largest score, and some scores of each
 checkpoint. The guards are pure functions of these figures; `attribute` shows what they find and keeps it in the result.
@@ -13,17 +13,17 @@ from torch import Tensor
 from imprint.errors import ReliabilityWarning
 
 _BEYOND = 3.0  # times the range of F
-_FEWEST = 4  # values of F that tell a range
+_FEWEST = 4  # values of F that make a range
 _OPPOSED = -0.2  # correlation of a checkpoint's scores with those of the others
 _SAMPLE = 16_384  # scores of a block on which checkpoints are compared
 
 
 @dataclass
 class Observed:
-    """What a readout has seen so far.
+    """Figures that a readout comes across: what the guards look at.
 
     values: F of some queries, and losses of training examples where F is the loss.
-    unit: by how much F may well change, where its nature says so: a nat of a classifier's loss or margin.
+    unit: a change of F that is ordinary whatever its value: one nat of a classifier's loss or margin; 0 if unknown.
     largest: the largest score by magnitude.
     products: sums of products of scores between checkpoints, (checkpoints, checkpoints).
     """
@@ -34,7 +34,7 @@ class Observed:
     products: Tensor | None = None
 
     def add(self, largest: float, each: Sequence[Tensor]) -> None:
-        """Take note of a block: its largest score, and the scores of each checkpoint, all of one shape."""
+        """Add the figures of a block: its largest score, and the scores of each checkpoint, all of one shape."""
         self.largest = max(self.largest, largest)
         if len(each) < 2:
             return
@@ -44,19 +44,19 @@ class Observed:
         self.products = products if self.products is None else self.products + products
 
     def warnings(self, n: int, checkpoints: Sequence[int], shares: Sequence[float]) -> Iterator[ReliabilityWarning]:
-        """What there is to warn of; the checkpoints by number, with their shares in the mean."""
+        """Return the warnings; checkpoints are given by number, with their shares in the mean."""
         found = (
-            beyond_range(self.largest / n, self.values, self.unit),
-            None if self.products is None else opposed(self.products, checkpoints, shares),
+            warn_beyond_range(self.largest / n, self.values, self.unit),
+            None if self.products is None else warn_opposed(self.products, checkpoints, shares),
         )
         return (warning for warning in found if warning is not None)
 
 
-def beyond_range(effect: float, values: Sequence[float], unit: float = 0.0) -> ReliabilityWarning | None:
-    """Say that a predicted effect is larger than the measurement itself.
+def warn_beyond_range(effect: float, values: Sequence[float], unit: float = 0.0) -> ReliabilityWarning | None:
+    """Warn of a predicted effect that is larger than the measurement itself; None where it is not.
 
     values: the measurement of some queries.
-    unit: by how much it may change however small it is; 0 where that is unknown.
+    unit: a change that is ordinary however small the measurement is; 0 where that is unknown.
     """
     if not unit and len(values) < _FEWEST:
         return None
@@ -71,8 +71,8 @@ def beyond_range(effect: float, values: Sequence[float], unit: float = 0.0) -> R
     )
 
 
-def opposed(products: Tensor, checkpoints: Sequence[int], shares: Sequence[float]) -> ReliabilityWarning | None:
-    """Say that the scores of a checkpoint point the other way than those of the others, of which the mean is taken.
+def warn_opposed(products: Tensor, checkpoints: Sequence[int], shares: Sequence[float]) -> ReliabilityWarning | None:
+    """Warn of a checkpoint whose scores point the other way than those of the others; None where all agree.
 
     products: sums of products of scores between checkpoints, from which their correlations follow.
     """

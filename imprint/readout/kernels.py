@@ -39,7 +39,7 @@ def forward_only(task: Task) -> Iterator[None]:
 
 
 def jvp_scores(measure: Measure, theta: Parameters, imprints: Parameters, *, vectorise: bool) -> Tensor:
-    """F'(θ)[u_b] for every row, by forward mode."""
+    """Return F'(θ)[u_b] for every row, by forward mode."""
 
     def fast(theta: Parameters) -> Tensor:
         with FastLinear():
@@ -58,7 +58,7 @@ def difference_scores(
     *,
     vectorise: bool,
 ) -> Tensor:
-    """[F(θ + m_b + up_b·u_b) − F(θ + m_b − down_b·u_b)]/(up_b + down_b) for every row."""
+    """Return [F(θ + m_b + up_b·u_b) − F(θ + m_b − down_b·u_b)]/(up_b + down_b) for every row."""
 
     def one(u: Parameters, up: Tensor, down: Tensor, middle: Parameters) -> Tensor:
         centre = {name: theta[name] + middle[name] for name in theta} if middle else theta
@@ -83,7 +83,7 @@ def difference_scores(
 
 
 def difference(measure: Measure, centre: Parameters, u: Parameters, up: Tensor, down: Tensor) -> Tensor:
-    """[F(centre + up·u) − F(centre − down·u)]/(up + down)."""
+    """Return [F(centre + up·u) − F(centre − down·u)]/(up + down)."""
     higher = measure({name: tensor + up * u[name] for name, tensor in centre.items()})
     lower = measure({name: tensor - down * u[name] for name, tensor in centre.items()})
     return (higher - lower) / (up + down)
@@ -114,7 +114,7 @@ def _loop_differences(
 def query_gradients(
     functional: Functional, theta: Parameters, batch: Batch, count: int, *, vectorise: bool
 ) -> Parameters:
-    """∇F of each query, one row per query."""
+    """Return ∇F of each query, one row per query."""
     if vectorise and is_columnar(batch, count):
         single = map_tensors(lambda t: t.unsqueeze(1), batch)
         each = vmap(lambda sample: grad(lambda t: functional.measures(t, sample, 1)[0])(theta))
@@ -125,7 +125,7 @@ def query_gradients(
 
 
 def gradient_scores(imprints: Parameters, gradients: Parameters) -> Tensor:
-    """u_bᵀ g_q for all pairs, shape (sources, queries)."""
+    """Return u_bᵀ g_q for all pairs, shape (sources, queries)."""
     products = [
         u.reshape(len(u), -1) @ gradients[name].reshape(len(gradients[name]), -1).T for name, u in imprints.items()
     ]

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from imprint.batches import is_columnar, length, map_tensors
-from imprint.checks.measuring import SILENT, check_derivative, measured, unit_of
+from imprint.checks.measuring import SILENT, check_derivative, measure_first_queries, natural_scale
 from imprint.errors import ReadoutError
 from imprint.readout.base import Base
 from imprint.readout.budget import Activations, ImprintCache, Loaded, measure_activations, split_sources
@@ -230,10 +230,10 @@ class Reader:
         if self._activations is not None:
             return self._activations
         base = self._bases[0]
-        self.observed.values += measured(base.functional, base.theta, batch, count)
-        self.observed.unit = unit_of(self.task, batch)
+        self.observed.values += measure_first_queries(base.functional, base.theta, batch, count)
+        self.observed.unit = natural_scale(self.task, batch)
         if (base.functional.measure or self.task.measure) is self.task.loss and self.store.manifest.probes is not None:
-            self.observed.values += self.store.manifest.probes.losses
+            self.observed.values += self.store.manifest.probes.values.losses
         self._try_factors(base, batch, count)
         if failure := self._try_readout(base, batch, count):
             if self.readout != "jvp":
@@ -264,7 +264,7 @@ class Reader:
         def in_full(imprints: Parameters) -> Tensor:
             return base.jvp(imprints, batch, count, vectorise=True)
 
-        reason = self._factored[base.index].serves(in_full, self.readout == "jvp", batch, count)
+        reason = self._factored[base.index].why_unusable(in_full, self.readout == "jvp", batch, count)
         if reason is not None:
             logger.warning("factored imprints are multiplied out to be read: %s", reason)
             self._in_full = True

@@ -63,15 +63,15 @@ class Progress:
         elapsed = max(now - self._start, 1e-9)
         rate = (self.done - self._skipped) / elapsed
         if not rate:
-            return f"{self.label}: preparing, {duration(elapsed)} gone"
+            return f"{self.label}: preparing, {format_duration(elapsed)} gone"
         left = (self.total - self.done) / rate
         return (
             f"{self.label}: {100 * self.done / max(self.total, 1):.0f}% of {self.total:,} {self.unit}, "
-            f"{rate:,.0f}/s, {duration(elapsed)} gone, {duration(left)} left"
+            f"{rate:,.0f}/s, {format_duration(elapsed)} gone, {format_duration(left)} left"
         )
 
 
-def duration(seconds: float) -> str:
+def format_duration(seconds: float) -> str:
     """Hours, minutes and seconds, as on a clock."""
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)

@@ -25,14 +25,14 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.func import grad, vjp
 
-from imprint.data import Collate, HashData
+from imprint.data import Collate, HashData, spread_examples
 from imprint.errors import SimulationError
 from imprint.model.dropout import dropouts
+from imprint.model.measures import find_targets, margin
 from imprint.plan import Plan, State, register_chooser
 from imprint.runtime.progress import Advance, Progress
 from imprint.runtime.turns import jvp
@@ -42,10 +42,10 @@ from imprint.simulation.descent import Descent, FullBatch
 from imprint.simulation.engines import Choice, registered
 from imprint.simulation.frozen import FrozenCurvature, attempt_products, freeze_curvature, sum_with_signs
 from imprint.simulation.inputs import Inputs
-from imprint.simulation.preflight import refuse_loss, why_not_together
-from imprint.simulation.step_size import TRIES, gauss_newton_at, walk
+from imprint.simulation.preflight import find_why_not_vmap, refuse_loss
+from imprint.simulation.step_size import TRIES, measure_gauss_newton, walk
 from imprint.sources import Sources
-from imprint.task import Batch, Functional, Parameters, Task, margin, targets
+from imprint.task import Batch, Functional, Parameters, Task
 from imprint.tensors.vectors import Flat, over_rows
 
 logger = logging.getLogger(__name__)
@@ -86,22 +86,22 @@ class Look:
     moved_rest: Tensor
 
     def effects(self, damping: float) -> Tensor:
-        """What each half is predicted to do to the outputs, (halves, outputs)."""
+        """Predict what each half does to the outputs: (halves, outputs)."""
         inside = (self.halves / (self.values + damping)) @ self.moved
         return -(inside + self.moved_rest / (self.rest + damping))
 
     def size(self, damping: float) -> float:
-        """The root of the mean square of the effects: it falls as damping grows."""
+        """Return the root mean square of the effects. It falls as damping grows."""
         return float(self.effects(damping).square().mean().sqrt())
 
     @cached_property
     def damping(self) -> float:
-        """λ."""
+        """The damping that is chosen, λ."""
         one = self.trace / self.n
         return max(min(max(one, self._crossing(MOST)), max(self._crossing(LEAST), one / _BELOW)), 2 * self.rounding)
 
     def _crossing(self, size: float) -> float:
-        """The damping at which effects have a size, between a millionth of the largest curvature and four times it."""
+        """Find the damping at which effects have this size."""
         low, high = (math.log(scale * float(self.values[-1])) for scale in (1e-6, 4.0))
         for _ in range(24):
             middle = (low + high) / 2
@@ -109,7 +109,7 @@ class Look:
         return math.exp(low)
 
     def signal(self, damping: float) -> float:
-        """snr: the squared distance from rest in units of what sampling the data does to it."""
+        """Return the squared distance from rest, over what sampling the data does to it."""
         inside, outside = 1 / (self.values + damping), 1 / (self.rest + damping)
         drift = float((self.gradient.square() * inside).sum()) + self.gradient_rest * outside
         noise = float((self.halves.square() @ inside + self.halves_rest * outside).mean())
@@ -128,15 +128,15 @@ def look(descent: Descent, on_work: Callable[[int], None]) -> Look:
     slope = flat.vector(descent.base_gradient(theta, batches, 0))
     inside, drift = sums @ basis.T, basis @ slope
     outside = sums - inside @ basis
-    examples = _spread(len(data), EXAMPLES)
+    examples = spread_examples(len(data), EXAMPLES)
     at_once = max(1, data.batch_size // len(examples)) if descent.vectorise else 0
-    derivative = _outputs(task, theta, data.gather(examples), len(examples), at_once)
+    derivative = _differentiate_outputs(task, theta, data.gather(examples), len(examples), at_once)
     return Look(
         n=len(data),
         values=frozen.values.to(flat.device),
         rest=frozen.rest,
         rounding=frozen.rounding,
-        trace=_trace(task, theta, batches, frozen, basis, generator),
+        trace=_measure_trace(task, theta, batches, frozen, basis, generator),
         halves=inside.double(),
         halves_rest=(sums.double().square().sum(1) - inside.double().square().sum(1)).clamp(min=0),
         gradient=drift.double(),
@@ -146,7 +146,7 @@ def look(descent: Descent, on_work: Callable[[int], None]) -> Look:
     )
 
 
-def _trace(
+def _measure_trace(
     task: Functional,
     theta: Parameters,
     batches: Iterable[Weighted],
@@ -154,7 +154,7 @@ def _trace(
     basis: Tensor,
     generator: torch.Generator,
 ) -> float:
-    """The trace of the curvature of the loss: exact in the basis, by random probes outside of it."""
+    """Return the trace of the curvature of the loss: exact in the basis, by random probes outside of it."""
     flat, product = Flat(theta), curvature_product(task, theta, batches, "gauss-newton")
 
     def regulariser(vector: Tensor) -> float:
@@ -171,15 +171,10 @@ def _trace(
     return max(total, 0.0)
 
 
-def _spread(count: int, most: int) -> Tensor:
-    """At most so many of the numbers below `count`, evenly spread."""
-    return torch.from_numpy(np.linspace(0, count - 1, min(most, count)).round().astype(np.int64))
-
-
-def _outputs(
+def _differentiate_outputs(
     task: Functional, theta: Parameters, batch: Batch, count: int, at_once: int
 ) -> Callable[[Parameters], Tensor]:
-    """Derivatives of the outputs of a batch along a stack of directions, (directions, outputs), in their own units.
+    """Return a function that differentiates a batch's outputs along a stack of directions: (directions, outputs).
 
     `at_once` directions are taken by `vmap`, with 0 each by itself.
 
@@ -188,12 +183,12 @@ def _outputs(
     """
     with torch.no_grad():
         z = task.outputs(theta, batch)
-    wanted = targets(batch)
+    wanted = find_targets(batch)
     if z.dim() == 2 and z.shape[1] > 1 and wanted is not None and not wanted.is_floating_point() and wanted.dim() == 1:
         unit, classes = 1.0, wanted
     else:
-        unit, classes = _unit(task, z, batch, count), None
-    chosen = _spread(z.numel(), OUTPUTS).to(z.device)
+        unit, classes = _measure_unit(task, z, batch, count), None
+    chosen = spread_examples(z.numel(), OUTPUTS).to(z.device)
 
     def values(theta: Parameters) -> Tensor:
         z = task.outputs(theta, batch)
@@ -217,7 +212,7 @@ def _outputs(
     return derivative
 
 
-def _unit(task: Functional, z: Tensor, batch: Batch, count: int) -> float:
+def _measure_unit(task: Functional, z: Tensor, batch: Batch, count: int) -> float:
     def slope(z: Tensor) -> Tensor:
         return grad(lambda z: task.output_losses(z, batch, count).sum())(z)  # type: ignore[no-any-return]
 
@@ -226,8 +221,8 @@ def _unit(task: Functional, z: Tensor, batch: Batch, count: int) -> float:
     return math.sqrt(float(steep.double().square().sum()) / max(float((signs * bent).double().sum()), 1e-300)) or 1.0
 
 
-def weights(looks: Sequence[Look]) -> list[float]:
-    """How much each checkpoint counts in the mean, the largest being 1."""
+def weigh(looks: Sequence[Look]) -> list[float]:
+    """Return how much each checkpoint counts in the mean; the largest weight is 1."""
     effects = [one.effects(one.damping) for one in looks]
     unit = [(e - e.mean(0)) / (e - e.mean(0)).norm(dim=0).clamp(min=1e-300) for e in effects]
     agreement = torch.tensor([[float((a * b).sum(0).mean()) for b in unit] for a in unit])
@@ -241,8 +236,8 @@ def weights(looks: Sequence[Look]) -> list[float]:
     return [value / top for value in found] if top > 0 else [1.0] * len(looks)
 
 
-def path(descent: Descent, damping: float, sharpest: float) -> tuple[int, float]:
-    """Steps and step size of a path: as many as lead to λ from where it starts, each 1/μ of the sharpest point on it.
+def choose_path(descent: Descent, damping: float, sharpest: float) -> tuple[int, float]:
+    """Choose steps and step size of a path: as many as lead to λ, each 1/μ of the sharpest curvature along it.
 
     sharpest: the largest curvature where the path starts.
     """
@@ -250,7 +245,7 @@ def path(descent: Descent, damping: float, sharpest: float) -> tuple[int, float]
     steps = min(max(1, round(sharpest / damping)), _STEPS)
     for _ in range(TRIES):
         size = float(f"{1 / sharpest:.4g}")
-        along = walk(replace(descent, lr=size, steps=steps), gauss_newton_at)
+        along = walk(replace(descent, lr=size, steps=steps), measure_gauss_newton)
         if along is not None and along.largest <= _SHARPER * sharpest:
             break
         sharpest = 8 * sharpest if along is None else along.largest
@@ -258,7 +253,7 @@ def path(descent: Descent, damping: float, sharpest: float) -> tuple[int, float]
 
 
 @torch.inference_mode(False)
-def plan_for(
+def choose_plan(
     task: Task,
     data: Any,
     sources: Sources,
@@ -268,7 +263,7 @@ def plan_for(
     hash_data: HashData,
     progress: bool | Advance,
 ) -> Plan:
-    """`Plan.auto`."""
+    """Choose a plan: the work of `Plan.auto`."""
     options: dict[str, Any] = {"batch_size": batch_size, "collate_fn": collate_fn, "device": None, "dtype": None}
     inputs = Inputs.checked(
         task, data, sources, Plan(curvature="gauss-newton"), checkpoints, hash_data=hash_data, **options
@@ -279,23 +274,23 @@ def plan_for(
         for index in range(len(inputs.states)):
             descent = inputs.descent(index, inputs.state(index))
             refuse_loss(descent, FullBatch(descent.data, descent.dtype))
-            descent = replace(descent, vectorise=why_not_together(descent, attempt_products) is None)
+            descent = replace(descent, vectorise=find_why_not_vmap(descent, attempt_products) is None)
             looks.append(look(descent, bar.advance))
             if not looks[-1].values[-1] > 0:
                 raise SimulationError(
-                    f"checkpoint {index} has no curvature, from which a plan could be chosen: its outputs do not move "
+                    f"checkpoint {index} has no curvature to choose a plan from: its outputs do not move "
                     "with the parameters, or fit the data beyond all rounding. Leave it out, or give a plan."
                 )
             bar.skip((index + 1) * DIRECTIONS - bar.done)  # the space may end before
     dampings = [float(f"{one.damping:.4g}") for one in looks]
-    shares = [float(f"{weight:.4g}") for weight in weights(looks)]
+    shares = [float(f"{weight:.4g}") for weight in weigh(looks)]
     for index, (damping, share) in enumerate(zip(dampings, shares, strict=True)):
         logger.info("checkpoint %d: damping %.3g, weight %.3g", index, damping, share)
 
     def choose_paths() -> list[tuple[int, float]]:
         with task.evaluating():
             return [
-                path(inputs.descent(index, inputs.state(index)), damping, float(one.values[-1]))
+                choose_path(inputs.descent(index, inputs.state(index)), damping, float(one.values[-1]))
                 for index, (damping, one) in enumerate(zip(dampings, looks, strict=True))
             ]
 
@@ -303,4 +298,4 @@ def plan_for(
     return next(plan for engine in registered() if (plan := engine.propose(choice)) is not None)
 
 
-register_chooser(plan_for)
+register_chooser(choose_plan)

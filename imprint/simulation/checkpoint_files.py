@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 import torch
 
 from imprint.store.checkpoint import File
-from imprint.store.tensorfile import Layout, layout
+from imprint.store.layouts import Layout, layout
 from imprint.store.values import Value
 from imprint.store.writing import Writer
 from imprint.task import Parameters

@@ -45,11 +45,11 @@ class Spectrum:
     largest: float
 
     def growth(self, lr: float, damping: float, momentum: float = 0.0) -> float:
-        """By what a step multiplies a direction at most, ‖I − η(H + λI)‖ without momentum: above 1, some grow."""
+        """Return the largest factor by which a step multiplies a direction; above 1, some directions grow."""
         return max(_growth(lr * (mu + damping), momentum) for mu in (self.smallest, self.largest))
 
     def step(self, damping: float, momentum: float = 0.0) -> float:
-        """The step size 1/(|μ| + λ) for the sharper end, half of what is stable for positive curvature.
+        """Return the step size 1/(|μ| + λ) for the sharper end: half of what is stable for positive curvature.
 
         With momentum the stable step is longer, and half of it too; along negative curvature, which grows with any
         step, it stays as it is.
@@ -63,12 +63,15 @@ class Spectrum:
 
 
 def longer(momentum: float) -> float:
-    """How many times longer steps may be with momentum β: z² = (1 + β − (1 − β)ημ)z − β is stable to ημ = 2·this."""
+    """Return how many times longer steps may be with momentum β.
+
+    z² = (1 + β − (1 − β)ημ)z − β is stable up to ημ = 2·this.
+    """
     return (1 + momentum) / (1 - momentum)
 
 
 def _growth(curved: float, momentum: float) -> float:
-    """The larger root of z² = (1 + β − (1 − β)ημ)z − β, by its length; |1 − ημ| for β = 0."""
+    """Return the larger root of z² = (1 + β − (1 − β)ημ)z − β, by absolute value; |1 − ημ| for β = 0."""
     half = abs(1 + momentum - (1 - momentum) * curved) / 2
     if half > _BEYOND:  # its square would be too large for a number, and momentum does not matter
         return min(2 * half, sys.float_info.max)
@@ -76,7 +79,7 @@ def _growth(curved: float, momentum: float) -> float:
 
 
 def lanczos(product: Callable[[Tensor], Tensor], start: Tensor, iterations: int, tolerance: float = 1e-3) -> Spectrum:
-    """Extreme Ritz values of a symmetric operator, with three vectors kept: the last two, and the image of one.
+    """Find the extreme Ritz values of a symmetric operator, with three vectors in memory.
 
     Where rounding makes later vectors lean on earlier ones, values repeat, and the extremes stay what they are, as long
     as products are right to about a thousandth. Stops early when both ends have settled to `tolerance` of the larger
@@ -116,7 +119,7 @@ class Basis:
     vectors: Tensor
 
     def outside(self, vector: Tensor) -> Tensor:
-        """What is left of a vector without its part in the basis."""
+        """Return the part of a vector outside the basis."""
         return vector - (self.vectors @ vector) @ self.vectors
 
 
@@ -127,7 +130,7 @@ def lanczos_basis(
     on_step: Callable[[int], None] = lambda steps: None,
     more: Callable[[], Tensor | None] = lambda: None,
 ) -> Basis:
-    """The Ritz pairs of a symmetric operator on the Krylov space of `start`, with full reorthogonalisation.
+    """Find the Ritz pairs of a symmetric operator on the Krylov space of `start`, with full reorthogonalisation.
 
     A Krylov space has one direction for each curvature, so that it ends early where several have the same: then it goes
     on from what a vector of `more` has outside of it, if there is something. Whatever the dtype of `start`, which is
@@ -177,7 +180,7 @@ def spectrum(
     preconditioner: Parameters | None = None,
     damping: float = 0.0,
 ) -> Spectrum:
-    """The curvature extremes of the objective on `batches`, at θ.
+    """Measure the curvature extremes of the objective on `batches`, at θ.
 
     preconditioner: the diagonal of M: the extremes are then those of M⁻¹(H + λI), which are those of the symmetric
         M^{-1/2}(H + λI)M^{-1/2}.
@@ -210,7 +213,7 @@ def curvature_product(
     kind: Curvature,
     memory: int | str | None = None,
 ) -> Callable[[Tensor], Tensor]:
-    """v ↦ H v on flat vectors, H the Gauss–Newton matrix or the Hessian."""
+    """Return v ↦ H v on flat vectors, where H is the Gauss–Newton matrix or the Hessian."""
     flat = Flat(theta)
     if kind == "hessian":
         return lambda vector: flat.vector(hessian_product(task, theta, batches, flat.parameters(vector)))
@@ -221,7 +224,7 @@ def curvature_product(
 def _linearised(
     task: Functional, theta: Parameters, batches: Iterable[Weighted], memory: int | str | None
 ) -> Callable[[], Iterable[Product]]:
-    """The model made linear on every batch: once for all products if that fits memory, else whenever it is wanted."""
+    """Linearise the model on every batch: once for all products if that fits memory, otherwise each time."""
 
     def one(part: Weighted) -> Product:
         along = gauss_newton_along(task, theta, part.weights, part.batch)
@@ -255,7 +258,7 @@ def _forward_mode_works(task: Functional, theta: Parameters, batches: Iterable[W
 
 
 def _by_difference(task: Functional, theta: Parameters, batches: Iterable[Weighted], v: Parameters) -> Parameters:
-    """H v from two gradients, for models without forward-mode rules."""
+    """Return H v from two gradients, for models without forward-mode rules."""
     step = _DIFFERENCE * scale(theta, task) / norm(v)
 
     def total(sign: float) -> Parameters:

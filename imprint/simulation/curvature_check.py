@@ -3,14 +3,14 @@
 import torch
 from torch import Tensor
 
-from imprint.checks.agreement import NOTICED, gap, widened
-from imprint.checks.soundness import moved_from
+from imprint.checks.agreement import MOVED, NOTICED, derivative_error, to_float64
 from imprint.data import Data
 from imprint.plan import Curvature, first_order_engine
 from imprint.runtime.notices import Notices
 from imprint.runtime.turns import jvp
 from imprint.simulation.derivatives import gradient, gradient_along
 from imprint.task import Functional, Parameters
+from imprint.tensors.noise import move_parameters
 
 _EXAMPLES = 2
 
@@ -18,11 +18,11 @@ _EXAMPLES = 2
 def report_curvature(functional: Functional, theta: Parameters, data: Data, kind: Curvature, notices: Notices) -> None:
     """Report a loss whose second derivatives are not the derivatives of its gradients."""
     count = min(_EXAMPLES, len(data))
-    wide = widened(functional, theta, data.gather(torch.arange(count)))
+    wide = to_float64(functional, theta, data.gather(torch.arange(count)))
     if wide is None:
         return
     functional, theta, batch = wide
-    direction = {name: there - theta[name] for name, there in moved_from(theta).items()}
+    direction = {name: there - theta[name] for name, there in move_parameters(theta, MOVED, 0).items()}
     weights = torch.ones(count, dtype=torch.float64, device=data.device)
 
     def outputs(at: Parameters) -> Tensor:
@@ -33,10 +33,10 @@ def report_curvature(functional: Functional, theta: Parameters, data: Data, kind
 
     try:
         if kind == "gauss-newton":
-            found = gap(outputs, jvp(outputs, (theta,), (direction,))[1], theta, direction)
+            found = derivative_error(outputs, jvp(outputs, (theta,), (direction,))[1], theta, direction)
         else:
             along = gradient_along(functional, theta, weights, batch, direction, torch.zeros_like(weights))
-            found = gap(slopes, _flat(along), theta, direction)
+            found = derivative_error(slopes, _flat(along), theta, direction)
     except Exception:  # a model that float64 or forward mode does not take: the engine itself says so
         return
     if found > NOTICED:

@@ -31,7 +31,10 @@ class Weighted:
 def gradient(
     task: Functional, theta: Parameters, weights: Tensor, batch: Batch, *, plain: bool = False
 ) -> tuple[Parameters, Tensor]:
-    """∇_θ Σ_i c_i ℓ(θ; i), and the losses ℓ(θ; i); `plain` by autograd itself, which takes what torch.func refuses."""
+    """Return ∇_θ Σ_i c_i ℓ(θ; i) and the losses ℓ(θ; i).
+
+    plain: use autograd itself, which runs what torch.func refuses.
+    """
 
     def objective(theta: Parameters) -> tuple[Tensor, Tensor]:
         losses = task.losses(theta, batch, len(weights))
@@ -45,7 +48,7 @@ def gradient(
 def _plain_gradient(
     objective: Callable[[Parameters], tuple[Tensor, Tensor]], theta: Parameters
 ) -> tuple[Parameters, Tensor]:
-    """The gradient of the first result by autograd itself, and the second result."""
+    """Return the gradient of the first result by plain autograd, and the second result."""
     with torch.enable_grad():
         leaves = {name: tensor.detach().requires_grad_() for name, tensor in theta.items()}
         total, beside = objective(leaves)
@@ -56,28 +59,28 @@ def _plain_gradient(
 def gradient_along(
     task: Functional, theta: Parameters, weights: Tensor, batch: Batch, v: Parameters, d: Tensor
 ) -> Parameters:
-    """The forward derivative of `gradient` in (θ, c) along (v, d): H v + Σ_i d_i ∇ℓ_i."""
+    """Return the forward derivative of `gradient` in (θ, c) along (v, d): H v + Σ_i d_i ∇ℓ_i."""
 
-    def only_gradient(theta: Parameters, weights: Tensor) -> Parameters:
-        return gradient(task, theta, weights, batch)[0]
+    def objective(theta: Parameters, weights: Tensor) -> Tensor:
+        return (weights * task.losses(theta, batch, len(weights))).sum()
 
-    return jvp(only_gradient, (theta, weights), (v, d))[1]  # type: ignore[no-any-return]
+    return jvp(grad(objective), (theta, weights), (v, d))[1]  # type: ignore[no-any-return]
 
 
 def regulariser_gradient(task: Functional, theta: Parameters, *, plain: bool = False) -> Parameters:
-    """∇r(θ)."""
+    """Return ∇r(θ)."""
     if plain:
         return _plain_gradient(lambda theta: (value := task.regulariser(theta), value), theta)[0]
     return grad(task.regulariser)(theta)  # type: ignore[no-any-return]
 
 
 def regulariser_gradient_along(task: Functional, theta: Parameters, v: Parameters) -> Parameters:
-    """∇²r(θ) v."""
+    """Return ∇²r(θ) v."""
     return jvp(grad(task.regulariser), (theta,), (v,))[1]  # type: ignore[no-any-return]
 
 
 def hessian_product(task: Functional, theta: Parameters, batches: Iterable[Weighted], v: Parameters) -> Parameters:
-    """H v for the objective of the batches and the regulariser."""
+    """Return H v for the objective of the batches and the regulariser."""
     total = {name: tensor.new_zeros(tensor.shape) for name, tensor in v.items()}
     for part in batches:
         product = gradient_along(task, theta, part.weights, part.batch, v, part.weights.new_zeros(len(part)))
@@ -92,7 +95,7 @@ Product = Callable[[Parameters], Parameters]
 
 
 def gauss_newton_product(task: Functional, theta: Parameters, products: Iterable[Product], v: Parameters) -> Parameters:
-    """G v with G = Σ_i c_i J_iᵀ ∇²ℓ(z_i) J_i + ∇²r: the Hessian without the curvature of the model itself."""
+    """Return G v, G = Σ_i c_i J_iᵀ ∇²ℓ(z_i) J_i + ∇²r: the Hessian without the curvature of the model itself."""
     total = {name: tensor.new_zeros(tensor.shape) for name, tensor in v.items()}
     for product in products:
         add_scaled_(total, product(v), 1.0)
@@ -104,7 +107,7 @@ def gauss_newton_product(task: Functional, theta: Parameters, products: Iterable
 def gauss_newton_along(
     task: Functional, theta: Parameters, weights: Tensor, batch: Batch
 ) -> Callable[[Parameters, Tensor], Parameters]:
-    """(v, d) ↦ G v + Σ_i d_i ∇ℓ_i: as `gradient_along`, but with the outputs z(θ) made linear at θ."""
+    """Return (v, d) ↦ G v + Σ_i d_i ∇ℓ_i: `gradient_along` with the outputs z(θ) linearised at θ."""
     z, pull, *_ = vjp(lambda theta: task.outputs(theta, batch), theta)
     slope = _output_slope(task, batch)
 
@@ -116,7 +119,7 @@ def gauss_newton_along(
 
 
 def gauss_newton_kept(task: Functional, theta: Parameters, part: Weighted) -> Product:
-    """v ↦ G v for very many v: the graphs are made once, and every product only runs backward through them.
+    """Return v ↦ G v for very many v: graphs are built once, and every product runs backward through them.
 
     ∇²ℓ is its own transpose.
     """
@@ -127,12 +130,12 @@ def gauss_newton_kept(task: Functional, theta: Parameters, part: Weighted) -> Pr
 
 
 def transposed(pull: Callable[[Tensor], tuple[Parameters]], z: Tensor) -> Callable[[Parameters], tuple[Tensor]]:
-    """v ↦ J v from u ↦ Jᵀu, which is linear in u: its own transposed derivative. `z` is what J is the derivative of."""
+    """Return v ↦ J v from u ↦ Jᵀu, which is linear in u. `z` is what J is the derivative of."""
     return vjp(lambda u: pull(u)[0], torch.zeros_like(z))[1]
 
 
 def _output_slope(task: Functional, batch: Batch) -> Callable[[Tensor, Tensor], Tensor]:
-    """(z, c) ↦ ∇_z Σ_i c_i ℓ_i(z)."""
+    """Return (z, c) ↦ ∇_z Σ_i c_i ℓ_i(z)."""
 
     def slope(z: Tensor, weights: Tensor) -> Tensor:
         return grad(lambda z: (weights * task.output_losses(z, batch, len(weights))).sum())(z)  # type: ignore[no-any-return]

@@ -47,7 +47,7 @@ class Descent:
     vectorise: bool = True
 
     def at_part(self, step: int, part: int) -> Functional:
-        """The task as a part of a step sees it: with dropout drawn for it, if the plan says so."""
+        """Return the task as one part of a step sees it: with dropout drawn for it, if the plan says so."""
         return replace(self.task, noise=(self.plan.seed, step, part)) if self.plan.dropout else self.task
 
     @property
@@ -69,11 +69,11 @@ class Descent:
         return self.damping if self.preconditioner is None else 0.0
 
     def with_sources(self, sources: Sources) -> "Descent":
-        """The same descent for other sources."""
+        """Return the same descent for other sources."""
         return replace(self, sources=sources)
 
     def batches(self, start: int = 0) -> Iterator[Iterable[Weighted]]:
-        """The weighted batches of each step from `start` on; one seed decides them for all sources and variants."""
+        """Yield the weighted batches of each step from `start` on; one seed draws them for all sources and variants."""
         if self.plan.batch_size is None or self.is_full_batch:
             for _ in range(start, self.steps):
                 yield FullBatch(self.data, self.dtype)
@@ -87,7 +87,7 @@ class Descent:
         return self.plan.batch_size is None or self.plan.batch_size >= self.n
 
     def weighted(self, examples: Tensor) -> list[Weighted]:
-        """A mini-batch with the weight that each of its examples has in it."""
+        """Return a mini-batch with the weight of each of its examples."""
         weights = torch.full((len(examples),), 1 / len(examples), dtype=self.dtype, device=self.data.device)
         size = self.data.batch_size
         pieces = zip(torch.split(examples, size), torch.split(weights, size), strict=True)
@@ -96,7 +96,7 @@ class Descent:
     def base_gradient(
         self, theta: Parameters, parts: Iterable[Weighted], step: int, draw: int | None = None
     ) -> Parameters:
-        """∇L(θ) on the batches of a step; a loss that is not finite stops the simulation.
+        """Return ∇L(θ) on the batches of a step; a loss that is not finite stops the simulation.
 
         draw: the number of the step whose dropout is drawn, where that is another.
         """
@@ -112,11 +112,11 @@ class Descent:
         return total
 
     def at_rest(self, theta: Parameters) -> Parameters:
-        """The directions that momentum keeps, where nothing has moved yet."""
+        """Return the directions that momentum keeps, before anything has moved."""
         return {name: torch.zeros_like(p) for name, p in theta.items()} if self.plan.momentum else {}
 
     def move_(self, theta: Parameters, pull: Parameters, kept: Parameters) -> None:
-        """One step of θ, or of each row of it, down a slope; all are changed in place.
+        """Move θ, or each row of it, one step downhill; everything is changed in place.
 
         kept: the directions of the last step, which momentum keeps a part of.
         """
@@ -129,7 +129,7 @@ class Descent:
 
 
 def minibatches(n: int, size: int, seed: int) -> Iterator[Tensor]:
-    """Index batches without end: shuffled passes over the data, incomplete last batches dropped."""
+    """Yield batches of indices without end: shuffled passes over the data, incomplete last batches dropped."""
     generator = torch.Generator().manual_seed(seed)
     while True:
         order = torch.randperm(n, generator=generator)

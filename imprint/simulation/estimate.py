@@ -14,9 +14,8 @@ from imprint.runtime.memory import Peak, tensor_bytes
 from imprint.simulation import engines
 from imprint.simulation.inputs import Inputs
 from imprint.sources import Sources
-from imprint.store.files import nearest_folder, write
-from imprint.store.manifest import DTYPES
-from imprint.store.tensorfile import save
+from imprint.store.files import find_nearest_folder, sha256, write_tensors
+from imprint.store.request import DTYPES
 
 _NORM = 10  # bytes of the norm of an imprint, which its file has as text
 _WRITTEN = 16 << 20  # bytes written to measure how fast the disk is
@@ -80,13 +79,14 @@ def _count_probes(inputs: Inputs) -> int:
 
 def _write_seconds(out: str | os.PathLike[str] | None) -> float:
     """Measure how long it takes to write a byte durably and to hash it, where the store will be."""
-    place = nearest_folder(out)
+    place = find_nearest_folder(out)
     tensors = {"zeros": torch.zeros(_WRITTEN, dtype=torch.uint8)}
     try:
         with tempfile.TemporaryDirectory(dir=place, prefix=".imprint-") as folder:
             file = Path(folder) / "written.safetensors"
             begin = time.monotonic()
-            write(file, lambda path: save(tensors, path, {}))
+            write_tensors(file, tensors)
+            sha256(file)
             return (time.monotonic() - begin) / _WRITTEN
     except OSError as error:
         raise StoreError(f"{place} cannot be written to: {error}") from error

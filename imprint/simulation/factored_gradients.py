@@ -29,7 +29,7 @@ def find_layers(descent: Descent) -> tuple[str, ...]:
 
     layers, reason = attempt(factor)
     if reason is not None:
-        logger.warning("gradients of single examples cannot be taken apart, imprints are kept in full: %s", reason)
+        logger.warning("per-example gradients cannot be factored, imprints are stored in full: %s", reason)
     return layers or ()
 
 

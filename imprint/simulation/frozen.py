@@ -48,13 +48,13 @@ class FrozenCurvature:
         return min(float(self.values[0]), self.rest if self.share > 0 else math.inf)
 
     def outside(self, settings: Settings, lr: float) -> float:
-        """S_T for what a gradient has outside of the basis."""
+        """Return S_T for the part of a gradient outside the basis."""
         rest = torch.tensor([self.rest], dtype=torch.float64)
         return float(respond(rest, settings, lr)) if self.share > 0 else 0.0
 
     @property
     def rounding(self) -> float:
-        """Curvature that cannot be told from none."""
+        """The curvature that rounding hides."""
         return _unknown(self.values, next(iter(self.basis.values())).dtype)
 
 
@@ -86,7 +86,7 @@ def _outside(
     product: Callable[[Tensor], Tensor],
     generator: torch.Generator,
 ) -> tuple[float, float]:
-    """Σ_i r_iᵀ H r_i / Σ_i |r_i|² for what the examples' gradients have outside the basis, and Σ|r_i|²/Σ|g_i|².
+    """Return Σ_i r_iᵀ H r_i / Σ_i |r_i|² for the examples' gradients outside the basis, r_i, and Σ|r_i|²/Σ|g_i|².
 
     A sum of all gradients with random signs has the mean of both sums, so that a few of them estimate it.
     """
@@ -103,14 +103,14 @@ def _outside(
 
 
 def _unknown(values: Tensor, dtype: torch.dtype) -> float:
-    """Curvature that cannot be told from none, beside these; directions are found in float32 at least."""
+    """Return the curvature that rounding hides beside these; directions are found in float32 at least."""
     return ENDED * torch.finfo(torch.promote_types(dtype, torch.float32)).eps * float(values.abs().max())
 
 
 def sum_with_signs(
     task: Functional, theta: Parameters, batches: Iterable[Weighted], generator: torch.Generator
 ) -> Tensor:
-    """Σ_i ±g_i with random signs, as one vector: its mean square is Σ_i |g_i|², in any metric."""
+    """Return Σ_i ±g_i with random signs, as one vector: its mean square is Σ_i |g_i|², in any metric."""
     flat = Flat(theta)
     total = torch.zeros(flat.size, device=flat.device, dtype=flat.dtype)
     for part in batches:
@@ -120,7 +120,7 @@ def sum_with_signs(
 
 
 def respond(curvature: Tensor, settings: Settings, lr: float) -> Tensor:
-    """S_T(μ + λ), elementwise: what T steps of size η make of a gradient that sees curvature μ."""
+    """Return S_T(μ + λ), elementwise: what T steps of size η make of a gradient that sees curvature μ."""
     damped = curvature.double() + settings.damping
     if settings.steps == "infinite":
         return 1 / damped
@@ -153,7 +153,7 @@ def project_imprints(frozen: FrozenCurvature, seen: Tensor, settings: Settings, 
 
 
 def refuse_unstable(frozen: FrozenCurvature, settings: Settings, lr: float, index: int) -> None:
-    """A frozen recursion that grows without bound is refused."""
+    """Refuse a frozen recursion that grows without bound."""
     top, lowest = frozen.largest + settings.damping, frozen.smallest
     if abs(lowest) <= frozen.rounding:  # a zero, of either sign
         lowest = 0.0

@@ -20,7 +20,7 @@ _LARGER = 30.0  # times the others' imprints, in the weights of the mean
 _SHOWN = 4  # names in a message
 
 
-def unfelt_moments(index: int, found: "Compared", batch_norm: bool) -> ReliabilityWarning | None:
+def check_unfelt_moments(index: int, found: "Compared", batch_norm: bool) -> ReliabilityWarning | None:
     """Say which parameters training has felt no gradient on, though evaluation mode gives them one.
 
     Values here and there, whose gradients were small by chance in the few steps so far, are not worth a warning.
@@ -42,7 +42,7 @@ def unfelt_moments(index: int, found: "Compared", batch_norm: bool) -> Reliabili
     )
 
 
-def moments_scale(index: int, found: "Compared") -> ReliabilityWarning | None:
+def check_moments_scale(index: int, found: "Compared") -> ReliabilityWarning | None:
     """Say that second moments were recorded on another scale than that of the task's loss."""
     low, high = _SCALES
     if low <= found.ratio <= high:
@@ -57,7 +57,9 @@ def moments_scale(index: int, found: "Compared") -> ReliabilityWarning | None:
     )
 
 
-def too_long(index: int, lr: float, damping: float, momentum: float, curvature: Spectrum) -> ReliabilityWarning | None:
+def check_step(
+    index: int, lr: float, damping: float, momentum: float, curvature: Spectrum
+) -> ReliabilityWarning | None:
     """Say that a step is too long for the curvature that was measured.
 
     damping: what it adds to that curvature.
@@ -72,7 +74,7 @@ def too_long(index: int, lr: float, damping: float, momentum: float, curvature: 
     )
 
 
-def outweighing(weights: Sequence[float], norms: Sequence[Spread | None]) -> ReliabilityWarning | None:
+def check_weights(weights: Sequence[float], norms: Sequence[Spread | None]) -> ReliabilityWarning | None:
     """Say that one checkpoint's imprints are so much larger than the others' that it alone decides the mean."""
     sizes = {
         index: weight * norm.median

@@ -10,25 +10,26 @@ from typing import Any, get_args
 
 import torch
 
-from imprint.batches import shown_batch
+from imprint.batches import describe_batch
 from imprint.checks.soundness import examine
 from imprint.compat import has_batch_norm
-from imprint.data import Collate, Data, HashData
+from imprint.data import Collate, Data, HashData, spread_examples
 from imprint.errors import DataError, PlanError, ReliabilityWarning, SimulationError
 from imprint.model.dropout import dropouts
 from imprint.plan import Plan, Settings, State
 from imprint.runtime.notices import Notices
 from imprint.simulation.curvature_check import report_curvature
 from imprint.simulation.descent import Descent
-from imprint.simulation.guards import moments_scale, unfelt_moments
+from imprint.simulation.guards import check_moments_scale, check_unfelt_moments
 from imprint.simulation.moments import BATCHES, COMPARED, estimate_moments
 from imprint.simulation.preconditioner import Preconditioner, compare
 from imprint.simulation.preflight import Result, check_device, own, refuse_nonfinite, warn_half_precision
 from imprint.simulation.states import States
 from imprint.sources import Sources, require_sources
 from imprint.store.fingerprint import of_data, of_sources, of_tensors, partly_hashed
-from imprint.store.probing import Seen, choose_probes, module_settings, regulariser_values, see, spread_examples
-from imprint.store.reading import DTYPES, describe
+from imprint.store.probe_examples import choose_probes
+from imprint.store.probing import ProbeValues, describe_modules, evaluate_probes, evaluate_regulariser
+from imprint.store.request import DTYPES, DataHashes, Probed, Request, specify
 from imprint.task import Functional, Parameters, Task, require_task
 
 logger = logging.getLogger(__name__)
@@ -63,7 +64,7 @@ class Inputs:
         dtype: torch.dtype | None,
         hash_data: HashData = "all",
     ) -> "Inputs":
-        """The inputs of a simulation as the user gave them; what does not fit together is refused."""
+        """Check the inputs of a simulation; refuse what does not fit together."""
         if plan is not None and not isinstance(plan, Plan):
             raise PlanError(
                 f"plan must be an imprint.Plan, got {plan!r}: for a number of steps Plan(steps=...), and "
@@ -110,7 +111,7 @@ class Inputs:
         return next(k for k, setting in enumerate(self.settings) if setting.weight > 0)
 
     def state(self, index: int) -> Parameters:
-        """A checkpoint as a complete and finite state."""
+        """Return a checkpoint as a complete and finite state."""
         state = self.states[index]
         refuse_nonfinite(state, index, len(self.states))
         return state
@@ -126,15 +127,15 @@ class Inputs:
         return shared
 
     def without_fixed(self, state: Parameters) -> Parameters:
-        """What a store keeps of a state."""
+        """Return what a store keeps of a state."""
         return {name: tensor for name, tensor in state.items() if name not in self.fixed}
 
     def _read(self, index: int) -> Parameters:
-        """A checkpoint; one that is skipped may hold anything."""
+        """Return a checkpoint; one that is skipped may hold anything."""
         return self.state(index) if self.settings[index].weight > 0 else self.states[index]
 
     def descent(self, index: int, state: Parameters) -> Descent:
-        """The descent of all sources from a checkpoint; a step size that the plan leaves open stands at 1."""
+        """Return the descent of all sources from a checkpoint; a step size that the plan leaves open is 1."""
         functional, theta = self.task.at(state)
         settings = self.settings[index]
         step = 1.0 if settings.lr == "auto" else settings.lr
@@ -161,61 +162,59 @@ class Inputs:
         recorded = self.states.moments(index)
         if recorded is not None:
             found = compare(recorded, estimate_moments(descent, COMPARED))
-            self.notice(unfelt_moments(index, found, has_batch_norm(self.task.model)))
-            self.notice(moments_scale(index, found))
+            self.notice(check_unfelt_moments(index, found, has_batch_norm(self.task.model)))
+            self.notice(check_moments_scale(index, found))
             return Preconditioner.adam(found.moments, "recorded")
         logger.info("checkpoint %d: second moments are estimated from the gradients of %d batches", index, BATCHES)
         return Preconditioner.adam(estimate_moments(descent), "estimated")
 
     def _moments(self, index: int) -> str | None:
-        """A hash of the second moments that came with a checkpoint; None where none are wanted, or none came."""
+        """Hash the second moments that came with a checkpoint; None where none are wanted, or none came."""
         wanted = self.plan.preconditioner is not None and self.settings[index].weight > 0
         recorded = self.states.moments(index) if wanted else None
         return None if recorded is None else of_tensors(recorded)
 
-    def request(self) -> dict[str, Any]:
-        """The inputs as far as they can be known, as JSON: a store is continued and reused for the same only."""
+    def request(self) -> Request:
+        """Return everything the imprints depend on; a store is resumed and reused for the same request only."""
         first = self.state(self.first)
         functional, theta = self.task.at(first)
         examples = self._own_loss(choose_probes, functional, theta, self.data)
         seen = self._seen_at(functional, theta, examples)
-        pulls = own("regulariser failed", regulariser_values, functional, theta)
+        pulls = own("regulariser failed", evaluate_regulariser, functional, theta)
         self._refuse_nonfinite(pulls)
         every = range(len(self.states))
         states = [of_tensors(first if index == self.first else self._read(index)) for index in every]
         _warn_same(states)
-        return {
-            "n": len(self.data),
-            "dtype": self.stored_as,
-            "plan": self.plan.to_json(),
-            "parameters": describe(self.task),
-            "fixed": {name: of_tensors({name: tensor}) for name, tensor in self.fixed.items()},
-            "states": states,
-            "moments": [self._moments(index) for index in every],
-            "sources": of_sources(self.sources),
-            "losses": seen.losses,
-            "probes": {
-                "examples": examples,
-                **{name: getattr(seen, name) for name in ("moved", "outputs", "precision", "gradients")},
-            },
-            "modules": module_settings(self.task.model),
-            "regulariser": pulls,
-            "data": of_data(self.data, self.hash_data),
-        }
+        return Request(
+            n=len(self.data),
+            dtype=self.stored_as,
+            plan=self.plan,
+            parameters=specify(self.task),
+            fixed={name: of_tensors({name: tensor}) for name, tensor in self.fixed.items()},
+            states=tuple(states),
+            moments=tuple(self._moments(index) for index in every),
+            sources=of_sources(self.sources),
+            data=DataHashes(**of_data(self.data, self.hash_data)),
+            probes=Probed(examples, seen),
+            modules=describe_modules(self.task.model),
+            regulariser=tuple(pulls),
+        )
 
     @cached_property
     def probes(self) -> list[int]:
         """The training examples that the loss is recognised by."""
         return self._own_loss(choose_probes, *self.task.at(self.state(self.first)), self.data)
 
-    def seen(self, examples: list[int]) -> Seen:
-        """What the task computes on some examples, at the first checkpoint and around it."""
+    def seen(self, examples: list[int]) -> ProbeValues:
+        """Return what the task computes on some examples, at the first checkpoint and around it."""
         return self._seen_at(*self.task.at(self.state(self.first)), examples)
 
-    def _seen_at(self, functional: Functional, theta: Parameters, examples: list[int]) -> Seen:
+    def _seen_at(self, functional: Functional, theta: Parameters, examples: list[int]) -> ProbeValues:
         batch = self.data.gather(torch.tensor(examples))
         wanted = self.plan.seen_curvature == "gauss-newton"
-        found = self._own_loss(partial(see, outputs=wanted, gradients=True), functional, theta, batch, len(examples))
+        found = self._own_loss(
+            partial(evaluate_probes, outputs=wanted, gradients=True), functional, theta, batch, len(examples)
+        )
         for example, loss in zip(examples, found.losses, strict=True):
             if not math.isfinite(loss):
                 owner = self.sources.owner(example)
@@ -226,7 +225,7 @@ class Inputs:
         return found
 
     def _own_loss(self, call: Callable[..., Result], *given: Any) -> Result:
-        few = shown_batch(self.data.gather(spread_examples(len(self.data))))
+        few = describe_batch(self.data.gather(spread_examples(len(self.data))))
         return own(
             f"loss function failed on a few examples, called as loss(model, batch) with batch = {few}",
             call,
@@ -252,12 +251,12 @@ def _refuse_plan(task: Task, plan: Plan) -> None:
 
 
 def _refuse_changing(data: Data, how: HashData) -> None:
-    """Refuse data that is another one at each reading, unless the caller knows."""
+    """Refuse data that changes from reading to reading, unless the caller says so."""
     if how not in get_args(HashData):
         raise DataError(f"hash_data must be one of {', '.join(get_args(HashData))}, got {how!r}.")
     if how != "none" and (example := data.changing_example()) is not None:
         raise DataError(
-            f"training example {example} is another one each time it is read, as with random augmentation: scores "
+            f"training example {example} changes each time it is read, as with random augmentation: scores "
             "would differ from call to call. Give a fixed view of the data (without augmentation, or with random "
             "numbers seeded by the index, and with a collate_fn that changes no sample in place), or "
             'hash_data="none" to go on without comparing data.'
@@ -268,8 +267,8 @@ def _warn_same(states: list[str]) -> None:
     for index, state in enumerate(states):
         if (first := states.index(state)) != index:
             warnings.warn(
-                f"checkpoints {first} and {index} have the same weights: a state dict that is kept while training goes "
-                "on must be cloned, {name: tensor.clone() for name, tensor in model.state_dict().items()}.",
+                f"checkpoints {first} and {index} have the same weights: a state dict that is kept while training "
+                "continues must be cloned, {name: tensor.clone() for name, tensor in model.state_dict().items()}.",
                 stacklevel=5,
             )
             return

@@ -15,7 +15,7 @@ Moving = Callable[[Parameters, Parameters, Iterable[Weighted], int], Parameters]
 
 @dataclass(frozen=True)
 class Hooks:
-    """What is told while sources are simulated, and where their state is kept meanwhile.
+    """What the runner hears while sources are simulated, and where their state is kept meanwhile.
 
     advance, skip: called with the number of rows that made a step, or had made it in an earlier run.
     """

@@ -30,7 +30,7 @@ class Preconditioner:
 
     @classmethod
     def adam(cls, moments: Parameters, origin: Literal["recorded", "estimated"]) -> "Preconditioner":
-        """√v̂ + 1e-8 of second moments that are finite and not negative."""
+        """Return √v̂ + 1e-8 of second moments that are finite and not negative."""
         if not any(bool(v.any()) for v in moments.values()):
             raise SimulationError(
                 f"the {origin} second moments are all 0, so that nothing would move: was the optimiser's state kept "

@@ -1,4 +1,4 @@
-"""Before a simulation: what can be known to be wrong, said in words, and whether `vmap` takes the model."""
+"""Checks before a simulation: what is known to be wrong, and whether `vmap` supports the model."""
 
 import logging
 import warnings
@@ -28,7 +28,7 @@ def check_device(task: Task, device: torch.device | str | None) -> None:
     try:
         asked, has = torch.device(device), task.device
     except RuntimeError as error:
-        raise TaskError(f"device={device!r} is no device: {first_line(error)}") from error
+        raise TaskError(f"device={device!r} is not a device: {first_line(error)}") from error
     if asked.type != has.type or (asked.index is not None and asked.index != has.index):
         raise TaskError(f"device={str(asked)!r} was asked for, but the model is on {str(has)!r}: move the model there.")
 
@@ -74,7 +74,7 @@ def refuse_loss(descent: Descent, parts: Iterable[Weighted]) -> None:
 
 
 def own(what: str, call: Callable[..., Result], *given: Any) -> Result:
-    """The user's own function, whose errors are told as such."""
+    """Call the user's own function; its errors are reported as such."""
     try:
         return call(*given)
     except (TaskError, DataError):
@@ -84,14 +84,14 @@ def own(what: str, call: Callable[..., Result], *given: Any) -> Result:
 
 
 def _hint(error: Exception) -> str:
-    """What is behind the errors of torch that a new user meets first."""
+    """Explain the errors of torch that a new user meets first."""
     if "same dtype" in str(error) or "expected scalar type" in str(error):
         return " (numbers of numpy are float64: is the model float32? Then give .float() or .astype('float32'))"
     return ""
 
 
-def why_not_together(descent: Descent, simulate: Callable[[Descent], object]) -> str | None:
-    """Why `vmap` does not take this model, so that sources are simulated in a loop (logged); None if it does."""
+def find_why_not_vmap(descent: Descent, simulate: Callable[[Descent], object]) -> str | None:
+    """Return why `vmap` does not support this model, so that sources take a loop (logged); None if it does."""
     trial = first_step(descent, descent.sources.smallest(2))  # which are differentiated together, if anything is
     _, reason = attempt(lambda: simulate(replace(trial, vectorise=True)))
     if reason is None:
@@ -103,11 +103,11 @@ def why_not_together(descent: Descent, simulate: Callable[[Descent], object]) ->
             f' engine="{first_order_engine()}" needs first derivatives only.' if descent.plan.rules.second_order else ""
         )
         raise TaskError(f"the {engine} engine cannot differentiate this model: {alone.rstrip('.')}.{hint}")
-    logger.warning("vmap does not take this model, sources are simulated one by one: %s", reason)
+    logger.warning("vmap does not support this model, so sources are simulated one by one: %s", reason)
     return reason
 
 
 def first_step(descent: Descent, sources: Sources) -> Descent:
-    """The beginning of a descent for some of its sources, to see what comes of it."""
+    """Return the first step of a descent for some of its sources, as a trial."""
     plan = replace(descent.plan, accept_drift=descent.plan.variant == "mirrored")
     return replace(descent, plan=plan, sources=sources, steps=1)

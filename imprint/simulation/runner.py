@@ -21,7 +21,7 @@ from imprint.runtime.turns import settle_child
 from imprint.simulation import engines
 from imprint.simulation.checkpoint_files import CheckpointFiles
 from imprint.simulation.engines import Chunk, Engine
-from imprint.simulation.guards import outweighing
+from imprint.simulation.guards import check_weights
 from imprint.simulation.inputs import Inputs
 from imprint.simulation.path import Hooks
 from imprint.simulation.sizing import fit_batches, refit
@@ -29,14 +29,16 @@ from imprint.simulation.snapshot import Snapshot
 from imprint.simulation.taking_over import check_choices
 from imprint.sources import Sources
 from imprint.store.checkpoint import Checkpoint, File, Measured, Spread
+from imprint.store.comparison import compare_training_data, difference
 from imprint.store.fingerprint import how_hashed, partly_hashed
-from imprint.store.manifest import DTYPES, FINGERPRINTS, LONGEST, MANIFEST, Manifest, Probes
-from imprint.store.probing import see
-from imprint.store.reading import Store, coefficients_dtype, describe
+from imprint.store.layouts import coefficients_dtype, layout
+from imprint.store.manifest import LONGEST, MANIFEST, Cost, Execution, Manifest, Probes
+from imprint.store.probing import evaluate_probes
+from imprint.store.reading import Store
 from imprint.store.records import read
-from imprint.store.tensorfile import layout
+from imprint.store.request import DTYPES, Request
 from imprint.store.values import Value, parsed
-from imprint.store.writing import Writer, compared_data, difference
+from imprint.store.writing import Writer
 from imprint.task import Parameters, Task
 from imprint.tensors.vectors import row_norms, six_digits
 
@@ -69,8 +71,8 @@ def simulate(
     checkpoints: state dicts or .safetensors files; by default the model as it is. A pair (checkpoint, moments) brings
         Adam's second moments for a plan with that preconditioner, as a dict by parameter or a .safetensors file; those
         that a `Recorder` has kept beside a file are found without being named.
-    out: folder of the store; without it the store is temporary and vanishes with the returned object. A simulation
-        that was killed goes on where it stood when the same call is made again; a finished one is returned.
+    out: folder of the store; without it the store is temporary and vanishes with the returned object. The
+        same call again resumes an interrupted simulation, and returns a finished one.
     batch_size: how many examples are evaluated at once, by default 1,024, on a GPU 8,192; memory and speed only (the
         plan has the mini-batch), but for the draw of dropout along the path.
     device: where the data goes; it must be the model's device, which is the default.
@@ -80,7 +82,7 @@ def simulate(
         simulation had to decide (step sizes, ε, chunk and batch sizes) is taken from it, so that on the same device
         with as many threads the imprints come out the same to the bit.
     hash_data: how the data is hashed, by which changed data is refused later. "sampled" hashes 1,024 examples, for data
-        that is too large or slow to read once more; "none" takes data that is another one at each reading, such as
+        that is too large or slow to read once more; "none" accepts data that changes from reading to reading, such as
         randomly augmented images. Both are kept as a warning, and every later comparison says so.
     note: anything worth keeping with the store, as JSON values: it goes into the manifest.
     progress: True for a line on standard error, False for none, or a function of (done, total).
@@ -89,7 +91,7 @@ def simulate(
     if replay is not None:
         replay = Store.of(replay)
         plan = replay.manifest.plan if plan is None else plan
-        batch_size = replay.manifest.execution.get("batch_size") if batch_size is None else batch_size
+        batch_size = replay.manifest.execution.batch_size if batch_size is None else batch_size
     options: dict[str, Any] = {"batch_size": batch_size, "collate_fn": collate_fn, "hash_data": hash_data}
     if plan == "auto":
         plan = Plan.auto(task, data, sources, checkpoints, progress=progress, **options)
@@ -103,7 +105,7 @@ def simulate(
         writer = Writer(out, request, inputs.seen, check_choices)
         if writer.finished:
             return writer.finished
-        if partial := partly_hashed(how_hashed(writer.request["data"]), len(inputs.data)):
+        if partial := partly_hashed(how_hashed(vars(writer.request.data)), len(inputs.data)):
             inputs.notices.add(partial)  # of what is resumed, too
         resumed = writer.settled(inputs.first) is not None
         with _resumable(writer), closing(_count_work(inputs, progress)) as bar:
@@ -111,37 +113,29 @@ def simulate(
             if replay is not None:
                 _take_over(replay, request, writer, inputs)
             run = _Run(inputs, memory, writer, bar)
-            done = tuple(run.checkpoint(index, settings) for index, settings in enumerate(inputs.settings))
-            inputs.notice(outweighing([c.weight for c in done], [c.measured.norms for c in done]))
-            cost = {"seconds": time.monotonic() - started, "peak_bytes": peak.bytes, "resumed": resumed}
-            return writer.finish(_manifest(inputs, writer, request, done, run.probes(done), cost, note))
+            done: tuple[Checkpoint, ...] = ()
+            for index, settings in enumerate(inputs.settings):
+                done = (*done, run.checkpoint(index, settings))
+            inputs.notice(check_weights([c.weight for c in done], [c.measured.norms for c in done]))
+            cost = Cost(time.monotonic() - started, peak.bytes, resumed)
+            return writer.finish(_manifest(inputs, writer, done, run.probes(done), cost, note))
 
 
 def _manifest(
     inputs: Inputs,
     writer: Writer,
-    request: dict[str, Any],
     checkpoints: tuple[Checkpoint, ...],
     probes: Probes | None,
-    cost: dict[str, Any],
+    cost: Cost,
     note: Any,
 ) -> Manifest:
     """Put together everything that is known of a finished simulation."""
     return Manifest(
-        n=len(inputs.data),
-        dtype=inputs.stored_as,
-        plan=inputs.plan,
-        parameters=describe(inputs.task),
-        fixed=request["fixed"],
-        fingerprints={name: writer.request[name] for name in FINGERPRINTS},
+        request=writer.request,
         sources=writer.sources(inputs.sources),
         probes=probes,
         checkpoints=checkpoints,
-        execution={
-            "device": str(inputs.task.device),
-            "threads": torch.get_num_threads(),
-            "batch_size": inputs.data.batch_size,
-        },
+        execution=Execution(str(inputs.task.device), torch.get_num_threads(), inputs.data.batch_size),
         cost=cost,
         note=note,
         warnings=inputs.notices.messages,
@@ -150,7 +144,7 @@ def _manifest(
 
 @contextmanager
 def _resumable(writer: Writer) -> Iterator[None]:
-    """Leave the folder of a simulation that fails or is interrupted so that the same call resumes it."""
+    """Leave the folder of a simulation that fails or is interrupted in a state from which the same call resumes."""
     try:
         yield
     except BaseException as error:
@@ -171,7 +165,7 @@ def _count_work(inputs: Inputs, progress: bool | Advance) -> Progress:
 
 
 def _refuse_note(note: Any) -> None:
-    """A note that cannot be written is refused before the work, not after it."""
+    """Refuse a note that cannot be written: before the work, not after it."""
     try:
         text = json.dumps(note, allow_nan=False)
         parsed(text.encode(), Path("note"))
@@ -181,12 +175,12 @@ def _refuse_note(note: Any) -> None:
         raise StoreError(f"note must be made of JSON values: {first_line(error)}.") from error
 
 
-def _take_over(replay: Store, request: dict[str, Any], writer: Writer, inputs: Inputs) -> None:
-    """Settle every checkpoint as an earlier simulation of the same did."""
-    before = {**replay.manifest.request, "fixed": request["fixed"]}  # which does not change what is simulated
+def _take_over(replay: Store, request: Request, writer: Writer, inputs: Inputs) -> None:
+    """Settle every checkpoint as an earlier simulation of the same request did."""
+    before = replace(replay.manifest.request, fixed=request.fixed)  # which does not change what is simulated
     if different := difference(before, request, inputs.seen):
         raise StoreError(f"{replay.path} cannot be replayed: {different}.")
-    compared_data(before, request).warn()
+    compare_training_data(before, request).warn()
     for index, checkpoint in enumerate(replay.checkpoints):
         found = writer.settled(index)
         if checkpoint.weight == 0:
@@ -309,9 +303,10 @@ class _Run:
         """Keep a few training examples, with their losses where the first checkpoint is read out."""
         index = next(k for k, checkpoint in enumerate(checkpoints) if checkpoint.weight > 0)
         base = CheckpointFiles(self.writer, index).load("base", self.inputs.task.device)
-        examples = self.writer.request["probes"]["examples"]
+        examples = self.writer.request.probes.examples
         batch = self.inputs.data.gather(torch.tensor(examples))
-        return self.writer.probes(batch, see(*self.inputs.task.at({**self.inputs.fixed, **base}), batch, len(examples)))
+        at_base = self.inputs.task.at({**self.inputs.fixed, **base})
+        return self.writer.probes(batch, evaluate_probes(*at_base, batch, len(examples)))
 
 
 def _summarise(engine: Engine, shards: "list[_Shard]") -> Measured:

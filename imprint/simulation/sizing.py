@@ -70,12 +70,14 @@ def rows_that_fit(
     else:
         rows = min(most, allowed // _bound_bytes(descent, rows_per_source))
     if rows < 1:
-        logger.warning("one source needs more than the memory budget of %d bytes: going on one by one", allowed)
+        logger.warning(
+            "one source needs more than the memory budget of %d bytes: simulating one source at a time", allowed
+        )
     return max(1, rows)
 
 
 def _measure_step(descent: Descent, rows: int, attempt: Callable[[Descent], None]) -> int:
-    """What a step of so many sources takes at once on CUDA, beside what is there already; no end if it is too much."""
+    """Measure what a step of so many sources takes on CUDA, beside what is allocated already."""
     device, taken = descent.data.device, []
     for sources in choose_heaviest(descent, rows):
         there, peak = torch.cuda.memory_allocated(device), Peak(device)
@@ -101,7 +103,7 @@ def refit(rows: int, fit: int, memory: int | str) -> int:
     """Return how many of the sources that an earlier run took at once may be taken at once now."""
     if fit < rows:
         logger.warning(
-            "going on with %d sources at once instead of %d, which memory=%s does not allow: their imprints are "
+            "simulating %d sources at once instead of %d, to respect memory=%s: their imprints are "
             "the same to rounding, not to the bit",
             *(fit, rows, memory),
         )

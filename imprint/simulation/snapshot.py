@@ -1,4 +1,4 @@
-"""The state of a chunk between two steps, kept on disk every minute, so that a killed run goes on from there."""
+"""The state of a chunk between two steps, written every minute, so that an interrupted run resumes from there."""
 
 import hashlib
 import json
@@ -13,9 +13,8 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from imprint.errors import StoreError, first_line
-from imprint.store.files import write
+from imprint.store.files import write_tensors
 from imprint.store.fingerprint import of_tensors
-from imprint.store.tensorfile import save
 from imprint.store.values import parsed
 from imprint.task import Parameters
 
@@ -40,7 +39,7 @@ class PathState:
     kept_rows: Parameters
 
     def misfit(self, start: "PathState", steps: int) -> str | None:
-        """Why a descent of so many steps that starts at `start` cannot come here, in words."""
+        """Explain why a descent of so many steps from `start` cannot reach this state; None if it can."""
         if not start.step <= self.step <= steps:
             return f"it is of step {self.step} of {steps}"
         count = len(next(iter(start.rows.values())))
@@ -79,10 +78,10 @@ class Snapshot:
         about = {"step": state.step, "start": self._start, "sha256": _checksum(state.step, self._start, tensors)}
         metadata = {"imprint": json.dumps(about)}
         try:
-            write(self._path, lambda path: save(tensors, path, metadata))
+            write_tensors(self._path, tensors, metadata)
             self._used = True
         except StoreError as error:
-            logger.warning("no snapshot was kept, the simulation goes on without: %s", error)
+            logger.warning("no snapshot could be saved, the simulation continues without it: %s", error)
         self._last = self._clock()
         self._took = self._last - begin
 

@@ -19,7 +19,7 @@ _STACKED_MEMBERS = 32  # sources up to this size are differentiated together; la
 
 
 def source_gradients(descent: Descent, theta: Parameters, step: int, *, per_row: bool = False) -> Parameters:
-    """∇ℓ_b of each source's members (or an unbiased sample of them), one row per source.
+    """Return ∇ℓ_b of each source's members (or an unbiased sample of them), one row per source.
 
     `theta` is shared by all sources, or has a row for each (`per_row`).
     """
@@ -43,18 +43,18 @@ def source_gradients(descent: Descent, theta: Parameters, step: int, *, per_row:
 
 
 def choose_heaviest(descent: Descent, count: int) -> list[Sources]:
-    """Choices of so many sources of which one takes as much memory as any: large ones, and those done together."""
+    """Choose sources that take the most memory: so many large ones, and so many of those done together."""
     sample = descent.plan.source_sample
     sizes = [size if sample is None else min(size, sample) for size in descent.sources.sizes]
     together = [index for index, size in enumerate(sizes) if size <= _STACKED_MEMBERS]
     choices = [descent.sources.largest(count)]
     if not descent.is_full_batch and 0 < len(together) < len(sizes):
-        choices.append(descent.sources.chosen(together).largest(count))
+        choices.append(descent.sources.select(together).largest(count))
     return choices
 
 
 def _choose_members(descent: Descent, index: int, step: int) -> tuple[Tensor, float]:
-    """The members that stand for a source in a step, and the factor that makes their sum unbiased.
+    """Choose the members that stand for a source in a step; return them with the factor that makes their sum unbiased.
 
     Steps go through all members in turn, shuffled anew each time: what one step leaves out comes soon after, so
     that the noise of sampling hardly adds up over a path.
@@ -72,7 +72,7 @@ def _choose_members(descent: Descent, index: int, step: int) -> tuple[Tensor, fl
 def _stacked_gradients(
     descent: Descent, theta: Parameters, members: list[tuple[Tensor, float]], step: int, per_row: bool
 ) -> Parameters | None:
-    """All small sources at once, padded with examples of weight 0; None where batches are not plain columns."""
+    """Return the gradients of all sources at once, padded with weight 0; None where batches are not plain columns."""
     rows, width = len(members), max(len(chosen) for chosen, _ in members)
     examples = torch.zeros(rows, width, dtype=torch.int64)
     weights = torch.zeros(rows, width, dtype=descent.dtype)

@@ -56,7 +56,7 @@ class States:
                 raise TaskError(
                     f"{state} holds the second moments of a checkpoint, not its weights: give the checkpoint beside it."
                 )
-            state = _tensors_in("checkpoint", state)
+            state = _load_tensors("checkpoint", state)
         if not isinstance(state, Mapping):
             hint = ": give its state_dict()" if isinstance(state, nn.Module) else ""
             raise TaskError(
@@ -66,23 +66,23 @@ class States:
         return self._task.complete(state)
 
     def moments(self, index: int) -> Parameters | None:
-        """Second moments of the selected parameters as they came with a checkpoint, or lie beside its file."""
+        """Return the second moments that came with a checkpoint, or lie beside its file."""
         given = self._checkpoints[index]
         if isinstance(given, tuple):
-            found = _tensors_in("second moments", given[1]) if isinstance(given[1], str | os.PathLike) else given[1]
+            found = _load_tensors("second moments", given[1]) if isinstance(given[1], str | os.PathLike) else given[1]
             if not isinstance(found, Mapping):
                 raise TaskError(
                     f"the second moments of checkpoint {index} have type {type(found).__name__}, where a dict by "
                     "parameter or the path of a .safetensors file is needed."
                 )
-            if lacking := self._lacking(found):
+            if lacking := self._name_lacking(found):
                 raise TaskError(
                     f"the second moments of checkpoint {index} lack {lacking}: every selected parameter needs its own. "
                     "Give the checkpoint alone to have them estimated."
                 )
         elif isinstance(given, str | os.PathLike) and moments_beside(Path(given)).is_file():
-            found = _tensors_in("second moments", moments_beside(Path(given)))
-            if lacking := self._lacking(found):
+            found = _load_tensors("second moments", moments_beside(Path(given)))
+            if lacking := self._name_lacking(found):
                 if not self._told:
                     logger.warning(
                         "%s has no second moments of %s: those of all parameters are estimated",
@@ -94,14 +94,14 @@ class States:
             return None
         return {name: self._checked(index, name, found[name]) for name in self._task.names}
 
-    def _lacking(self, moments: Mapping[str, Tensor]) -> str:
-        """The first selected parameter of which there are no moments, and how many others there are."""
+    def _name_lacking(self, moments: Mapping[str, Tensor]) -> str:
+        """Name the first selected parameter without moments, and how many others there are."""
         lacking = [name for name in self._task.names if name not in moments]
         more = f" and {len(lacking) - 1} more" if len(lacking) > 1 else ""
         return f"parameter {lacking[0]!r}{more}" if lacking else ""
 
     def _checked(self, index: int, name: str, moments: Tensor) -> Tensor:
-        """The second moments of a parameter on its device, in its precision or a finer one."""
+        """Return the second moments of a parameter on its device, in its precision or a finer one."""
         parameter = self._task.model.get_parameter(name)
         if not isinstance(moments, Tensor) or moments.shape != parameter.shape or not moments.is_floating_point():
             found = tuple(moments.shape) if isinstance(moments, Tensor) else type(moments).__name__
@@ -117,8 +117,8 @@ class States:
         return moments.detach().to(parameter.device, torch.promote_types(parameter.dtype, torch.float32), copy=True)
 
 
-def _tensors_in(what: str, file: str | os.PathLike[str]) -> dict[str, Tensor]:
-    """The tensors of a file."""
+def _load_tensors(what: str, file: str | os.PathLike[str]) -> dict[str, Tensor]:
+    """Load the tensors of a file."""
     if Path(file).is_dir():
         inside = sorted(path.name for path in Path(file).glob("*.safetensors"))
         hint = f", such as {Path(file) / inside[0]}" if inside else "; there is none in it"
@@ -130,6 +130,6 @@ def _tensors_in(what: str, file: str | os.PathLike[str]) -> dict[str, Tensor]:
         return load_file(file)
     except (OSError, SafetensorError) as error:
         raise TaskError(
-            f"{what} file {file} cannot be read as safetensors: {error}. (What torch.save wrote is not "
-            "taken: load it and give the state dict.)"
+            f"{what} file {file} cannot be read as safetensors: {error}. (Files of torch.save are not "
+            "read: load them and give the state dict.)"
         ) from error

@@ -27,11 +27,11 @@ TRIES = 10
 _UPHILL = 0.1  # share by which a path may end above where it began: mini-batches are noisy
 
 
-def starting_curvature(descent: Descent) -> Spectrum:
-    """Of the objective the descent starts with: the full batch, or the sharpest of its first two mini-batches."""
+def measure_start(descent: Descent) -> Spectrum:
+    """Measure the curvature where a descent starts: on the full batch, or the sharper of its first two mini-batches."""
     batches = descent.batches()
     looks, products = 1 if descent.is_full_batch else min(2, descent.steps), _START_ITERATIONS.get()
-    return _widest([curvature_at(descent, descent.start, next(batches), products) for _ in range(looks)])
+    return _widest([measure_curvature(descent, descent.start, next(batches), products) for _ in range(looks)])
 
 
 @contextmanager
@@ -44,16 +44,18 @@ def coarse_curvature() -> Iterator[None]:
         _START_ITERATIONS.reset(token)
 
 
-def curvature_at(descent: Descent, theta: Parameters, parts: Iterable[Weighted], iterations: int = 30) -> Spectrum:
-    """The extremes of the curvature H that responses see at θ, to which damping adds; or those of M⁻¹(H + λI)."""
+def measure_curvature(descent: Descent, theta: Parameters, parts: Iterable[Weighted], iterations: int = 30) -> Spectrum:
+    """Measure the extremes of the objective's curvature H at θ; with a preconditioner, those of M⁻¹(H + λI)."""
     if descent.preconditioner is None:
         return spectrum(descent.task, theta, parts, iterations)
     diagonal = descent.preconditioner.diagonal
     return spectrum(descent.task, theta, parts, iterations, preconditioner=diagonal, damping=descent.damping)
 
 
-def gauss_newton_at(descent: Descent, theta: Parameters, parts: Iterable[Weighted], iterations: int = 30) -> Spectrum:
-    """The extremes of the Gauss–Newton matrix at θ."""
+def measure_gauss_newton(
+    descent: Descent, theta: Parameters, parts: Iterable[Weighted], iterations: int = 30
+) -> Spectrum:
+    """Measure the extremes of the Gauss–Newton matrix at θ."""
     flat = Flat(theta)
     product = curvature_product(descent.task, theta, list(parts), "gauss-newton")
     start = torch.randn(flat.size, generator=torch.Generator().manual_seed(0)).to(flat.device, flat.dtype)
@@ -82,8 +84,8 @@ def choose_step(descent: Descent, start: Spectrum, tick: Callable[[], None] = la
     )
 
 
-def walk(descent: Descent, look: Look = curvature_at, tick: Callable[[], None] = lambda: None) -> Spectrum | None:
-    """Curvature extremes along the unperturbed path; None if it goes uphill or to where losses are not finite."""
+def walk(descent: Descent, look: Look = measure_curvature, tick: Callable[[], None] = lambda: None) -> Spectrum | None:
+    """Measure curvature along the unperturbed path; None if it goes uphill, or to where losses are not finite."""
     looks = {max(1, round(share * descent.steps)) for share in LOOKS}
     theta, kept = {name: p.clone() for name, p in descent.start.items()}, descent.at_rest(descent.start)
     found = []

@@ -5,13 +5,11 @@ are files that anybody may have written: what a simulation cannot have chosen is
 """
 
 from operator import attrgetter
-from typing import Any
 
-from imprint.errors import PlanError
-from imprint.plan import Plan
 from imprint.simulation import engines
 from imprint.store.checkpoint import Checkpoint
 from imprint.store.manifest import check_planned
+from imprint.store.request import Request
 from imprint.store.values import Value
 from imprint.tensors.rows import parameters_of
 
@@ -19,12 +17,12 @@ _LARGEST = 1e100  # of steps and curvatures: their products are numbers still
 _EPSILONS = 1e-6, 1e6  # far beyond all that are tried
 
 
-def check_choices(checkpoint: Checkpoint, index: int, request: dict[str, Any], value: Value) -> None:
+def check_choices(checkpoint: Checkpoint, index: int, request: Request, value: Value) -> None:
     """Refuse choices for checkpoint number `index` of a request that no simulation of it would have made."""
-    count = len(request["states"])
+    count = len(request.states)
     if index >= count:
         value.fail(f"there are {count} checkpoints, and {value.field} is of one more")
-    plan = _plan(request, value)
+    plan = request.plan
     check_planned(checkpoint, index, plan, count, value)
     if checkpoint.weight == 0:
         value.fail(f"{value.field} has weight 0, so it is not simulated")
@@ -43,13 +41,6 @@ def check_choices(checkpoint: Checkpoint, index: int, request: dict[str, Any], v
     if decided.layers and plan.form != "factored":
         found["layers"].refuse("empty where imprints are not factored")
     for layer in found["layers"].items():
-        about = request["parameters"].get(parameters_of(layer.text())[0])
-        if about is None or len(about["shape"]) != 2:
+        about = request.parameters.get(parameters_of(layer.text())[0])
+        if about is None or len(about.shape) != 2:
             layer.refuse("a linear layer of the selected parameters")
-
-
-def _plan(request: dict[str, Any], value: Value) -> Plan:
-    try:
-        return Plan.from_json(request["plan"])
-    except (PlanError, TypeError, ValueError) as error:
-        value.fail(f"plan: {str(error).rstrip('.')}")

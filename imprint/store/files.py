@@ -15,11 +15,13 @@ import secrets
 import shutil
 import stat
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TypeVar
 
 from safetensors import SafetensorError
+from safetensors.torch import save_file
+from torch import Tensor
 
 from imprint.errors import StoreError
 
@@ -37,7 +39,7 @@ _KINDS = {stat.S_IFLNK: "a link", stat.S_IFDIR: "a folder", stat.S_IFIFO: "a pip
 
 
 def write(place: Path, fill: Callable[[Path], Result]) -> Result:
-    """Make the file at `place` what `fill` writes to the path it is given; durable once its result is returned."""
+    """Write a file through `fill`, which is given a path to write to; durable once its result is returned."""
     try:
         refuse_irregular(place)
         place.parent.mkdir(exist_ok=True)
@@ -52,7 +54,18 @@ def write(place: Path, fill: Callable[[Path], Result]) -> Result:
         _sync(place.parent)
         return result
     except (OSError, SafetensorError) as error:
-        raise _unwritten(place, error) from error
+        raise _explain(place, error) from error
+
+
+def write_tensors(place: Path, tensors: Mapping[str, Tensor], metadata: dict[str, str] | None = None) -> None:
+    """Write tensors as a safetensors file; durable once this returns. They are streamed from where they are."""
+    own = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+    end = 0
+    for name, tensor in sorted(own.items(), key=lambda item: item[1].data_ptr()):
+        if tensor.data_ptr() < end:  # such as tied weights: safetensors refuses tensors that share memory
+            own[name] = tensor.clone()
+        end = max(end, tensor.data_ptr() + tensor.nbytes)
+    write(place, lambda path: save_file(own, path, metadata))
 
 
 def refuse_irregular(place: Path) -> None:
@@ -68,7 +81,7 @@ def refuse_irregular(place: Path) -> None:
 
 @contextlib.contextmanager
 def temporary_folder(parent: Path, prefix: str = "") -> Iterator[Path]:
-    """A new folder in another one, for its owner alone; it goes afterwards, unless it was moved away."""
+    """Make a new folder in another one, for its owner alone; remove it afterwards, unless it was moved away."""
     folder = parent / f"{prefix}.imprint-{secrets.token_hex(8)}.tmp"
     folder.mkdir(mode=0o700)
     try:
@@ -90,33 +103,33 @@ def append(place: Path, text: str) -> None:
         if is_new:
             _sync(place.parent)
     except OSError as error:
-        raise _unwritten(place, error) from error
+        raise _explain(place, error) from error
 
 
 def is_leftover(path: Path, prefix: str = "") -> bool:
-    """Whether a path is what a `write` that was killed has left: a folder with a name that only `write` gives."""
+    """Tell whether a path is what a killed `write` has left: a folder with a name that only `write` gives."""
     named = path.name.startswith(prefix) and _OURS.fullmatch(path.name.removeprefix(prefix)) is not None
     return named and path.is_dir() and not path.is_symlink()
 
 
 def clear_leftovers(folder: Path, prefix: str = "") -> None:
-    """Remove what a `write` that was killed has left in a folder and in those directly under it.
+    """Remove what a killed `write` has left in a folder and in those directly under it.
 
     prefix: what the names of temporary folders begin with, in this folder alone.
     """
-    for path in leftovers(folder) if not prefix else folder.glob(f"{glob.escape(prefix)}.imprint-*.tmp"):
+    for path in find_leftovers(folder) if not prefix else folder.glob(f"{glob.escape(prefix)}.imprint-*.tmp"):
         if is_leftover(path, prefix):
             shutil.rmtree(path, ignore_errors=True)
 
 
-def leftovers(folder: Path) -> list[Path]:
-    """What a `write` that was killed has left in a folder and in those directly under it."""
+def find_leftovers(folder: Path) -> list[Path]:
+    """Return what a killed `write` has left in a folder and in those directly under it."""
     inner = [path for path in folder.iterdir() if path.is_dir() and not path.is_symlink()] if folder.is_dir() else []
     return [path for each in (folder, *inner) for path in each.glob(".imprint-*.tmp") if is_leftover(path)]
 
 
-def nearest_folder(out: str | os.PathLike[str] | None) -> Path:
-    """The folder that is there already and in which `out` will be made; without `out`, that of temporary files."""
+def find_nearest_folder(out: str | os.PathLike[str] | None) -> Path:
+    """Find the existing folder in which `out` will be made; without `out`, that of temporary files."""
     if out is None:
         return Path(tempfile.gettempdir())
     place = Path(out).absolute().parent
@@ -129,10 +142,10 @@ def nearest_folder(out: str | os.PathLike[str] | None) -> Path:
 
 
 def refuse_unreadable(path: Path, longest: int | None = None) -> None:
-    """Refuse to read what is no regular file, since a pipe would be waited for, or has more than so many bytes."""
+    """Refuse to read what is not a regular file, since a pipe would block, or has more than so many bytes."""
     about = path.stat()
     if not stat.S_ISREG(about.st_mode):
-        raise StoreError(f"{path} cannot be read: it is no regular file.")
+        raise StoreError(f"{path} cannot be read: it is not a regular file.")
     if longest is not None and about.st_size > longest:
         raise StoreError(
             f"{path} cannot be read: it has {about.st_size:,} bytes, and at most {longest:,} are expected."
@@ -140,21 +153,21 @@ def refuse_unreadable(path: Path, longest: int | None = None) -> None:
 
 
 def sha256(path: Path) -> str:
-    """The checksum of a file."""
+    """Return the checksum of a file."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def _unwritten(place: Path, error: OSError | SafetensorError) -> StoreError:
-    number = error.errno if isinstance(error, OSError) else _number(str(error))
+def _explain(place: Path, error: OSError | SafetensorError) -> StoreError:
+    number = error.errno if isinstance(error, OSError) else _find_errno(str(error))
     reason = os.strerror(number) if number else str(error)
     if number in _FULL:
-        reason += ". Make room and make the same call again: a simulation with out= goes on where it stood"
+        reason += ". Make room and make the same call again: a simulation with out= resumes"
     return StoreError(f"could not write {place}: {reason}.")
 
 
-def _number(message: str) -> int | None:
-    """The system's error in a message of safetensors, which has it as text only."""
+def _find_errno(message: str) -> int | None:
+    """Find the system's error in a message of safetensors, which has it as text only."""
     found = re.search(r"os error (\d+)", message)
     return int(found[1]) if found else None
 
@@ -168,14 +181,14 @@ def _sync(path: Path) -> None:
 
 
 class Lock:
-    """One process at a time in a folder. The system gives the lock back when its owner ends, however it ends."""
+    """Keeps a folder to one process at a time. The system releases the lock when its owner ends, however it ends."""
 
     def __init__(self, folder: Path, name: str = LOCK) -> None:
         self._path = folder / name
         self._descriptor: int | None = None
         try:
             while self._descriptor is None:
-                self._descriptor = self._taken(folder)
+                self._descriptor = self._take(folder)
         except OSError as error:
             raise StoreError(f"{folder} cannot be written to: {error.strerror or error}.") from error
         with contextlib.suppress(OSError):  # only to tell others whose it is: a full disk shall not matter here
@@ -183,8 +196,8 @@ class Lock:
                 os.ftruncate(self._descriptor, 0)
                 os.write(self._descriptor, f"process {os.getpid()}".encode())
 
-    def _taken(self, folder: Path) -> int | None:
-        """The locked file; None if its last owner took it away before it could be locked."""
+    def _take(self, folder: Path) -> int | None:
+        """Lock the file; return None if its last owner removed it before it could be locked."""
         refuse_irregular(self._path)
         descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT | _NO_LINK, 0o666)
         try:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from imprint.batches import leaves, raw_bytes
 from imprint.data import Data, HashData
-from imprint.display import placeless
+from imprint.display import strip_addresses
 from imprint.errors import ReliabilityWarning
 from imprint.sources import Sources
 from imprint.task import Batch, Task
@@ -94,7 +94,7 @@ def _kind(leaf: Tensor) -> str:
 
 
 def _of_sample(data: Data) -> str:
-    """Hash 1,024 seeded examples, or all where there are no more; the only hash of stores up to schema 5."""
+    """Hash 1,024 seeded examples, or all where there are no more."""
     digest = hashlib.sha256(str(len(data)).encode())
     chosen = torch.arange(len(data))
     if len(data) > SAMPLED:
@@ -108,7 +108,7 @@ def _of_sample(data: Data) -> str:
 
 @dataclass(frozen=True)
 class Likeness:
-    """Whether two fingerprints of data are the same, and what part of the data that is known `by`."""
+    """Whether two fingerprints of data are the `same`, and `by` what part of the data that is known."""
 
     same: bool
     by: HashData
@@ -116,7 +116,7 @@ class Likeness:
 
     @property
     def remark(self) -> str:
-        """What was not compared, in brackets; nothing where everything was."""
+        """Says in brackets what was not compared; empty where everything was."""
         known = {
             "all": "",
             "sampled": f" (sampled: {SAMPLED:,} of its {self.n:,} examples were compared)",
@@ -131,7 +131,7 @@ class Likeness:
 
 
 def compare_data(before: object, now: object, n: int) -> Likeness:
-    """Compare two fingerprints of data of n examples, which may be those of earlier versions."""
+    """Compare two fingerprints of data of n examples."""
     first, second = _both(before), _both(now)
     if first["all"] and second["all"]:
         return Likeness(first["all"] == second["all"], "all", n)
@@ -141,7 +141,7 @@ def compare_data(before: object, now: object, n: int) -> Likeness:
 
 
 def _both(known: object) -> DataPrint:
-    """Both hashes of some data. Earlier versions had the sampled one alone."""
+    """Return both hashes of some data. Ground truth of early versions has the sampled one alone."""
     if isinstance(known, Mapping):
         return {name: known.get(name) for name in ("all", "sampled")}
     return {"all": None, "sampled": known if isinstance(known, str) else None}
@@ -153,13 +153,13 @@ def recognise_data(known: object, data: Data) -> Likeness:
 
 
 def how_hashed(known: object) -> HashData:
-    """How the data of a fingerprint was hashed."""
+    """Tell how the data of a fingerprint was hashed."""
     prints = _both(known)
     return "all" if prints["all"] else "sampled" if prints["sampled"] else "none"
 
 
 def partly_hashed(how: HashData, n: int) -> str | None:
-    """What a store must say of data that was not hashed in full."""
+    """Return the warning of a store whose data was not hashed in full; None if it was."""
     if how == "none":
         return (
             'the training data was not hashed (hash_data="none"): if it changes, or reads differently each time, this '
@@ -174,7 +174,7 @@ def partly_hashed(how: HashData, n: int) -> str | None:
 
 
 def of_batches(batches: Iterable[tuple[int, Batch]]) -> str:
-    """A hash of all samples of (count, batch) pairs, however they are cut into batches."""
+    """Hash all samples of (count, batch) pairs, however they are cut into batches."""
     digest = hashlib.sha256()
     for count, batch in batches:
         columns = [part for leaf in leaves(batch) for part in _columns(leaf, count)]
@@ -183,7 +183,7 @@ def of_batches(batches: Iterable[tuple[int, Batch]]) -> str:
 
 
 def _columns(leaf: object, count: int) -> Iterator[Bytes]:
-    """What is hashed of a leaf for each of the rows: its kind and its values, shape (count, bytes)."""
+    """Return what is hashed of a leaf for each of the rows: its kind and its values, shape (count, bytes)."""
     if isinstance(leaf, Tensor) and leaf.dim() and len(leaf) == count:
         about, values = _kind(leaf).encode(), raw_bytes(leaf)
         yield np.broadcast_to(np.frombuffer(about, np.uint8), (count, len(about)))
@@ -194,7 +194,7 @@ def _columns(leaf: object, count: int) -> Iterator[Bytes]:
 
 
 def of_tensors(tensors: Mapping[str, Tensor]) -> str:
-    """A hash of names, shapes, dtypes and values."""
+    """Hash names, shapes, dtypes and values."""
     digest = hashlib.sha256()
     for name in sorted(tensors):
         tensor = tensors[name]
@@ -204,27 +204,27 @@ def of_tensors(tensors: Mapping[str, Tensor]) -> str:
 
 
 def sum_of_bits(tensor: Tensor) -> int:
-    """The sum of a tensor's values read as whole numbers: where it is, and far quicker than a hash."""
+    """Sum a tensor's values read as whole numbers: on its own device, and far faster than a hash."""
     whole = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.itemsize]
     return int(tensor.detach().contiguous().view(whole).sum(dtype=torch.int64))
 
 
 def of_sources(sources: Sources) -> str:
-    """A hash of ids, names and members."""
+    """Hash ids, names and members."""
     digest = hashlib.sha256(repr((sources.ids, sources.names, sources.sizes)).encode())
     digest.update(np.concatenate(sources.members).tobytes())
     return digest.hexdigest()
 
 
 def without_adapter(task: Task) -> Task:
-    """The task of the model itself, where an adapter was made for the imprints alone; else the task as it is."""
+    """Return the task of the model itself where an adapter was made for the imprints alone; else the task as it is."""
     plain: Task = getattr(task, "plain", task)
     return plain
 
 
 @torch.inference_mode(False)
 def probe_measures(task: Task, batches: Iterable[tuple[int, Batch]]) -> list[float]:
-    """F of the first few queries, where it is finite, at parameters drawn by shape, whatever the model's own are.
+    """Measure F of the first few queries, where it is finite, at parameters drawn by shape, not at the model's own.
 
     An adapter that was made for the imprints has no part in it, so that scores can be compared with retraining.
     """
@@ -246,10 +246,10 @@ def probe_measures(task: Task, batches: Iterable[tuple[int, Batch]]) -> list[flo
 
 
 def changed(what: str, before: list[float], now: list[float], tolerance: float = 1e-4) -> str | None:
-    """The first of some values that is another one now, in words; None if all are the same.
+    """Describe the first of some values that has changed; None if none has.
 
     What counts as the same is relative to the largest of them: their rounding is of that size. Values that were not
-    there before, as earlier versions kept fewer, are not looked at.
+    there before are not compared.
     """
     largest = max(map(abs, before), default=0.0)
     for index, was in enumerate(before):
@@ -260,7 +260,7 @@ def changed(what: str, before: list[float], now: list[float], tolerance: float =
 
 
 def _content(leaf: object) -> bytes:
-    """What is hashed of a leaf: kind and values of a tensor, the text of anything else."""
+    """Return what is hashed of a leaf: kind and values of a tensor, the text of anything else."""
     if isinstance(leaf, Tensor):
         return f"{leaf.dtype}{tuple(leaf.shape)}".encode() + raw_bytes(leaf).tobytes()
-    return placeless(repr(leaf)).encode()
+    return strip_addresses(repr(leaf)).encode()

@@ -4,8 +4,9 @@
 that type. A method of `Value` in an annotation narrows it: `Annotated[float, Value.positive]`.
 """
 
-from collections.abc import Callable
-from dataclasses import fields, is_dataclass
+from collections.abc import Callable, Hashable
+from dataclasses import is_dataclass
+from functools import cache
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
@@ -27,9 +28,14 @@ _READERS: dict[Any, Callable[[Value], Any]] = {
 
 def read(kind: type[Record], value: Value) -> Record:
     """Read a dataclass from a JSON object that has exactly its fields."""
-    hints = get_type_hints(kind, include_extras=True)
-    values = value.record(*(field.name for field in fields(kind)))  # type: ignore[arg-type]
-    return kind(**{name: _read(hints[name], item) for name, item in values.items()})
+    hints = _read_hints(kind)  # type: ignore[arg-type]
+    return kind(**{name: _read(hints[name], item) for name, item in value.record(*hints).items()})
+
+
+@cache
+def _read_hints(kind: Hashable) -> dict[str, Any]:
+    """Return the annotations of a dataclass; they take long to look up, and a store may have many records."""
+    return get_type_hints(kind, include_extras=True)
 
 
 def _read(hint: Any, value: Value) -> Any:

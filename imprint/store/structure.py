@@ -10,10 +10,10 @@ from imprint.errors import DataError
 from imprint.task import Batch
 
 
-def flattened(batch: Batch) -> tuple[Any, dict[str, Tensor]]:
-    """A batch as a structure of plain JSON, and its tensors by the names that stand in it.
+def flatten(batch: Batch) -> tuple[Any, dict[str, Tensor]]:
+    """Take a batch apart into a structure of plain JSON, and its tensors by the names that stand in it.
 
-    >>> flattened((torch.zeros(2), {"y": torch.ones(2)}))[0]
+    >>> flatten((torch.zeros(2), {"y": torch.ones(2)}))[0]
     {'tuple': [{'tensor': '0'}, {'dict': {'y': {'tensor': '1'}}}]}
     """
     tensors: dict[str, Tensor] = {}
@@ -33,14 +33,14 @@ def flattened(batch: Batch) -> tuple[Any, dict[str, Tensor]]:
     return visit(batch), tensors
 
 
-def rebuilt(structure: Any, tensor: Callable[[str], Tensor]) -> Batch:
-    """The batch that `flattened` took apart."""
+def rebuild(structure: Any, tensor: Callable[[str], Tensor]) -> Batch:
+    """Put a batch together that `flatten` took apart."""
     ((kind, content),) = structure.items()
     if kind == "tensor":
         return tensor(content)
     if kind == "dict":
-        return {key: rebuilt(item, tensor) for key, item in content.items()}
+        return {key: rebuild(item, tensor) for key, item in content.items()}
     if kind == "value":
         return content
-    items = (rebuilt(item, tensor) for item in content)
+    items = (rebuild(item, tensor) for item in content)
     return list(items) if kind == "list" else tuple(items)

@@ -24,7 +24,7 @@ _LARGEST = 2**63 - 1  # what fits the integers of tensors, and still divides a f
 
 @dataclass(frozen=True)
 class Value:
-    """A JSON value, and where it stands: in which file, in which field."""
+    """A JSON value, with the file and the field it stands in."""
 
     content: Any
     file: Path
@@ -67,12 +67,12 @@ class Value:
         return [Value(item, self.file, f"{self.field}[{index}]") for index, item in enumerate(content)]
 
     def mapping(self) -> "dict[str, Value]":
-        """An object with any keys."""
+        """Return the values of an object with any keys."""
         content = self._checked(isinstance(self.content, dict), "an object")
         return {key: Value(item, self.file, self._inner(key)) for key, item in content.items()}
 
     def record(self, *names: str) -> "dict[str, Value]":
-        """An object with exactly these keys."""
+        """Return the values of an object with exactly these keys."""
         content = self._checked(isinstance(self.content, dict), "an object")
         within = f"{self.field}." if self.field else ""
         if missing := [name for name in names if name not in content]:
@@ -104,28 +104,28 @@ class Value:
         return self.content if holds else self.refuse(expected)
 
     def unsealed(self) -> "Value":
-        """The object that was sealed, without its seal; one that was changed since is refused."""
+        """Return the object that was sealed, without its seal; refuse one that was changed since."""
         content = dict(self._checked(isinstance(self.content, dict), "an object"))
         seal = Value(content.pop("sha256", None), self.file, "sha256").checksum()
         if _checksum(content) != seal:
-            raise StoreError(f"{self.file} was changed after it was written: its checksum is another one.")
+            raise StoreError(f"{self.file} was changed after it was written: its checksum differs.")
         return Value(content, self.file, self.field)
 
 
 def sealed(values: dict[str, Any]) -> dict[str, Any]:
-    """An object with a checksum of everything else in it, as it will be read again."""
+    """Add to an object a checksum of everything in it, as it will be read again."""
     plain: dict[str, Any] = json.loads(json.dumps(values, allow_nan=False))  # keys that are numbers become texts
     return {**plain, "sha256": _checksum(plain)}
 
 
 def _checksum(values: dict[str, Any]) -> str:
-    """SHA-256 of the JSON with sorted keys, without spaces and with everything beyond ASCII escaped."""
+    """Return the SHA-256 of the JSON with sorted keys, without spaces and with everything beyond ASCII escaped."""
     text = json.dumps(values, sort_keys=True, separators=(",", ":"), allow_nan=False)
     return hashlib.sha256(text.encode()).hexdigest()
 
 
 def read_json(path: Path, longest: int = _LONGEST) -> Value:
-    """What a JSON file holds, of bounded size, depth and numbers, and with texts that can be written again."""
+    """Read a JSON file of bounded size, depth and numbers, with texts that can be written again."""
     try:
         refuse_unreadable(path, longest)
         return parsed(path.read_bytes(), path)
@@ -134,7 +134,7 @@ def read_json(path: Path, longest: int = _LONGEST) -> Value:
 
 
 def parsed(text: bytes, path: Path) -> Value:
-    """The same of a text; `path` is where it stands."""
+    """Read JSON from a text in the same way; `path` is where it stands."""
     try:
         content = json.loads(
             text.decode(),
@@ -151,7 +151,7 @@ def parsed(text: bytes, path: Path) -> Value:
 
 
 def _without_twins(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """An object, refused where two of its values have one name: readers disagree on which of them counts."""
+    """Make an object; refuse two values of one name, since readers disagree on which of them counts."""
     found = dict(pairs)
     if len(found) < len(pairs):
         twice = next(name for name, count in Counter(name for name, _ in pairs).items() if count > 1)
@@ -186,7 +186,7 @@ def _refuse_depth(content: Any, path: Path) -> None:
 
 
 def is_number(value: Any) -> TypeGuard[float]:
-    """Whether a value of JSON is a number; true and false are none."""
+    """Tell whether a value of JSON is a number; true and false are not."""
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
@@ -195,10 +195,10 @@ def _is_whole(value: Any, least: int) -> bool:
 
 
 def shown(value: Any) -> str:
-    """A value on one line of bounded length."""
+    """Format a value on one line of bounded length."""
     return clipped(repr(value), 60)
 
 
 def clipped(text: str, longest: int) -> str:
-    """A text that ends in an ellipsis if it is too long."""
+    """Shorten a text that is too long, with an ellipsis at its end."""
     return text if len(text) <= longest else f"{text[: longest - 1]}…"

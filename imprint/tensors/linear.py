@@ -1,4 +1,4 @@
-"""Linear layers of a single query in forward mode, at the speed of reading the imprints.
+"""Differentiate linear layers of a single query in forward mode, at the speed of reading the imprints.
 
 The derivative of W x along a stack of displacements is dW x for each of them. `vmap` makes that a batched product with
 transposed matrices, which on a CPU takes two to three times as long as reading them; with the matrix on the left, in
@@ -15,7 +15,7 @@ from torch.overrides import TorchFunctionMode
 
 
 class FastLinear(TorchFunctionMode):
-    """While active, and inside a forward-mode derivative, `F.linear` of a single row differentiates by dW x."""
+    """Have `F.linear` of a single row take its forward-mode derivative by dW x while this mode is active."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None

@@ -1,4 +1,4 @@
-"""Displacements of many sources in factored form, and the gradients of single examples, which have one by nature.
+"""Displacements of many sources in factored form, and gradients of single examples, which come in that form.
 
 The gradient of a linear layer's weight, for one example, is δ aᵀ: its input a, and the derivative δ of the value by its
 output. An imprint of the spectral engine is such a gradient and a combination of the directions of a basis. Everything
@@ -60,13 +60,13 @@ class Rows:
         )
 
     def scaled(self, scale: float) -> "Rows":
-        """Every row times a number; rows with a basis are not scaled so."""
+        """Multiply every row by a number; the rows must have no basis."""
         assert self.coefficients is None
         outputs = {name: scale * tensor for name, tensor in self.outputs.items()}
         return Rows(self.inputs, outputs, {name: scale * tensor for name, tensor in self.dense.items()})
 
     def rounded(self, dtype: torch.dtype, scale: float) -> "Rows":
-        """Rows without a basis, such that `scale` times them loses nothing when it is kept in another dtype."""
+        """Round rows without a basis, so that `scale` times them loses nothing when stored in another dtype."""
 
         def back(tensor: Tensor) -> Tensor:
             return (scale * tensor).to(dtype).to(tensor) / scale
@@ -76,7 +76,7 @@ class Rows:
         return Rows(inputs, outputs, {name: back(tensor) for name, tensor in self.dense.items()})
 
     def multiplied_out(self, like: Parameters) -> Parameters:
-        """The rows in full, (rows, *shape) for each parameter of `like`."""
+        """Return the rows in full, (rows, *shape) for each parameter of `like`."""
         full = dict(self.dense)
         for layer, inputs in self.inputs.items():
             weight, bias = parameters_of(layer)
@@ -90,7 +90,7 @@ class Rows:
         return {name: full[name] for name in like}
 
     def dots(self, other: "Rows", like: Parameters) -> Tensor:
-        """The inner products of rows, those of the bases left out, shape (rows, other rows)."""
+        """Return the inner products of rows, without their bases, shape (rows, other rows)."""
         products = [_matrix(t) @ _matrix(other.dense[name]).T for name, t in self.dense.items()]
         for layer, inputs in self.inputs.items():
             shared = inputs @ other.inputs[layer].T
@@ -100,14 +100,17 @@ class Rows:
         return torch.stack(products).sum(0)
 
     def lengths(self, like: Parameters, seen: Tensor) -> Tensor:
-        """The length of each row, in float64, on an orthonormal basis; `seen` is what the rest has `along` it."""
+        """Return the length of each row on an orthonormal basis, in float64.
+
+        seen: the inner products of the rest with the basis, from `along`.
+        """
         assert self.coefficients is not None
         inside = self.coefficients.double()
         squares = self.squares(like) + (inside * (inside + 2 * seen.double())).sum(1)
         return squares.clamp(min=0).sqrt()
 
     def squares(self, like: Parameters) -> Tensor:
-        """The squared length of each row without its part on the basis, in float64."""
+        """Return the squared length of each row without its part on the basis, in float64."""
         parts = [torch.linalg.vector_norm(_matrix(t), dim=1, dtype=torch.float64) ** 2 for t in self.dense.values()]
         for layer, inputs in self.inputs.items():
             width = inputs.double().square().sum(1) + (1.0 if parameters_of(layer)[1] in like else 0.0)
@@ -115,7 +118,7 @@ class Rows:
         return torch.stack(parts).sum(0)
 
     def tensors(self) -> Parameters:
-        """All but the basis, by names that tell the parts apart."""
+        """Return all tensors but the basis, under names that say which part they are."""
         named = {f"inputs/{name}": tensor for name, tensor in self.inputs.items()}
         named |= {f"outputs/{name}": tensor for name, tensor in self.outputs.items()}
         named |= {f"dense/{name}": tensor for name, tensor in self.dense.items()}
@@ -123,7 +126,7 @@ class Rows:
 
     @classmethod
     def joined(cls, parts: "Sequence[Rows]") -> "Rows":
-        """The rows of several parts without a basis, in one."""
+        """Join the rows of several parts without a basis."""
 
         def cat(kind: str) -> Parameters:
             return {name: torch.cat([getattr(part, kind)[name] for part in parts]) for name in getattr(parts[0], kind)}
@@ -132,7 +135,7 @@ class Rows:
 
     @classmethod
     def of(cls, tensors: Parameters, basis: Parameters) -> "Rows":
-        """What `tensors` took apart."""
+        """Put together what `tensors` returned."""
 
         def part(kind: str) -> Parameters:
             return {name.removeprefix(kind): t for name, t in tensors.items() if name.startswith(kind)}
@@ -141,17 +144,17 @@ class Rows:
 
 
 def parameters_of(layer: str) -> tuple[str, str]:
-    """The names of a linear layer's weight and bias; the model itself has no name."""
+    """Return the names of a linear layer's weight and bias; the model itself has no name."""
     return (f"{layer}.weight", f"{layer}.bias") if layer else ("weight", "bias")
 
 
 def _matrix(stack: Tensor) -> Tensor:
-    """A stack of tensors, which may be scalars, as the rows of a matrix."""
+    """Return a stack of tensors, which may be scalars, as the rows of a matrix."""
     return stack.reshape(len(stack), -1)
 
 
 def along(rows: Rows, basis: Parameters, at_once: int = MULTIPLIED) -> Tensor:
-    """Inner products of rows with the directions of a basis, shape (rows, directions)."""
+    """Return the inner products of rows with the directions of a basis, shape (rows, directions)."""
     parts = []
     for start in range(0, len(rows), at_once):
         full = rows[start : start + at_once].multiplied_out(basis)
@@ -161,7 +164,7 @@ def along(rows: Rows, basis: Parameters, at_once: int = MULTIPLIED) -> Tensor:
 
 
 def orthonormal(basis: Parameters) -> tuple[Parameters, Tensor]:
-    """The orthonormal basis T · basis that is nearest to one which rounding has left almost orthonormal, and T.
+    """Return the orthonormal basis T · basis nearest to one that rounding has left almost orthonormal, and T.
 
     T = (Q Qᵀ)^(−1/2): what is found on the new basis is kept on the given one as coefficients · T.
     """
@@ -172,7 +175,7 @@ def orthonormal(basis: Parameters) -> tuple[Parameters, Tensor]:
 
 
 def gradients(values: Values, theta: Parameters, batch: Batch, count: int, task: Task, layers: Sequence[str]) -> Rows:
-    """∇ of each example's value, one row per example; `layers` are those that `factorable` found."""
+    """Return ∇ of each example's value, one row per example; `layers` are those that `factorable` found."""
     inputs, outputs = _factors(values, theta, batch, count, task, layers)
     if unfit := next((layer for layer in layers if layer not in inputs), None):
         raise TaskError(
@@ -185,9 +188,9 @@ def gradients(values: Values, theta: Parameters, batch: Batch, count: int, task:
 
 
 def factorable(functional: Functional, theta: Parameters, batch: Batch, count: int) -> tuple[str, ...]:
-    """The linear layers whose gradients are single products δ aᵀ: used once per example, and nowhere else.
+    """Return the linear layers whose gradients are single products δ aᵀ: used once per example, and nowhere else.
 
-    Found by trying them on a batch: what they give must be the gradient.
+    They are tried on a batch: the products must be the gradient.
     """
     task = functional.task
     names = []
@@ -217,7 +220,7 @@ def _same(found: Tensor, true: Tensor) -> bool:
 def _factors(
     values: Values, theta: Parameters, batch: Batch, count: int, task: Task, layers: Sequence[str]
 ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Inputs and output derivatives of linear layers, by one backward pass for all examples.
+    """Return inputs and output derivatives of linear layers, by one backward pass for all examples.
 
     A layer that is called more than once, or on more than one vector per example, has none.
     """
@@ -247,7 +250,7 @@ def _factors(
 
 
 def _dense(values: Values, theta: Parameters, batch: Batch, count: int, names: Sequence[str]) -> Parameters:
-    """∇ by some of the parameters for each example, (count, *shape)."""
+    """Return ∇ by some of the parameters for each example, (count, *shape)."""
     chosen = {name: theta[name] for name in names}
     others = {name: tensor for name, tensor in theta.items() if name not in chosen}
 
@@ -261,7 +264,7 @@ def _dense(values: Values, theta: Parameters, batch: Batch, count: int, names: S
 
 
 def forward_along(values: Values, theta: Parameters, batch: Batch, count: int, task: Task, rows: Rows) -> Tensor:
-    """The forward derivative of the values along each row, its basis left out; shape (rows, count).
+    """Return the forward derivative of the values along each row, without its basis; shape (rows, count).
 
     The layers' parts are read as adapters of rank one: t δ (a · x) is added to a layer's output, and t differentiated.
     """
@@ -291,7 +294,7 @@ def forward_along(values: Values, theta: Parameters, batch: Batch, count: int, t
 
 @contextmanager
 def _hooked(task: Task, hooks: dict[str, Callable[[nn.Module, tuple[Any, ...], Tensor], Tensor]]) -> Iterator[None]:
-    """Forward hooks on modules of the model, by name, for a while."""
+    """Put forward hooks on modules of the model, by name, for a while."""
     handles = [task.replica.get_submodule(name).register_forward_hook(hook) for name, hook in hooks.items()]
     try:
         yield

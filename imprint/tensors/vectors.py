@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Callable
-from statistics import median
 from typing import Any, Literal
 
 import torch
@@ -25,53 +24,53 @@ class Flat:
         self.dtype, self.device, self.size = first.dtype, first.device, sum(self._sizes)
 
     def vector(self, parameters: Parameters) -> Tensor:
-        """One vector of all of them."""
+        """Return all parameters as one vector."""
         return torch.cat([parameters[name].flatten() for name in self._like])
 
     def vectors(self, stack: Parameters) -> Tensor:
-        """One vector of each row of a stack, (rows, size)."""
+        """Return each row of a stack as a vector, (rows, size)."""
         return torch.cat([stack[name].reshape(len(stack[name]), -1) for name in self._like], dim=1)
 
     def parameters(self, vector: Tensor) -> Parameters:
-        """The parameters that a vector holds; of a stack of vectors (rows, size), a stack of each."""
+        """Return the parameters in a vector; for a stack of vectors (rows, size), a stack of each."""
         pieces = torch.split(vector.to(self.dtype), self._sizes, dim=-1)
         lead = vector.shape[:-1]
         return {name: p.reshape((*lead, *shape)) for p, (name, shape) in zip(pieces, self._like.items(), strict=True)}
 
 
 def zeros_like(parameters: Parameters, rows: int) -> Parameters:
-    """`rows` zero vectors, stacked."""
+    """Return `rows` zero vectors, stacked."""
     return {name: p.new_zeros((rows, *p.shape)) for name, p in parameters.items()}
 
 
 def repeated(parameters: Parameters, rows: int) -> Parameters:
-    """`rows` copies of one vector, stacked and writable."""
+    """Return `rows` copies of one vector, stacked and writable."""
     return {name: p.expand(rows, *p.shape).clone() for name, p in parameters.items()}
 
 
 def add_scaled_(target: Parameters, vector: Parameters, scale: float) -> None:
-    """target += scale · vector, in place; a single vector is added to every row of a stack."""
+    """Add scale · vector to the target in place; a single vector is added to every row of a stack."""
     for name, tensor in target.items():
         tensor.add_(vector[name], alpha=scale)
 
 
 def minus(left: Parameters, right: Parameters) -> Parameters:
-    """left − right."""
+    """Return left − right."""
     return {name: tensor - right[name] for name, tensor in left.items()}
 
 
 def scaled(vector: Parameters, scale: float) -> Parameters:
-    """scale · vector."""
+    """Return scale · vector."""
     return {name: tensor * scale for name, tensor in vector.items()}
 
 
 def norm(vector: Parameters) -> float:
-    """The Euclidean norm of one vector."""
+    """Return the Euclidean norm of one vector."""
     return float(torch.stack([t.double().square().sum() for t in vector.values()]).sum().sqrt())
 
 
 def scale(theta: Parameters, functional: Functional) -> float:
-    """‖θ‖; where θ is 0 or hardly there, as a fresh adapter's B, the norm of as many of the model's other weights."""
+    """Return ‖θ‖; where θ is close to 0, as a fresh adapter's B, the norm of as many of the model's other weights."""
     fixed = functional.fixed
     names = [name for name, p in functional.task.model.named_parameters() if name in fixed and p.is_floating_point()]
     squares = sum(float(torch.linalg.vector_norm(fixed[name], dtype=torch.float64)) ** 2 for name in names)
@@ -82,20 +81,20 @@ def scale(theta: Parameters, functional: Functional) -> float:
 
 
 def row_norms(stack: Parameters) -> Tensor:
-    """The norm of each row, shape (rows,), in float64."""
+    """Return the norm of each row, shape (rows,), in float64."""
     squares = [t.reshape(len(t), -1).double().square().sum(1) for t in stack.values()]
     return torch.stack(squares).sum(0).sqrt()
 
 
 def row(stack: Any, index: int) -> Any:
-    """Row `index` of every tensor of a tree."""
+    """Return row `index` of every tensor of a tree."""
     return tree_map(lambda t: t[index], stack)
 
 
 def over_rows(
     function: Callable[..., Any], *stacks: Any, vectorise: bool, randomness: Literal["same", "error"] = "error"
 ) -> Any:
-    """`function` applied to each row of the stacks, by `vmap` or by a plain loop; the results are stacked."""
+    """Apply a function to each row of the stacks, by `vmap` or in a loop, and stack the results."""
     if vectorise:
         return vmap(function, randomness=randomness)(*stacks)
     rows = next(iter(stacks[0].values())).shape[0]
@@ -104,10 +103,5 @@ def over_rows(
 
 
 def six_digits(values: list[float]) -> list[float]:
-    """Figures to six digits: the last ones of a sum depend on where tensors lie in memory, not on their values."""
+    """Round figures to six digits: the last digits of a sum depend on where tensors lie in memory."""
     return [float(f"{value:.6g}") for value in values]
-
-
-def spread(values: list[float]) -> dict[str, float]:
-    """The least, the median and the largest of some figures."""
-    return {"least": min(values), "median": median(values), "largest": max(values)}

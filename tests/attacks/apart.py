@@ -190,10 +190,10 @@ def _verify(folder: str) -> dict[str, Any]:
 
 def _inspect(folder: str) -> dict[str, Any]:
     from imprint import Store
-    from imprint.cli.inspection import inspected
+    from imprint.cli.inspection import inspect_store
 
     store = Store(folder)
-    json.dumps(inspected(store))
+    json.dumps(inspect_store(store))
     return {"shown": [repr(store)]}
 
 

@@ -6,8 +6,17 @@ from pathlib import Path
 import pytest
 
 from imprint import Attribution
+from imprint.simulation import step_size
 from tests.attacks.saved import make_saved
 from tests.attacks.stores import Bases, Server
+
+
+@pytest.fixture(autouse=True)
+def all_curvature_products() -> Iterator[None]:
+    """Attacks meet the library as users do."""
+    token = step_size._START_ITERATIONS.set(30)
+    yield
+    step_size._START_ITERATIONS.reset(token)
 
 
 @pytest.fixture(scope="session")

@@ -18,13 +18,12 @@ def journal(**changes: Any) -> Callable[[Scene], None]:
 
     def change(scene: Scene) -> None:
         values = scene.manifest
-        request = {key: values[key] for key in ("n", "dtype", "plan", "parameters", "fixed")} | values["fingerprints"]
         checkpoints: list[Any] = [
             {**checkpoint, "base": None, "imprints": [], "midpoints": [], "basis": None}
             for checkpoint in values["checkpoints"]
         ]
         checkpoints[1] = None
-        found = {"schema": values["schema"], "request": request, "checkpoints": checkpoints, **changes}
+        found = {"schema": values["schema"], "request": values["request"], "checkpoints": checkpoints, **changes}
         (scene.gift / "manifest.json").unlink()
         (scene.gift / "unfinished.json").write_text(json.dumps(sealed(found)))
 

@@ -26,27 +26,36 @@ HUGE, DEEP = 10**400, "[" * 100_000
 
 FIELDS: dict[tuple[Any, ...], tuple[Any, ...]] = {
     ("schema",): (0, -1, 10**6, "6", None, [6], 1.5),
-    ("n",): (0, -12, 2**63, "12", None, 1e300, True),
-    ("dtype",): ("int8", "torch.float32", "complex64", "float64", None),
-    ("plan",): ([], None, {"engine": "tangent"}, {"steps": {"__class__": "os"}}),
-    ("plan", "engine"): ("replay", "__import__", "", 5),
-    ("plan", "steps"): (0, 10**9, [2, 2, 10**18], "infinite"),
-    ("plan", "lr"): (-1, 1e308, "auto", [0.1, 0.1, "auto"]),
-    ("plan", "weight"): (0, [1e308, 0.0, 1e308], [1.0, 0.0], [-1.0, 0.0, 2.0]),
-    ("plan", "directions"): (0, 2**62),
-    ("plan", "seed"): (-1, 2**64),
-    ("plan", "form"): ("projected", "dense", "pickle"),
-    ("parameters",): ({}, [], {"../x": {"shape": [1], "dtype": "torch.float32"}}),
-    ("parameters", "first.weight", "shape"): ([], [4, -3], [2**40, 2**40], [0], [4, 3, 1], [3, 4], [True, 3], "43"),
-    ("parameters", "first.weight", "dtype"): ("torch.load", "torch.int64", "torch.float64", "float32", None),
-    ("fixed",): ({"first.weight": "0" * 64}, {"last.bias": "0" * 64}, [], None, {"nowhere": "0" * 64}),
-    ("fingerprints", "states"): ([], ["0" * 64] * 2, [0, 0, 0], "0" * 64),
-    ("fingerprints", "losses"): ([], ["a"], [1e308] * 12, None, {}),
-    ("fingerprints", "data"): ("", 5, "0" * 63),
+    ("request", "n"): (0, -12, 2**63, "12", None, 1e300, True),
+    ("request", "dtype"): ("int8", "torch.float32", "complex64", "float64", None),
+    ("request", "plan"): ([], None, {"engine": "tangent"}, {"steps": {"__class__": "os"}}),
+    ("request", "plan", "engine"): ("replay", "__import__", "", 5),
+    ("request", "plan", "steps"): (0, 10**9, [2, 2, 10**18], "infinite"),
+    ("request", "plan", "lr"): (-1, 1e308, "auto", [0.1, 0.1, "auto"]),
+    ("request", "plan", "weight"): (0, [1e308, 0.0, 1e308], [1.0, 0.0], [-1.0, 0.0, 2.0]),
+    ("request", "plan", "directions"): (0, 2**62),
+    ("request", "plan", "seed"): (-1, 2**64),
+    ("request", "plan", "form"): ("projected", "dense", "pickle"),
+    ("request", "parameters"): ({}, [], {"../x": {"shape": [1], "dtype": "torch.float32"}}),
+    ("request", "parameters", "first.weight", "shape"): (
+        [],
+        [4, -3],
+        [2**40, 2**40],
+        [0],
+        [4, 3, 1],
+        [3, 4],
+        [True, 3],
+        "43",
+    ),
+    ("request", "parameters", "first.weight", "dtype"): ("torch.load", "torch.int64", "torch.float64", "float32", None),
+    ("request", "fixed"): ({"first.weight": "0" * 64}, {"last.bias": "0" * 64}, [], None, {"nowhere": "0" * 64}),
+    ("request", "states"): ([], ["0" * 64] * 2, [0, 0, 0], "0" * 64),
+    ("request", "probes", "values", "losses"): ([], ["a"], [1e308] * 12, None, {}),
+    ("request", "data"): ("", 5, "0" * 63),
     ("sources",): (None, {}, "sources.json", []),
     ("probes",): (None, {}, [], "probes"),
     ("probes", "structure"): ({"tensor": "nowhere"}, {"list": []}, {"eval": "1"}, {"value": "1"}, {"tuple": {}}),
-    ("probes", "losses"): ([], [1e308] * 8, ["nan"] * 8, None),
+    ("probes", "values", "losses"): ([], [1e308] * 8, ["nan"] * 8, None),
     ("checkpoints",): ([], {}, None, [[]], [None] * 3),
     (*CHECKPOINT, "weight"): (-1.0, 1e308, "1", None, 0.0),
     (*CHECKPOINT, "steps"): (0, -2, 0.5, "infinite", 2**63),
@@ -101,9 +110,9 @@ def crowded(count: int) -> Callable[[Scene], None]:
         values = scene.manifest
         spare = values["checkpoints"][1]
         values["checkpoints"] += [spare] * count
-        values["plan"]["weight"] += [0.0] * count
+        values["request"]["plan"]["weight"] += [0.0] * count
         for name in ("states", "moments"):
-            values["fingerprints"][name] += values["fingerprints"][name][-1:] * count
+            values["request"][name] += values["request"][name][-1:] * count
         scene.write_manifest(values)
 
     return change
@@ -112,7 +121,7 @@ def crowded(count: int) -> Callable[[Scene], None]:
 def widened(count: int) -> Callable[[Scene], None]:
     def change(scene: Scene) -> None:
         values = scene.manifest
-        values["parameters"] |= {f"p{i}": {"shape": [1], "dtype": "torch.float32"} for i in range(count)}
+        values["request"]["parameters"] |= {f"p{i}": {"shape": [1], "dtype": "torch.float32"} for i in range(count)}
         values["checkpoints"][0]["measured"]["epsilon_disagreement"] |= {f"f{i}": i for i in range(count)}
         values["versions"] |= {f"v{i}": "1" for i in range(count)}
         scene.write_manifest(values)
@@ -165,9 +174,9 @@ TEXTS = {
     "a number of a million digits": Attack(text(lambda t: "[" + "9" * 10**6 + "]")),
     "an exponent that overflows": Attack(text(lambda t: doubled(t, "n", 5).replace("5,", "1e999999999,", 1))),
     "NaN": Attack(text(lambda t: t.replace('"n"', '"n": NaN, "x"', 1))),
-    "n given twice, the last right": Attack(text(lambda t: doubled(t, "n", 1))),
-    "n given twice, the last wrong": Attack(text(lambda t: t.rstrip()[:-1] + ', "n": 1}')),
-    "plan given twice": Attack(text(lambda t: doubled(t, "plan", {"engine": "tangent"}))),
+    "n given twice, the last right": Attack(text(lambda t: t.replace('"n": 12,', '"n": 1, "n": 12,', 1))),
+    "n given twice, the last wrong": Attack(text(lambda t: t.replace('"n": 12,', '"n": 12, "n": 1,', 1))),
+    "plan given twice": Attack(text(lambda t: doubled(t, "request", {"plan": {"engine": "tangent"}}))),
     "checksum given twice": Attack(text(lambda t: doubled(t, "sha256", "0" * 64))),
     "a byte-order mark": Attack(text(lambda t: b"\xef\xbb\xbf" + t.encode())),
     "UTF-16": Attack(text(lambda t: t.encode("utf-16"))),
@@ -181,8 +190,10 @@ TEXTS = {
     "a list": Attack(text(lambda t: f"[{t}]")),
     "a number": Attack(text(lambda t: "5")),
     "a text": Attack(text(lambda t: json.dumps(t))),
-    "n changed, not sealed": Attack(lambda scene: scene.set("n", value=1, seal=False)),
-    "weight changed, not sealed": Attack(lambda scene: scene.set("plan", "weight", value=[2.0, 0, 1.0], seal=False)),
+    "n changed, not sealed": Attack(lambda scene: scene.set("request", "n", value=1, seal=False)),
+    "weight changed, not sealed": Attack(
+        lambda scene: scene.set("request", "plan", "weight", value=[2.0, 0, 1.0], seal=False)
+    ),
     "sealed, n a float": Attack(text(lambda t: t.replace('"n": 12,', '"n": 12.0,', 1))),
     "no checksum": Attack(lambda scene: scene.write_manifest(without(scene.manifest, "sha256"), seal=False)),
     "checksum null": Attack(lambda scene: scene.set("sha256", value=None, seal=False)),

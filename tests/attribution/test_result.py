@@ -20,7 +20,7 @@ from imprint.attribution.labels import Labels
 from imprint.attribution.top import Order
 from imprint.data import Data
 from imprint.store.fingerprint import of_batches, of_data, of_sources, probe_measures
-from imprint.store.reading import describe
+from imprint.store.request import describe
 
 SCORES = torch.tensor([[3.0, -6.0, 0.5], [-1.0, 2.0, 8.0]], dtype=torch.float64)
 

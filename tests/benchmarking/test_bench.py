@@ -14,7 +14,7 @@ from torch import Tensor
 from imprint import Plan, StoreError
 from imprint.benchmarking import bench as module
 from imprint.benchmarking.bench import Bench, Method, Protocol, Runs
-from imprint.benchmarking.comparison import Comparison, Scored
+from imprint.benchmarking.comparison import Comparison, MethodScores
 from imprint.benchmarking.methods import imprints, paths
 from imprint.evaluation.statistics import mean_estimate
 from imprint.evaluation.subsets import Subsets
@@ -26,7 +26,7 @@ AT_THE_END = replace(PLAN, weight=1.0)
 
 
 def given(scores: Tensor, **more: Any) -> Method:
-    return Method(lambda bench, runs: [Scored(scores, prepare=0.5, query=0.25, **more)], {})
+    return Method(lambda bench, runs: [MethodScores(scores, prepare=0.5, query=0.25, **more)], {})
 
 
 def drawn(seed: int, protocol: Any) -> Tensor:
@@ -56,7 +56,7 @@ def comparison(tmp_path_factory: pytest.TempPathFactory) -> Comparison:
     true = drawn(0, protocol)
     bench = planted(true, 0.7, tmp_path_factory.mktemp("planted"), protocol)
     methods = {"random": given(drawn(1, protocol)), "Imprint": given(true), "blind": given(torch.zeros_like(true))}
-    return bench.compared(methods, range(2))
+    return bench.compare(methods, range(2))
 
 
 def test_a_perfect_method_reaches_the_ceiling_and_a_random_one_nothing(comparison: Comparison) -> None:
@@ -72,7 +72,7 @@ def test_scores_are_compared_with_one_retraining_of_each_half(tmp_path: Path) ->
     bench = planted(true, 0.0, tmp_path, protocol)
     for truth in bench.truths:
         truth.values[1] *= -1  # the second tells the noise, and is not looked at
-    assert bench.compared({"Imprint": given(true)}, [0]).estimate("Imprint").value == pytest.approx(1)
+    assert bench.compare({"Imprint": given(true)}, [0]).estimate("Imprint").value == pytest.approx(1)
 
 
 def test_ahead_is_the_mean_of_differences_on_the_same_queries() -> None:
@@ -94,20 +94,20 @@ def test_queries_without_a_value_are_left_out() -> None:
 
 
 def test_leave_one_out_is_of_the_loss_and_positive_helps(made: Bench) -> None:
-    found = again(made).compared({"Imprint": imprints(PLAN)}, [0], leave_one_out=True)
+    found = again(made).compare({"Imprint": imprints(PLAN)}, [0], leave_one_out=True)
     assert found.loo["Imprint"].shape == (1, 10)
     assert found.estimate("Imprint", "loo").value > 0.5  # convex, and trained without shuffling
     halves = paths(AT_THE_END, 1)
-    assert "halves" not in again(made).compared({"halves": halves}, [0], leave_one_out=True).loo
+    assert "halves" not in again(made).compare({"halves": halves}, [0], leave_one_out=True).loo
 
 
 def test_halves_as_sources_have_the_summed_scores_of_their_examples(made: Bench) -> None:
     each, halves = made.score(imprints(PLAN), 0), made.score(paths(AT_THE_END, 1), 0)
-    kept = torch.cat([truth.subsets.kept() for truth in made.truths]).double()
+    kept = torch.cat([truth.subsets.membership() for truth in made.truths]).double()
     assert halves.halves and halves.scores.dtype == torch.float64
     torch.testing.assert_close(halves.scores, each.scores @ kept.T, rtol=1e-9, atol=1e-9)
     methods = {"each, summed": Method(lambda *_: [each], {}), "a half each": Method(lambda *_: [halves], {})}
-    found = made.compared(methods, [0])
+    found = made.compare(methods, [0])
     np.testing.assert_array_equal(found.lds["each, summed"], found.lds["a half each"])
     assert found.estimate("each, summed").value > 0.5
 
@@ -120,22 +120,22 @@ def test_scores_are_made_once_and_taken_again(tmp_path: Path) -> None:
     bench = planted(drawn(0, protocol), 0.1, tmp_path, protocol)
     asked = 0
 
-    def score(bench: Bench, runs: Runs) -> list[Scored]:
+    def score(bench: Bench, runs: Runs) -> list[MethodScores]:
         nonlocal asked
         asked += 1
-        return [Scored(drawn(asked, protocol), 1.0, 2.0, bytes=3, note="mine")]
+        return [MethodScores(drawn(asked, protocol), 1.0, 2.0, bytes=3, note="mine")]
 
     mine = Method(score, {})
-    first = bench.compared({"mine": mine}, range(3))
+    first = bench.compare({"mine": mine}, range(3))
     assert asked == 3
-    second = bench.compared({"mine": mine}, range(3))
+    second = bench.compare({"mine": mine}, range(3))
     np.testing.assert_array_equal(first.lds["mine"], second.lds["mine"])
     assert first.to_json() == second.to_json()
     kept = bench.scored("mine", mine, 1, leave_one_out=True)  # there is nothing to choose
     assert (kept.prepare, kept.query, kept.bytes, kept.note, kept.halves) == (1.0, 2.0, 3, "mine", False)
     torch.testing.assert_close(kept.scores, drawn(2, protocol))
     assert asked == 3
-    bench.compared({"mine": mine}, range(4))
+    bench.compare({"mine": mine}, range(4))
     assert asked == 4  # only what is missing
 
 
@@ -148,7 +148,7 @@ def test_under_the_same_name_another_method_is_scored_anew(tmp_path: Path, other
     was, now = drawn(1, protocol), drawn(2, protocol)
     first = replace(imprints(PLAN), score=given(was).score)
     torch.testing.assert_close(bench.scored("Imprint", first, 0).scores, was)
-    assert first.told() == imprints(PLAN).told() != other.told()
+    assert first.key_text() == imprints(PLAN).key_text() != other.key_text()
     torch.testing.assert_close(bench.scored("Imprint", replace(other, score=given(now).score), 0).scores, now)
     torch.testing.assert_close(bench.scored("Imprint", replace(other, score=given(was).score), 0).scores, now)
 
@@ -182,7 +182,7 @@ def test_memory_is_that_of_scoring_without_the_training_before(tmp_path: Path, m
 def without_each(scores: Tensor) -> Truth:
     """A truth in which examples with positive scores lower the loss."""
     subsets = Subsets.without_each(scores.shape[1])
-    return Truth(subsets, -(subsets.kept().double() @ scores.double().T)[None], "loss")
+    return Truth(subsets, -(subsets.membership().double() @ scores.double().T)[None], "loss")
 
 
 @pytest.fixture
@@ -193,23 +193,23 @@ def chosen(tmp_path: Path) -> tuple[Bench, Method, list[int]]:
     bench = planted(groups, 0.1, tmp_path, protocol)
     bench.__dict__["loo_truth"] = without_each(singles)
 
-    def score(bench: Bench, runs: Runs) -> list[Scored]:
+    def score(bench: Bench, runs: Runs) -> list[MethodScores]:
         count[0] += 1
         broken = torch.full_like(groups, torch.nan)
         every = {"λ=1": singles, "λ=2": groups, "λ=3": broken, "λ=4": torch.zeros_like(groups)}
-        return [Scored(each, float(i), 2.0, note=note) for i, (note, each) in enumerate(every.items())]
+        return [MethodScores(each, float(i), 2.0, note=note) for i, (note, each) in enumerate(every.items())]
 
     return bench, Method(score, {}), count
 
 
 def test_each_measure_has_its_own_best_setting(chosen: tuple[Bench, Method, list[int]]) -> None:
     bench, method, count = chosen
-    found = bench.compared({"varied": method}, [0], leave_one_out=True)
+    found = bench.compare({"varied": method}, [0], leave_one_out=True)
     assert found.estimate("varied").value > 0.9 and found.estimate("varied", "loo").value > 0.99
     assert found.to_json()["methods"]["varied"]["notes"] == ["λ=2 by LDS and λ=1 by LOO, the best of 3"]
     assert found.costs["varied"][0].prepare == 1.0  # of the best by LDS
-    assert bench.compared({"varied": method}, [0], leave_one_out=True).to_json() == found.to_json()
-    assert bench.compared({"varied": method}, [0]).estimate("varied") == found.estimate("varied")
+    assert bench.compare({"varied": method}, [0], leave_one_out=True).to_json() == found.to_json()
+    assert bench.compare({"varied": method}, [0]).estimate("varied") == found.estimate("varied")
     assert count == [1]
 
 
@@ -224,7 +224,7 @@ def test_what_was_chosen_by_lds_alone_is_chosen_again_for_loo(chosen: tuple[Benc
 def test_one_setting_may_be_the_best_by_both(chosen: tuple[Bench, Method, list[int]]) -> None:
     bench, _, _ = chosen
     scores = drawn(0, bench.protocol)
-    both = Method(lambda *_: [Scored(scores, 0, 0, note="a"), Scored(0 * scores, 0, 0, note="b")], {})
+    both = Method(lambda *_: [MethodScores(scores, 0, 0, note="a"), MethodScores(0 * scores, 0, 0, note="b")], {})
     bench.__dict__["loo_truth"] = without_each(scores)
     assert bench.scored("both", both, 0, leave_one_out=True).note == "a by LDS and a by LOO, the best of 2"
 
@@ -280,9 +280,19 @@ def other_queries(protocol: Protocol) -> Protocol:
     return replace(protocol, queries=tuple(part.flip(0) for part in protocol.queries))
 
 
-@pytest.mark.parametrize("other", [other_training, other_data, other_model, other_queries])
-def test_what_was_made_of_other_things_is_not_taken(made: Bench, other: Callable[[Protocol], Protocol]) -> None:
-    with pytest.raises(StoreError, match="holds another benchmark: give a new folder"):
+@pytest.mark.parametrize(
+    ("other", "named"),
+    [
+        (other_training, "its training"),
+        (other_data, "the data"),
+        (other_model, "its model"),
+        (other_queries, "its queries"),
+    ],
+)
+def test_what_was_made_of_other_things_is_not_taken(
+    made: Bench, other: Callable[[Protocol], Protocol], named: str
+) -> None:
+    with pytest.raises(StoreError, match=rf"holds another benchmark: {named} changed\. Give a new folder"):
         Bench(other(made.protocol), made.out)
     again(made)
 
@@ -291,7 +301,7 @@ def test_what_was_made_of_other_things_is_not_taken(made: Bench, other: Callable
     "changed", [{"name": "other"}, {"halves": 13}, {"draws": (1, 2, 3)}, {"checkpoints": (2,)}, {"path": PLAN}]
 )
 def test_another_benchmark_in_the_same_folder_is_refused(made: Bench, changed: dict[str, Any]) -> None:
-    with pytest.raises(StoreError, match="holds another benchmark: give a new folder"):
+    with pytest.raises(StoreError, match=r"holds another benchmark: its \w+ changed\. Give a new folder"):
         Bench(replace(made.protocol, **changed), made.out)
     again(made)
 
@@ -312,12 +322,12 @@ def test_a_checkpoint_at_the_end_is_kept_once(made: Bench) -> None:
 
 
 def test_the_table_has_the_best_first_and_the_undefined_last(comparison: Comparison) -> None:
-    rows = [line.split(" | ")[0].removeprefix("| ") for line in comparison.markdown().splitlines()[2:5]]
+    rows = [line.split(" | ")[0].removeprefix("| ") for line in comparison.to_markdown().splitlines()[2:5]]
     assert rows == ["Imprint", "random", "blind"]
-    assert "| blind | undefined |" in comparison.markdown()
-    assert f"about {comparison.ceiling:.2f} against one retraining" in comparison.markdown()
-    assert "0.5 s | 0.25 s" in comparison.markdown() and "LOO" not in comparison.markdown()
-    singles = replace(comparison, loo={"Imprint": comparison.lds["Imprint"]}).markdown().splitlines()
+    assert "| blind | undefined |" in comparison.to_markdown()
+    assert f"about {comparison.ceiling:.2f} against one retraining" in comparison.to_markdown()
+    assert "0.5 s | 0.25 s" in comparison.to_markdown() and "LOO" not in comparison.to_markdown()
+    singles = replace(comparison, loo={"Imprint": comparison.lds["Imprint"]}).to_markdown().splitlines()
     assert (
         singles[0].startswith("| method | LDS | behind | LOO | behind |")
         and len({line.count("|") for line in singles[:5]}) == 1
@@ -328,11 +338,11 @@ def test_what_a_method_is_behind_the_first_is_told_of_pairs(comparison: Comparis
     assert comparison.first == "random"
     behind = comparison.ahead("random", "Imprint")
     assert behind.high < 0  # the first is worse than the second, query by query
-    row = next(line for line in comparison.markdown().splitlines() if line.startswith("| Imprint"))
+    row = next(line for line in comparison.to_markdown().splitlines() if line.startswith("| Imprint"))
     assert f"{behind.value:.3f} [{behind.low:.3f}, {behind.high:.3f}]" in row
     assert comparison.to_json()["methods"]["Imprint"]["behind"]["lds"]["high"] == behind.high
     assert "behind" not in comparison.to_json()["methods"]["random"]
-    one = next(line for line in comparison.markdown().splitlines() if line.startswith("| random"))
+    one = next(line for line in comparison.to_markdown().splitlines() if line.startswith("| random"))
     assert one.split(" | ")[2] == ""
 
 
@@ -352,7 +362,7 @@ def test_json_is_strict(comparison: Comparison) -> None:
     assert found["prepare"] == [0.5, 0.5] and len(found["peak_bytes"]) == 2
     one_run = replace(comparison, ceiling=float("nan"))
     assert one_run.to_json()["ceiling"] is None
-    assert "perfect" not in one_run.markdown()
+    assert "perfect" not in one_run.to_markdown()
 
 
 def test_a_picture_is_drawn(comparison: Comparison, tmp_path: Path) -> None:
@@ -368,7 +378,7 @@ def test_a_picture_is_drawn(comparison: Comparison, tmp_path: Path) -> None:
 def test_a_small_benchmark_on_digits(tmp_path: Path) -> None:
     protocol = little_digits(examples=100, halves=20)
     bench = Bench(protocol, tmp_path, progress=False)
-    found = bench.compared({"Imprint": imprints()}, [0])
+    found = bench.compare({"Imprint": imprints()}, [0])
     assert 0.1 < found.estimate("Imprint").value < found.ceiling + 0.1
     assert found.costs["Imprint"][0].note.startswith("spectral, damping [")
 

@@ -215,7 +215,7 @@ def test_batches_may_be_lists_or_tuples(model: nn.Module) -> None:
         ),
         (TEST[0], r"got float32 \(5, 4\)\. Give it a collate_fn"),
         ([(row, "a text") for row in TEST[0]], r"got \(float32 \(5, 4\), "),
-        ([], "the loader gives no batch"),
+        ([], "the loader yields no batch"),
     ],
     ids=["mappings", "bare tensors", "texts", "nothing"],
 )
@@ -244,7 +244,9 @@ def test_a_loader_of_other_examples_than_were_cached_is_refused(model: nn.Module
     with pytest.raises(DataError, match="60 training examples were cached, this loader has 50"):
         attributor.attribute(loader(blobs(50, 0)), loader(TEST))
     for wrong in (loader(blobs(N, 7)), loader(TRAIN, shuffle=True)):
-        with pytest.raises(DataError, match="other training examples than were cached, or the same in another order"):
+        with pytest.raises(
+            DataError, match="other training examples than the cached ones, or the same in another order"
+        ):
             attributor.attribute(wrong, loader(TEST))
     assert attributor.attribute(loader(TRAIN), loader(TEST)).shape == (N, QUERIES)
 

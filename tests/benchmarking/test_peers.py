@@ -13,7 +13,7 @@ from torch import nn
 
 from imprint import DataError, MissingExtra
 from imprint.benchmarking.bench import Bench
-from imprint.benchmarking.comparison import Scored
+from imprint.benchmarking.comparison import MethodScores
 from imprint.data import Data
 from tests.benches import little_digits, toy
 
@@ -72,7 +72,7 @@ def test_scores_do_not_depend_on_batches(name: str, size: str, small: Bench, mon
     whole = small.score(peers(small)[name], 0).scores
     monkeypatch.setattr(module, size, 7)
     asked: list[int | None] = []
-    made = module.loader
+    made = module.make_loader
 
     def told(columns: Any, size: int | None = None) -> Any:
         asked.append(size)
@@ -85,9 +85,9 @@ def test_scores_do_not_depend_on_batches(name: str, size: str, small: Bench, mon
 
 
 def test_every_method_is_known_by_what_its_scores_depend_on(small: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
-    before = {name: method.told() for name, method in peers(small).items()}
+    before = {name: method.key_text() for name, method in peers(small).items()}
     monkeypatch.setattr(module, "DAMPINGS", (0.1, 0.02))
-    after = {name: method.told() for name, method in peers(small).items()}
+    after = {name: method.key_text() for name, method in peers(small).items()}
     assert {name for name in NAMES if before[name] != after[name]} == {
         *("IF explicit", "IF-CG", "IF-Arnoldi", "DataInf", "EK-FAC (dattri)"),
     }
@@ -96,7 +96,7 @@ def test_every_method_is_known_by_what_its_scores_depend_on(small: Bench, monkey
 
 @pytest.mark.parametrize("name", ["IF explicit", "IF-CG", "TRAK-10", "EK-FAC (dattri)", "TracIn", "Grad-Dot"])
 def test_positive_helps(name: str, convex: Bench) -> None:
-    found = convex.compared({name: peers(convex)[name]}, [0])
+    found = convex.compare({name: peers(convex)[name]}, [0])
     assert found.estimate(name).low > 0
 
 
@@ -110,12 +110,12 @@ def test_the_best_setting_is_taken_and_told(convex: Bench) -> None:
 
 
 def test_scores_that_are_not_finite_are_said_to_be_so(small: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
-    def broken(*_: Any) -> Scored:
-        return Scored(torch.full((10, 60), torch.nan), 0, 0)
+    def broken(*_: Any) -> MethodScores:
+        return MethodScores(torch.full((10, 60), torch.nan), 0, 0)
 
     monkeypatch.setattr(module, "_timed", broken)
-    found = small.compared({"broken": peers(small)["IF-Arnoldi"]}, [0])
-    assert "| broken | undefined |" in found.markdown()
+    found = small.compare({"broken": peers(small)["IF-Arnoldi"]}, [0])
+    assert "| broken | undefined |" in found.to_markdown()
     values = json.loads(json.dumps(found.to_json(), allow_nan=False))["methods"]["broken"]
     assert values["lds"]["value"] is None and values["notes"] == ["not finite"]
 
@@ -124,7 +124,7 @@ def test_data_of_another_form_is_refused(small: Bench, tmp_path: Path) -> None:
     x, y = small.protocol.train.examples.gather(torch.arange(60))
     train = replace(small.protocol.train, data=Data({"x": x, "labels": y, "more": y}, device=torch.device("cpu")))
     other = Bench(replace(small.protocol, train=train), tmp_path, progress=False)
-    with pytest.raises(DataError, match=r"peers run on data of the form \(x, y\)"):
+    with pytest.raises(DataError, match=r"peers need data of the form \(x, y\)"):
         peers(other)
 
 

@@ -12,7 +12,7 @@ import torch
 from imprint import Plan, SimulationError, attribute, simulate
 from imprint.benchmarking import sweep as module
 from imprint.benchmarking.bench import Bench
-from imprint.benchmarking.sweep import GRID, RELATIVE, STEPS, Filterable, Point, draw, sweep
+from imprint.benchmarking.sweep import GRID, RELATIVE, STEPS, ScoreParts, SweepResult, plot_sweep, sweep
 from imprint.evaluation.metrics import lds
 from imprint.plan import Settings, Steps
 from imprint.sources import Sources
@@ -29,7 +29,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Bench:
 
 
 @pytest.fixture(scope="module")
-def points(made: Bench) -> list[Point]:
+def points(made: Bench) -> list[SweepResult]:
     return sweep(made, 1, directions=FEW, progress=False)
 
 
@@ -49,26 +49,26 @@ def copied(bench: Bench, out: Path) -> Bench:
 def test_scores_are_those_of_a_simulation(
     made: Bench, steps: Steps, damping: float, measure: str | None, directions: int
 ) -> None:
-    state, task = made.states([0])[0][1], made.protocol.task(measure)
+    state, task = made.states([0])[0][1], made.protocol.build_task(measure)
     plan = Plan(engine="spectral", steps=steps, lr=0.4, damping=damping, directions=directions)
     data, queries = made.protocol.train.data, made.protocol.queries
     store = simulate(task, data, Sources.per_example(40), plan, checkpoints=[state], progress=False)
     expected = attribute(task, store, queries, readout="gradient", progress=False).scores
-    filterable = Filterable.at(made, state, measure, directions)
+    filterable = ScoreParts.at(made, state, measure, directions)
     found = filterable.scores(Settings(steps, 0.4, damping, 1.0), 0.4)
     torch.testing.assert_close(found, expected, rtol=1e-8, atol=1e-8 * float(expected.abs().max()))
 
 
 def test_swept_scores_are_the_same_up_to_a_factor(made: Bench) -> None:
-    filterable = Filterable.at(made, made.states([0])[0][0], "margin", FEW)
+    filterable = ScoreParts.at(made, made.states([0])[0][0], "margin", FEW)
     largest = filterable.frozen.largest
     for steps, relative, damping in ((10, 0.5, 0.0), (None, 0.0, 0.1)):
         lr = relative / largest if steps else 1.0
         plain = filterable.scores(Settings(steps or "infinite", lr, damping * largest, 1.0), lr)
-        torch.testing.assert_close(filterable.swept(steps, relative, damping), plain / plain.abs().max())
+        torch.testing.assert_close(filterable.normalised_scores(steps, relative, damping), plain / plain.abs().max())
 
 
-def test_every_setting_is_swept_also_those_that_diverge(made: Bench, points: list[Point]) -> None:
+def test_every_setting_is_swept_also_those_that_diverge(made: Bench, points: list[SweepResult]) -> None:
     assert [(p.steps, p.relative, p.damping) for p in points] == list(GRID)
     assert max(RELATIVE) > 2 and max(STEPS) >= 1000
     assert all(np.isfinite(p.lds) and p.loo is None for p in points)
@@ -78,12 +78,12 @@ def test_every_setting_is_swept_also_those_that_diverge(made: Bench, points: lis
     assert min(slow, good) > wild + 0.1
     state, lr = (
         made.states([0])[0][1],
-        max(RELATIVE) / Filterable.at(made, made.states([0])[0][1], None, FEW).frozen.largest,
+        max(RELATIVE) / ScoreParts.at(made, made.states([0])[0][1], None, FEW).frozen.largest,
     )
     refused = Plan(engine="spectral", steps=3000, lr=lr)
     with pytest.raises(SimulationError, match="too long"):
         simulate(
-            made.protocol.task(),
+            made.protocol.build_task(),
             made.protocol.train.data,
             Sources.per_example(40),
             refused,
@@ -92,9 +92,9 @@ def test_every_setting_is_swept_also_those_that_diverge(made: Bench, points: lis
         )
 
 
-def test_fidelity_is_against_one_retraining_as_in_the_benchmark(made: Bench, points: list[Point]) -> None:
-    filterable = Filterable.at(made, made.states([0])[0][1], "margin", FEW)
-    scores = filterable.swept(*GRID[0])
+def test_fidelity_is_against_one_retraining_as_in_the_benchmark(made: Bench, points: list[SweepResult]) -> None:
+    filterable = ScoreParts.at(made, made.states([0])[0][1], "margin", FEW)
+    scores = filterable.normalised_scores(*GRID[0])
     expected = np.mean([lds(scores, replace(truth, values=truth.values[:1])).estimate.value for truth in made.truths])
     assert points[0].lds == pytest.approx(expected)
 
@@ -109,7 +109,7 @@ def test_leave_one_out_is_swept_too(made: Bench, monkeypatch: pytest.MonkeyPatch
 
 
 def test_an_interrupted_sweep_goes_on(
-    made: Bench, points: list[Point], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    made: Bench, points: list[SweepResult], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     bench, count = copied(made, tmp_path), 0
 
@@ -125,7 +125,7 @@ def test_an_interrupted_sweep_goes_on(
         with pytest.raises(KeyboardInterrupt):
             sweep(bench, 1, directions=FEW, progress=False)
     kept = json.loads((tmp_path / f"sweep-1-{FEW}.json").read_text())
-    assert [Point(**each) for each in kept] == points[:5]
+    assert [SweepResult(**each) for each in kept] == points[:5]
     told: list[int] = []
     assert sweep(bench, 1, directions=FEW, progress=lambda done, total: told.append(done)) == points
     assert told == list(range(5, len(GRID) + 1))
@@ -133,7 +133,7 @@ def test_an_interrupted_sweep_goes_on(
     def refused(*_: Any) -> None:
         raise AssertionError("measured again")
 
-    monkeypatch.setattr(Filterable, "at", refused)
+    monkeypatch.setattr(ScoreParts, "at", refused)
     assert sweep(bench, 1, directions=FEW, progress=False) == points  # all is there
     with pytest.raises(AssertionError, match="measured again"):
         sweep(bench, 0, directions=FEW, progress=False)  # another checkpoint
@@ -150,8 +150,8 @@ def test_points_of_another_grid_are_not_taken(made: Bench, tmp_path: Path, monke
     assert sweep(bench, 1, directions=FEW, progress=False) == [first]
 
 
-def test_a_picture_is_drawn(points: list[Point], tmp_path: Path) -> None:
+def test_a_picture_is_drawn(points: list[SweepResult], tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
-    draw(points, tmp_path / "lds.png", "toy")
-    draw([replace(point, loo=0.1) for point in points], tmp_path / "both.png", "toy")
+    plot_sweep(points, tmp_path / "lds.png", "toy")
+    plot_sweep([replace(point, loo=0.1) for point in points], tmp_path / "both.png", "toy")
     assert (tmp_path / "both.png").stat().st_size > (tmp_path / "lds.png").stat().st_size > 5000

@@ -3,6 +3,7 @@
 import json
 import shutil
 import sys
+from dataclasses import asdict
 from io import StringIO
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,7 +18,7 @@ from imprint import Attribution, ImprintError, Store, attribute
 from imprint.cli.app import app
 from imprint.cli.experiment import Experiment
 from imprint.cli.loading import Objects
-from imprint.cli.terminal import shown_metrics
+from imprint.cli.terminal import render_metrics
 from imprint.evaluation.metrics import evaluate
 from imprint.evaluation.truth import Truth
 
@@ -102,7 +103,7 @@ def test_metrics_are_those_of_the_library(truth: str) -> None:
 
 def test_a_person_sees_value_interval_and_ceiling() -> None:
     shown = run("evaluate", "store", "removal", *TASK)
-    for words in ("the truth of removals", "95% interval", "Ceiling: about what", "slope of actual on predicted"):
+    for words in ("ground truth from removals", "95% interval", "Ceiling: about what", "slope of actual on predicted"):
         assert words in shown
     assert "LDS" in run("evaluate", "store", "halves", *TASK)
 
@@ -115,7 +116,7 @@ def test_metrics_fit_into_80_columns_whatever_their_signs() -> None:
     limits = {"undefined": 0, "ceiling": 0.5, "single_run": -0.5}
     metrics: Any = [SimpleNamespace(name=name, estimate=backwards(-0.75, -0.25), **limits) for name in names]
     shown = StringIO()
-    Console(file=shown, width=80).print(shown_metrics(metrics, Truth.load("removal")))
+    Console(file=shown, width=80).print(render_metrics(metrics, Truth.load("removal")))
     for label in ("correlation, mean over queries", "rank correlation, per query", "slope of actual on predicted"):
         row = next(line for line in shown.getvalue().splitlines() if line.startswith(f" {label} "))
         assert "-0.500" in row and "[-0.750, -0.250]" in row and "0.500" in row
@@ -123,10 +124,12 @@ def test_metrics_fit_into_80_columns_whatever_their_signs() -> None:
 
 def test_a_person_sees_what_was_trained() -> None:
     shown = run("retrain", "model.py:train", "--kind", "sources", "--runs", "2", "--out", "removal")
-    assert "of 4 subsets (everything, and removals from it), 2 times each" in shown and "With one run" not in shown
+    assert (
+        "4 subsets (all data, and removals from it), trained 2 times each" in shown and "With a single run" not in shown
+    )
     shown = run("retrain", "model.py:train", "--count", "2", "--out", "two")
-    assert "of 2 subsets (random halves), once each" in shown
-    assert "no ceiling can be told: the same command with --runs 2 adds one to this folder" in shown
+    assert "2 subsets (random halves), trained once each" in shown
+    assert "there is no ceiling. The same command with --runs 2 adds a second run to this folder" in shown
 
 
 def test_retraining_says_what_is_there_and_more_runs_add_to_it() -> None:
@@ -135,17 +138,17 @@ def test_retraining_says_what_is_there_and_more_runs_add_to_it() -> None:
         return str(CliRunner().invoke(app, given, env={"COLUMNS": "160"}).stderr)
 
     before = Truth.load("removal").values
-    assert said("--runs", "2").startswith("all 8 models are there already; ")
-    assert "going on: 8 of 12 models are there\n" in said("--runs", "3")
+    assert said("--runs", "2").startswith("all 8 models are finished; ")
+    assert "resuming: 8 of 12 models are finished\n" in said("--runs", "3")
     assert Truth.load("removal").runs == 3 and torch.equal(Truth.load("removal").values[:2], before)
-    assert "models are there" not in said("--seed", "1", "--runs", "2")  # this is refused
+    assert "models are finished" not in said("--seed", "1", "--runs", "2")  # this is refused
 
 
 def test_nobody_is_told_of_subsets_they_did_not_ask_for(caplog: pytest.LogCaptureFixture) -> None:
     assert told("retrain", "model.py:train", "--out", "all")["subsets"] == 3  # of three sources there are no more
     assert not caplog.records
     assert told("retrain", "model.py:train", "--count", "100", "--out", "hundred")["subsets"] == 3
-    assert "100 subsets were asked for" in caplog.text
+    assert "100 subsets were requested" in caplog.text
 
 
 def test_unions_have_the_share_that_is_asked_for() -> None:
@@ -155,14 +158,14 @@ def test_unions_have_the_share_that_is_asked_for() -> None:
         return Truth.load(given[-1]).subsets.removed, stderr
 
     alone, said = made()
-    assert sorted(alone) == [(), (0,), (1,), (2,)] and "each union is a single source, 0.2 of 3: " in said
+    assert sorted(alone) == [(), (0,), (1,), (2,)] and "each union is a single source (0.2 of 3): " in said
     pairs, said = made("--share", "0.7")
     assert sorted(pairs) == [(), (0, 1), (0, 2), (1, 2)] and "single source" not in said
 
 
 def test_the_truth_of_a_function_knows_its_data_where_the_file_has_it() -> None:
     known = Truth.load("removal").about["fingerprints"]["data"]
-    assert known == Store("store").manifest.fingerprints["data"]
+    assert known == asdict(Store("store").manifest.request.data)
     Path("other.py").write_text(MODEL.replace("data, queries = (x, y), (", "data, queries = (x + 1, y), ("))
     with pytest.raises(ImprintError, match="data"):
         run("retrain", "other.py:train", "--kind", "sources", "--runs", "2", "--out", "removal")
@@ -180,7 +183,7 @@ def test_every_kind_of_truth_can_be_made(kind: str, subsets: int) -> None:
     about = told("retrain", "model.py:train", "--kind", kind, *count, "--out", "truth")
     assert about["subsets"] == subsets
     if kind == "unions":
-        assert "With one run" in run("evaluate", "store", "truth", *TASK)
+        assert "With a single run" in run("evaluate", "store", "truth", *TASK)
 
 
 def test_the_same_command_again_trains_nothing() -> None:
@@ -192,45 +195,57 @@ def test_the_same_command_again_trains_nothing() -> None:
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        (("retrain", "model.py", "--out", "x"), "neither a ready-made setting .* nor an import string"),
+        (("retrain", "model.py", "--out", "x"), "neither a built-in setting .* nor an import string"),
         (("retrain", "model.py:trian", "--out", "x"), "there is no 'trian'"),
         (("retrain", "model.py:train", "--out", "removal"), "holds another ground truth: kind was removal, is halves"),
         (("retrain", "digits", "--device", "abacus", "--out", "x"), "'abacus' cannot be used here"),
-        (("retrain", "model.py:train", "--device", "abacus", "--out", "x"), "the model cannot go to 'abacus'"),
+        (("retrain", "model.py:train", "--device", "abacus", "--out", "x"), "the model cannot be moved to 'abacus'"),
         (
             ("retrain", "digits", "--task", "model.py:task", "--sources", "per-example", "--out", "x"),
-            "the setting digits has all that is needed: leave --task and --sources out",
+            "the built-in setting digits needs no --task or --sources",
         ),
-        (("retrain", "digits", "--collate", "model.py:train", "--out", "x"), "leave --collate out"),
+        (("retrain", "digits", "--collate", "model.py:train", "--out", "x"), "needs no --collate"),
         (
             ("retrain", "model.py:train", "--kind", "sources", "--count", "9", "--out", "x"),
-            "--count is for halves and unions: --kind sources leaves out each of them",
+            "--count applies to halves and unions: --kind sources leaves out each one",
         ),
-        (("retrain", "model.py:data", "--out", "x"), r"model.py:data has type tuple, where a function train\("),
+        (
+            ("retrain", "model.py:data", "--out", "x"),
+            r"model.py:data must be a function train\(subset, seed\), .* it is a tuple",
+        ),
         (
             ("retrain", "model.py:train", "--task", "model.py:train", "--out", "x"),
-            "model.py:train is no imprint.Task: it is a function that needs subset and seed",
+            "model.py:train is a function that needs subset and seed, .* give an imprint.Task",
         ),
-        (("retrain", "model.py:train", "--share", "0.5", "--out", "x"), "--share is for unions, not for halves"),
-        (("retrain", "model.py:train", "--kind", "unions", "--share", "0", "--out", "x"), "share must lie between"),
+        (("retrain", "model.py:train", "--share", "0.5", "--out", "x"), "--share applies to unions, not to halves"),
+        (("retrain", "model.py:train", "--kind", "unions", "--share", "0", "--out", "x"), "share must be between"),
         (
             ("retrain", "model.py:train", "--sources", "x", "--out", "x"),
-            "x is no imprint.Sources: it has type Tensor",
+            "x is a Tensor, not an imprint.Sources",
         ),
         (("retrain", "model.py:train", "--data", "queries", "--out", "x"), "the training data has examples 0 to 4"),
         (
             ("evaluate", "scores.safetensors", "removal", "--queries", "queries", "--readout", "jvp"),
-            "scores.safetensors holds scores, .*: leave --queries and --readout out",
+            "scores.safetensors holds finished scores, which need no --queries or --readout",
         ),
         (("evaluate", "store", "nowhere"), "holds no ground truth"),
         (("evaluate", "nowhere", "removal"), "there is no folder nowhere"),
-        (("evaluate", "store", "store"), "store is a store: the second argument is a truth, which `imprint retrain`"),
+        (
+            ("evaluate", "store", "store"),
+            "store is a store: the second argument must be a ground truth, from `imprint retrain`",
+        ),
         (
             ("evaluate", "store", "scores.safetensors"),
-            "holds scores: the second argument is a truth",
+            "holds scores: the second argument must be a ground truth",
         ),
-        (("evaluate", "removal", "store"), "removal is a truth: it comes second, imprint evaluate store removal"),
-        (("evaluate", "removal", "halves"), "removal is a truth: the first argument is a store, or a file of scores"),
+        (
+            ("evaluate", "removal", "store"),
+            "removal is a ground truth and comes second: imprint evaluate store removal",
+        ),
+        (
+            ("evaluate", "removal", "halves"),
+            "removal is a ground truth: the first argument must be a store, or a file of scores",
+        ),
         (("evaluate", "scores.csv", "removal"), "scores.csv is a table, .* --out scores.safetensors"),
     ],
 )
@@ -280,10 +295,10 @@ def test_ctrl_c_tells_what_is_kept_and_the_same_command_goes_on() -> None:
 
     early = stopped(1)
     assert early.exit_code == 130
-    assert early.stderr == "stopped before a first part was finished: the same command again starts over\n"
+    assert early.stderr == "stopped before the first part was finished: the same command will start over\n"
     late = stopped(8)
     assert late.exit_code == 130 and not late.stdout
-    assert "stopped: finished models are kept in tired, the same command again goes on from there\n" in late.stderr
+    assert "stopped: finished models are in tired, the same command will resume from there\n" in late.stderr
     kept = {path: path.stat().st_mtime_ns for path in Path("tired").glob("values-*")}
     assert kept
     assert stopped(0).exit_code == 0
@@ -293,7 +308,7 @@ def test_ctrl_c_tells_what_is_kept_and_the_same_command_goes_on() -> None:
 
 @pytest.mark.parametrize("words", [("attribute", "store"), ("evaluate", "store", "removal")], ids=lambda w: w[0])
 def test_the_task_that_a_store_names_is_shown_and_not_loaded(words: tuple[str, ...]) -> None:
-    with pytest.raises(ImprintError, match=rf"repeat it: \w+ {' '.join(words)} --task model\.py:task$"):
+    with pytest.raises(ImprintError, match=rf"run: \w+ {' '.join(words)} --task model\.py:task$"):
         run(*words)
     run(*words, *TASK)
 
@@ -301,5 +316,5 @@ def test_the_task_that_a_store_names_is_shown_and_not_loaded(words: tuple[str, .
 def test_a_truth_of_other_sources_is_refused() -> None:
     Path("other.py").write_text(MODEL.replace('"c": range(16, 24)', '"d": range(16, 24)'))
     run("retrain", "other.py:train", "--kind", "sources", "--out", "other")
-    with pytest.raises(ImprintError, match="other sources than the truth, number 2 is 'c' against 'd'"):
+    with pytest.raises(ImprintError, match="other sources than the ground truth: number 2 is 'c', there 'd'"):
         run("evaluate", "store", "other", *TASK)

@@ -25,7 +25,7 @@ from imprint import (
     TaskError,
     simulate,
 )
-from imprint.cli.experiment import NOTE, Experiment, plan_values
+from imprint.cli.experiment import NOTE, Experiment, parse_plan
 from imprint.cli.loading import Objects
 
 JSON = st.recursive(
@@ -62,13 +62,13 @@ def test_any_mapping_is_an_experiment_or_a_configuration_error(values: dict[str,
 
 @given(EXPERIMENTS)
 def test_nothing_put_over_settings_changes_nothing(experiment: Experiment) -> None:
-    assert experiment.over(Experiment()) == experiment == Experiment().over(experiment)
+    assert experiment.override(Experiment()) == experiment == Experiment().override(experiment)
 
 
 @given(EXPERIMENTS, EXPERIMENTS)
 @example(Experiment(plan={"steps": 1}), Experiment(plan={"steps": 2, "lr": 3}))
 def test_what_is_given_goes_over_what_is_there(above: Experiment, below: Experiment) -> None:
-    both = above.over(below)
+    both = above.override(below)
     for name in set(NAMES) - {"plan"}:
         assert getattr(both, name) == (getattr(above, name) or getattr(below, name))
     assert both.plan == {**below.plan, **above.plan}  # each field for itself
@@ -76,7 +76,7 @@ def test_what_is_given_goes_over_what_is_there(above: Experiment, below: Experim
 
 @given(EXPERIMENTS, EXPERIMENTS, EXPERIMENTS)
 def test_the_order_of_layers_is_all_that_counts(a: Experiment, b: Experiment, c: Experiment) -> None:
-    assert a.over(b).over(c) == a.over(b.over(c))
+    assert a.override(b).override(c) == a.override(b.override(c))
 
 
 @pytest.mark.parametrize(
@@ -99,7 +99,7 @@ def test_the_order_of_layers_is_all_that_counts(a: Experiment, b: Experiment, c:
     ],
 )
 def test_paths_are_moved_beside_their_file_and_names_are_not(given: dict[str, Any], moved: dict[str, Any]) -> None:
-    assert Experiment(**given).beside(Path("conf")) == Experiment(**moved)
+    assert Experiment(**given).relative_to(Path("conf")) == Experiment(**moved)
 
 
 def test_a_file_is_read_with_its_paths_relative_to_it(tmp_path: Path) -> None:
@@ -119,14 +119,14 @@ def test_a_file_is_read_with_its_paths_relative_to_it(tmp_path: Path) -> None:
     ("text", "words"),
     [
         ('tasks = "model.py:task"', "has an unknown setting 'tasks'; did you mean task?"),
-        ("xyz = 1", "has an unknown setting 'xyz'; there are batch_size, checkpoints"),
-        ("task = 3", "task must be a text, got 3"),
+        ("xyz = 1", "has an unknown setting 'xyz'; known names: batch_size, checkpoints"),
+        ("task = 3", "task must be a string, got 3"),
         ("batch_size = true", "batch_size must be a whole number, got True"),
         ("batch_size = 1.5", "batch_size must be a whole number, got 1.5"),
         ("plan = 3", "plan must be a table, got 3"),
-        ("memory = 1.5", "memory must be a number of bytes or a text"),
-        ("checkpoints = 3", "checkpoints must be a list of texts, got 3"),
-        ("checkpoints = [3]", "checkpoints must be texts, got [3]"),
+        ("memory = 1.5", "memory must be a number of bytes or a string"),
+        ("checkpoints = 3", "checkpoints must be a list of strings, got 3"),
+        ("checkpoints = [3]", "checkpoints must be strings, got [3]"),
         ("task = ", "cannot be read: Invalid value"),
         ("\xff", "cannot be read: "),
     ],
@@ -156,26 +156,26 @@ def named(**names: Any) -> Any:
 def test_a_store_gives_its_plan_and_none_of_its_names(tmp_path: Path) -> None:
     given = Experiment(task="model.py:task", data="rows", checkpoints=("a.safetensors",), memory="1GB")
     store = noting(None, named(**given.to_json()))
-    assert Experiment().over_store(store) == Experiment(plan=SMALL.to_json(), dtype="float32", batch_size=3)
+    assert Experiment().override_store(store) == Experiment(plan=SMALL.to_json(), dtype="float32", batch_size=3)
     wanted = {"task": ("model.py:task",), "data": ("rows",), "checkpoints": ("a.safetensors",)}
-    assert Experiment().unrepeated(store, ("task", "data", "sources", "checkpoints")) == wanted
-    assert Experiment(task="model.py:task").unrepeated(store, ("task", "data")) == {"data": ("rows",)}
-    assert given.unrepeated(store, vars(given)) == {}
+    assert Experiment().find_unrepeated(store, ("task", "data", "sources", "checkpoints")) == wanted
+    assert Experiment(task="model.py:task").find_unrepeated(store, ("task", "data")) == {"data": ("rows",)}
+    assert given.find_unrepeated(store, vars(given)) == {}
 
 
 def test_what_is_the_librarys_own_need_not_be_repeated() -> None:
     store = noting(None, named(task="digits", sources="per-example", queries="http.server:test"))
-    found = Experiment().over_store(store, library=("digits",))
+    found = Experiment().override_store(store, library=("digits",))
     assert (found.task, found.sources, found.queries) == ("digits", "per-example", None)
-    assert Experiment().over_store(store).task is None
-    assert found.unrepeated(store, ("task", "sources", "queries")) == {"queries": ("http.server:test",)}
+    assert Experiment().override_store(store).task is None
+    assert found.find_unrepeated(store, ("task", "sources", "queries")) == {"queries": ("http.server:test",)}
 
 
 @pytest.mark.parametrize("name", ["task", "data", "sources", "queries", "collate_fn", "checkpoints"])
 def test_a_name_that_would_be_an_option_is_none(name: str) -> None:
     """Repeated on a command line it would say something else."""
     value = ["--out=elsewhere"] if name == "checkpoints" else "--out=elsewhere"
-    assert Experiment().unrepeated(noting(None, named(**{name: value})), (name,)) == {}
+    assert Experiment().find_unrepeated(noting(None, named(**{name: value})), (name,)) == {}
 
 
 FOREIGN = [
@@ -193,7 +193,7 @@ FOREIGN = [
 
 @pytest.mark.parametrize("note", FOREIGN, ids=str)
 def test_notes_of_others_name_nothing(note: Any) -> None:
-    found = Experiment().over_store(noting(None, note))
+    found = Experiment().override_store(noting(None, note))
     assert found == Experiment(plan=SMALL.to_json(), dtype="float32", batch_size=3)
 
 
@@ -211,14 +211,14 @@ def test_notes_of_others_name_nothing(note: Any) -> None:
     ],
 )
 def test_fields_of_a_plan_are_read_from_texts(pairs: list[str], values: dict[str, Any]) -> None:
-    assert plan_values(pairs) == values
+    assert parse_plan(pairs) == values
 
 
 @given(
     st.builds(Plan, steps=st.integers(1, 99), lr=st.floats(1e-9, 9), damping=st.floats(0, 9), seed=st.integers(0, 9))
 )
 def test_a_plan_written_as_texts_is_the_same_plan(plan: Plan) -> None:
-    assert Plan.from_json(plan_values([f"{name}={value}" for name, value in plan.to_json().items()])) == plan
+    assert Plan.from_json(parse_plan([f"{name}={value}" for name, value in plan.to_json().items()])) == plan
 
 
 PLAN_FIELDS = st.sampled_from(list(Plan().to_json()))
@@ -232,7 +232,7 @@ VALUES = (
 @given(st.lists(st.builds("{}={}".format, PLAN_FIELDS, VALUES) | st.text(max_size=6), max_size=3))
 def test_any_texts_are_a_plan_or_an_error_of_ours(pairs: list[str]) -> None:
     with contextlib.suppress(ConfigurationError, PlanError):
-        Plan.from_json(plan_values(pairs))
+        Plan.from_json(parse_plan(pairs))
 
 
 # --- loading
@@ -347,7 +347,7 @@ def test_files_of_torch_save_are_left_to_the_simulation_which_says_what_it_wants
     torch.save({}, folder / f"model{suffix}")
     found = objects(folder, checkpoints=(f"model{suffix}",))
     assert found.checkpoints == [f"model{suffix}"]
-    with pytest.raises(TaskError, match=r"What torch\.save wrote is not taken"):
+    with pytest.raises(TaskError, match=r"Files of torch\.save are not read"):
         simulate(found.task, found.data, Sources.per_example(6), progress=False, checkpoints=found.checkpoints)
 
 
@@ -377,15 +377,15 @@ FAILURES = {
     "of a function in a library": ("def task():\n    torch.stack([])", "failed: model.py, line 10: RuntimeError"),
     "of a function that wants more": (
         "def task(x): pass",
-        "model.py:task is no imprint.Task: it is a function that needs x, and here a function is called without",
+        "model.py:task is a function that needs x, but it is called without arguments: give an imprint.Task",
     ),
-    "of the plan": ("plan = {'steps': 3}", "plan in model.py is no imprint.Plan: it has type dict"),
-    "of the task": ("task = nn.Linear(2, 2)", "model.py:task is no imprint.Task: it has type Linear"),
+    "of the plan": ("plan = {'steps': 3}", "plan in model.py is a dict, not an imprint.Plan"),
+    "of the task": ("task = nn.Linear(2, 2)", "model.py:task is a Linear, not an imprint.Task"),
     "of the data": (
         "del data",
-        "model.py:task has no 'data' beside it: name the training data with --data FILE.py:NAME",
+        "model.py:task has no 'data' beside it: give the training data with --data FILE.py:NAME",
     ),
-    "of the sources": ("", "name the sources (or say per-example) with --sources FILE.py:NAME"),
+    "of the sources": ("", "give the sources (or per-example) with --sources FILE.py:NAME"),
 }
 
 

@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 from imprint import Plan, Sources, Store, StoreError, Task, simulate
 from imprint.cli.app import app
-from imprint.cli.inspection import inspected
+from imprint.cli.inspection import inspect_store
 from imprint.tensors.vectors import row_norms
 
 
@@ -44,7 +44,7 @@ def test_counts_are_whole_numbers_and_the_curvature_is_named(tmp_path: Path) -> 
         shown = CliRunner().invoke(app, ["inspect", str(tmp_path / name)], env={"COLUMNS": "200"}).output
         assert f"curvature ({label})" in shown
         assert not re.search(r"(steps|directions) +│ [\d.]+e", shown)
-    count = inspected(Store(tmp_path / "spectral"))["checkpoints"][0]["decided"]["directions"]
+    count = inspect_store(Store(tmp_path / "spectral"))["checkpoints"][0]["decided"]["directions"]
     shown = CliRunner().invoke(app, ["inspect", str(tmp_path / "spectral")], env={"COLUMNS": "200"}).output
     assert count > 999
     assert re.search(rf"directions +│ {count} ", shown) and re.search(r"steps +│ 12345 ", shown)
@@ -69,7 +69,7 @@ def test_programs_get_the_same_as_json(tmp_path: Path) -> None:
     store = make(tmp_path / "store", "trajectories")
     result = CliRunner().invoke(app, ["inspect", str(tmp_path / "store"), "--json"])
     values = json.loads(result.output)
-    assert values == json.loads(json.dumps(inspected(store)))
+    assert values == json.loads(json.dumps(inspect_store(store)))
     assert values["checkpoints"][0]["measured"]["linearity"]["median"] >= 0
     assert values["checkpoints"][0]["measured"]["norms"]["least"] > 0
     assert values["checkpoints"][1]["decided"] is None  # skipped by its weight
@@ -77,7 +77,7 @@ def test_programs_get_the_same_as_json(tmp_path: Path) -> None:
 
 
 def test_the_largest_sources_come_first(tmp_path: Path) -> None:
-    largest = inspected(make(tmp_path / "store"))["largest_sources"]
+    largest = inspect_store(make(tmp_path / "store"))["largest_sources"]
     assert [(source["name"], source["size"]) for source in largest] == [("many", 6), ("some", 4), ("few", 2)]
     result = CliRunner().invoke(app, ["inspect", str(tmp_path / "store")], env={"COLUMNS": "200"})
     assert "many (6), some (4), few (2)" in result.output
@@ -89,7 +89,7 @@ def test_norms_are_those_of_the_imprints_and_need_no_reading_of_them(engine: str
     norms = row_norms(store.imprints(0, 0, 3, torch.device("cpu"))).tolist()
     for shard in store.path.rglob("imprints-*.safetensors"):
         shard.unlink()
-    found = inspected(Store(store.path))["checkpoints"][0]["measured"]["norms"]
+    found = inspect_store(Store(store.path))["checkpoints"][0]["measured"]["norms"]
     expected = {"least": min(norms), "median": sorted(norms)[1], "largest": max(norms)}
     assert found == pytest.approx(expected, rel=1e-5)
 

@@ -21,8 +21,8 @@ import imprint
 from imprint import Attribution, Plan, Sources, Store, StoreError, Task, attribute, simulate
 from imprint.attribution.labels import Labels
 from imprint.cli.app import app
-from imprint.cli.inspection import inspected
-from imprint.cli.terminal import console, shown_store, shown_top
+from imprint.cli.inspection import inspect_store
+from imprint.cli.terminal import console, render_store, render_top
 from imprint.display import for_csv, for_html, for_picture, for_terminal
 from imprint.readout.reader import Reader
 from imprint.store.files import sha256
@@ -100,7 +100,7 @@ def test_nothing_that_a_store_names_is_loaded(kind: str, tmp_path: Path, monkeyp
         if left - {"task"} or NOTES[kind]["task"] != "digits":  # otherwise it is a setting, which is the library's own
             found = CliRunner().invoke(app, words)
             assert isinstance(found.exception, imprint.errors.ConfigurationError), name
-            assert "nothing that a store names is loaded by itself" in str(found.exception)
+            assert "that a store names are not loaded on their own" in str(found.exception)
     assert not list(tmp_path.rglob("ran"))
     assert not any(name in sys.modules for name in ("evil", "gift", "gift.evil"))
 
@@ -118,7 +118,7 @@ def test_the_command_to_copy_is_complete_and_works(tmp_path: Path, monkeypatch: 
     ):
         refused = run.invoke(app, words)
         assert refused.exit_code == 1
-        copied = shlex.split(re.sub(r".*repeat it: \S+ ", "", str(refused.exception)))
+        copied = shlex.split(re.sub(r".*run: \S+ ", "", str(refused.exception)))
         assert {*words} <= {*copied, "-o"} and "my model.py:task" in copied
         assert run.invoke(app, copied).exit_code == 0, copied
     assert [f.sha256 for f in Store("again").checkpoints[0].imprints] == [
@@ -179,7 +179,7 @@ def test_whatever_a_result_prints_is_clean() -> None:
     for shown in (result, result.top(2), store, Attribution(labels, result.scores), result.top(2).labels):
         assert harmless(repr(shown)), repr(shown)
     with console.capture() as captured:
-        console.print(shown_top(result.top(3)))
+        console.print(render_top(result.top(3)))
     assert harmless(captured.get()) and "\\x1b]0;owned\\x07" in captured.get()
 
 
@@ -214,7 +214,7 @@ def test_everything_of_a_forged_manifest_is_shown_clean(tmp_path: Path) -> None:
     assert harmless(result.stdout) and result.stdout.count("owned") >= 2
     assert harmless(json.dumps(CliRunner().invoke(app, ["inspect", str(store.path), "--json"]).stdout))
     with console.capture() as captured:
-        console.print(shown_store(inspected(Store(store.path))))
+        console.print(render_store(inspect_store(Store(store.path))))
     assert harmless(captured.get())
 
 
@@ -392,7 +392,7 @@ def test_a_file_that_is_touched_is_hashed_again_and_not_each_time(
         hashed.append(path.name)
         return sha256(path)
 
-    monkeypatch.setattr("imprint.store.reading.sha256", counted)
+    monkeypatch.setattr("imprint.store.opening.sha256", counted)
     reader.scores(DATA)
     assert not hashed
     (store.path / "checkpoint-000/imprints-00000.safetensors").touch()
@@ -421,8 +421,8 @@ def test_a_forked_child_does_not_delete_a_temporary_store() -> None:
 def test_a_name_twice_in_an_object_is_refused(tmp_path: Path) -> None:
     store = made(tmp_path / "store")
     text = (store.path / "manifest.json").read_text()
-    (store.path / "manifest.json").write_text('{"n": 1000000,' + text.lstrip().removeprefix("{"))
-    with pytest.raises(StoreError, match="the name 'n' appears more than once"):
+    (store.path / "manifest.json").write_text('{"created": "1000000",' + text.lstrip().removeprefix("{"))
+    with pytest.raises(StoreError, match="the name 'created' appears more than once"):
         Store(store.path)
 
 

@@ -12,7 +12,7 @@ import imprint
 from imprint import Attribution, DataError, Plan, Sources, Task
 from imprint.data import Data
 from imprint.evaluation.brittleness import Brittleness, brittleness
-from imprint.evaluation.retraining import Together
+from imprint.evaluation.together import Together
 from imprint.evaluation.training import Training
 
 TRAINING = Training(epochs=30, lr=0.5, batch_size=24)
@@ -150,16 +150,16 @@ def undirected(result: Attribution) -> Attribution:
     ("given", "says"),
     [
         ({"measure": None}, 'needs measure="margin"'),
-        ({"of": undirected}, "of 'kindness', of which nobody knows whether lower or higher is better"),
-        ({"of": lambda result: result[:3]}, "the result is of 3 queries, 4 are given"),
-        ({"of": lambda result: result[[3, 2, 1, 0]]}, "not of all queries in their order, row 0 is query 3"),
-        ({"queries": (QUERIES[0].flip(0), QUERIES[1].flip(0))}, "other queries than the truth"),
-        ({"of": elsewhere}, "other sources than the truth, number 0 is 'other' against '0'"),
-        ({"sources": Sources.per_example(20)}, "other sources than the truth, 24 against 20"),
-        ({"sources": SWAPPED}, "sources with other members than the truth's"),
+        ({"of": undirected}, "measures 'kindness', for which it is unknown whether lower or higher is better"),
+        ({"of": lambda result: result[:3]}, "the result has 3 queries, but 4 are given"),
+        ({"of": lambda result: result[[3, 2, 1, 0]]}, "not of all queries in their order: row 0 is query 3"),
+        ({"queries": (QUERIES[0].flip(0), QUERIES[1].flip(0))}, "other queries than the ground truth"),
+        ({"of": elsewhere}, "other sources than the ground truth: number 0 is 'other', there '0'"),
+        ({"sources": Sources.per_example(20)}, "other sources than the ground truth: 24 sources, there 20"),
+        ({"sources": SWAPPED}, "sources with other members than in the ground truth"),
         ({"of": lambda result: replace(result, scores=result.scores * torch.nan)}, "scores must be finite"),
         ({"of": flat}, "the scores of query 2 are the same for every source"),
-        ({"of": lambda result: result.scores}, "needs an Attribution and the Sources it is of, got Tensor and Sources"),
+        ({"of": lambda result: result.scores}, "needs an Attribution and its Sources, got Tensor and Sources"),
         ({"sources": 24}, "got Attribution and int"),
         ({"seed": -1}, "seed must be a whole number of at least 0, got -1"),
         ({"removed": 5}, "removed must be whole numbers from 1 to 23"),

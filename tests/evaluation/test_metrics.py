@@ -52,7 +52,7 @@ def planted(
 ) -> Truth:
     """A truth in which the scores are right but for their size: F = F₀ + size·Σ s/|S| over what a subset S has."""
     weight = torch.tensor([[1 / len(subsets.examples(index))] for index in range(len(subsets))], dtype=torch.float64)
-    exact = 3 + size * weight * (subsets.kept().double() @ scores.T)
+    exact = 3 + size * weight * (subsets.membership().double() @ scores.T)
     values = exact + noise * weight * draw(runs, *exact.shape, seed=seed)
     return Truth(subsets, values, "loss")
 
@@ -257,7 +257,7 @@ def test_constant_scores_are_counted_and_not_averaged_away(subsets: Subsets, con
     nothing = metric_of(evaluate(torch.full_like(scores, constant), truth))
     assert nothing.undefined == QUERIES
     assert np.isnan(nothing.estimate.value)
-    assert "undefined: scores or truth are constant" in str(nothing)
+    assert "undefined: scores or ground truth are constant" in str(nothing)
 
 
 def test_scores_that_are_constant_in_their_own_precision_are_constant() -> None:
@@ -284,7 +284,7 @@ def test_effects_that_are_the_rounding_of_f_are_constant() -> None:
     assert len(values.unique()) > 2
     found = loo(scores_for(LOO), Truth(LOO, values, "loss"))
     assert found.undefined == QUERIES
-    assert str(found) == "LOO undefined: scores or truth are constant"
+    assert str(found) == "LOO undefined: scores or ground truth are constant"
 
 
 def test_constant_truths_are_counted_too() -> None:
@@ -373,12 +373,12 @@ def test_the_removal_of_several_sources_is_predicted_by_the_sum_of_their_scores(
 
 @pytest.mark.parametrize("metric", [loo, removal])
 def test_halves_hold_no_removals(metric: Callable[[Tensor, Truth], object]) -> None:
-    with pytest.raises(DataError, match="these are halves"):
+    with pytest.raises(DataError, match="these are trained on halves"):
         metric(scores_for(HALVES), random_truth(HALVES))
 
 
 def test_removals_hold_no_halves_and_unions_no_single_ones() -> None:
-    with pytest.raises(DataError, match="needs a truth of random halves"):
+    with pytest.raises(DataError, match="needs ground truth from random halves"):
         lds(scores_for(LOO), random_truth(LOO))
     with pytest.raises(DataError, match="single sources"):
         loo(scores_for(UNIONS), random_truth(UNIONS))
@@ -392,10 +392,10 @@ def other_ids() -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"n": 21}, "scores are of 21 training examples, the truth of 20"),
-        (other_ids(), "other sources than the truth, number 7 is 'seven' against '7'"),
-        ({"source_ids": ("0", "1")}, "other sources than the truth, 2 against 20"),
-        ({"measure": "margin"}, "scores are of 'margin', the truth measured 'loss'"),
+        ({"n": 21}, "scores are of 21 training examples, the ground truth is of 20"),
+        (other_ids(), "other sources than the ground truth: number 7 is 'seven', there '7'"),
+        ({"source_ids": ("0", "1")}, "other sources than the ground truth: 2 sources, there 20"),
+        ({"measure": "margin"}, "scores are of 'margin', the ground truth measured 'loss'"),
     ],
 )
 def test_scores_of_something_else_are_refused(changes: dict[str, Any], message: str, subsets: Subsets) -> None:
@@ -421,7 +421,7 @@ def test_scores_of_other_queries_are_refused(subsets: Subsets) -> None:
     other = known(result, queries="other")
     for use in (lambda: evaluate(other, told), lambda: other.calibrate(told)):
         with pytest.raises(
-            DataError, match=r"other queries than the truth.*attribute those that were given to retrain"
+            DataError, match=r"other queries than the ground truth.*attribute the queries that were given to retrain"
         ):
             use()
 
@@ -430,7 +430,7 @@ def test_scores_of_reordered_queries_or_of_their_mean_are_refused() -> None:
     result, truth = attribution(scores_for(HALVES), HALVES), random_truth(HALVES)
     evaluate(result[list(range(QUERIES))], truth)
     for chosen, row in (([0, 2, 1, *range(3, QUERIES)], "row 1 is query 2"), ([0] * QUERIES, "row 1 is query 0")):
-        with pytest.raises(DataError, match=f"not of all queries in their order, {row}: give the whole attribution"):
+        with pytest.raises(DataError, match=f"not of all queries in their order: {row}. Give the whole attribution"):
             evaluate(result[chosen], truth)
     single = Truth(HALVES, truth.values[:, :, :1], "loss")
     evaluate(result[0], single)
@@ -445,9 +445,9 @@ def test_scores_of_sources_with_other_members_are_refused() -> None:
     renamed = replace(GROUPS, names=("a", "b", "c", "d", "e"))
     evaluate(known(result, sources=of_sources(GROUPS)), truth)
     evaluate(known(attribution(result.scores, halves, source_names=renamed.names), sources=of_sources(renamed)), truth)
-    with pytest.raises(DataError, match="with other members than the truth's: of the same sizes"):
+    with pytest.raises(DataError, match="with other members than in the ground truth: they have the same sizes"):
         evaluate(known(result, sources=of_sources(swapped)), truth)
-    with pytest.raises(DataError, match="other members than the truth's: '1' has 5 examples against 4"):
+    with pytest.raises(DataError, match="other members than in the ground truth: '1' has 5 examples, there 4"):
         evaluate(attribution(result.scores, halves, source_sizes=(4, 5, 3, 4, 4)), truth)
 
 
@@ -474,19 +474,21 @@ def test_scores_of_other_data_are_refused() -> None:
         evaluate(result, replace(truth, about=same))
     other = replace(truth, about=about(data="other"))
     for use in (lambda: evaluate(result, other), lambda: result.calibrate(other)):
-        with pytest.raises(DataError, match="other training data than the truth, or of the same in another order"):
+        with pytest.raises(
+            DataError, match="other training data than the ground truth, or of the same in another order"
+        ):
             use()
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({**PARAMETERS, "a": {"shape": [3, 4], "dtype": "torch.float32"}}, r"'a' has shape \(5, 4\) against \(3, 4\)"),
+        ({**PARAMETERS, "a": {"shape": [3, 4], "dtype": "torch.float32"}}, r"'a' has shape \(5, 4\), there \(3, 4\)"),
     ],
 )
 def test_scores_of_another_model_are_refused(change: dict[str, Any], message: str) -> None:
     result, truth = known(attribution(scores_for(HALVES), HALVES), parameters=PARAMETERS), random_truth(HALVES)
-    with pytest.raises(DataError, match=f"another model than the truth: .*{message}"):
+    with pytest.raises(DataError, match=f"another model than the ground truth: .*{message}"):
         evaluate(result, replace(truth, about=about(parameters=change)))
 
 
@@ -508,7 +510,7 @@ def test_scores_may_be_of_some_of_the_parameters_and_of_another_precision() -> N
 
 @pytest.mark.parametrize("subsets", [Subsets.halves(N, 2), Subsets.without_each(N, only=[3, 4]), PAIRS])
 def test_two_subsets_say_nothing(subsets: Subsets) -> None:
-    with pytest.raises(DataError, match="has 2 subsets to compare: a correlation means nothing below 3"):
+    with pytest.raises(DataError, match="has 2 subsets to compare: a correlation needs at least 3"):
         evaluate(scores_for(subsets), random_truth(subsets))
 
 
@@ -555,7 +557,7 @@ def test_self_influence_stands_beside_plain_loss_and_the_better_one_is_named() -
     assert worse.better == "plain loss"
     assert better.better == "self-influence"
     assert mislabel_auc(-noisy, wrong, noisy).better == "neither"
-    assert f"plain loss {worse.loss.estimate.shown(3)}" in str(worse)
+    assert f"plain loss {worse.loss.estimate.format(3)}" in str(worse)
     assert "plain loss is better" in str(worse)
     assert worse.ahead.value == pytest.approx(worse.influence.estimate.value - worse.loss.estimate.value)
 
@@ -573,7 +575,7 @@ def test_plain_losses_are_those_of_the_model_in_evaluation_mode() -> None:
 
 def test_the_area_is_refused_without_both_kinds_of_examples_or_with_values_that_do_not_fit() -> None:
     for wrong in (torch.ones(5), torch.zeros(5)):
-        with pytest.raises(DataError, match="some mislabelled examples and some that are not"):
+        with pytest.raises(DataError, match="some mislabelled and some correctly labelled examples"):
             mislabel_auc(draw(5), wrong, draw(5))
     with pytest.raises(DataError, match="one value and one label per example"):
         mislabel_auc(draw(5), torch.arange(4) < 2, draw(5))
@@ -612,7 +614,7 @@ def test_where_all_effects_are_equally_large_there_is_no_overlap() -> None:
         found = overlap(first, second, 2)
         assert found.undefined == 2
         assert np.flatnonzero(np.isnan(found.per_query)).tolist() == [1, 4]
-    with pytest.raises(DataError, match="overlap is of two Attributions, got a Top"):
+    with pytest.raises(DataError, match="overlap compares two Attributions, got a Top"):
         overlap(attribution(scores, REMOVALS).top(2), attribution(scores, REMOVALS))  # type: ignore[arg-type]
 
 
@@ -645,7 +647,7 @@ BAD_VALUES: dict[str, tuple[Any, str]] = {
 
 @pytest.mark.parametrize(("values", "message"), BAD_VALUES.values(), ids=BAD_VALUES.keys())
 def test_values_that_make_no_truth_are_refused(values: Any, message: str) -> None:
-    with pytest.raises(DataError, match=f"values of a truth .*{message}"):
+    with pytest.raises(DataError, match=f"values of a ground truth .*{message}"):
         Truth(HALVES, values, "loss")
 
 

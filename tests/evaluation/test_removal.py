@@ -47,7 +47,7 @@ def test_the_slope_is_that_of_single_effects_and_the_mean_slope_that_of_mean_one
     x = check.predicted - check.predicted.mean(1, keepdims=True)
     assert check.slope.value == pytest.approx((x * check.truth).sum() / (x * x).sum())
     assert 1.5 < check.slope.value < 2.5 < check.mean_slope.value
-    assert np.isnan(check.guessed(np.ones(SOURCES)).slope.value)
+    assert np.isnan(check.with_guess(np.ones(SOURCES)).slope.value)
 
 
 def test_a_mean_over_queries_has_one_interval_whoever_asks() -> None:
@@ -71,7 +71,7 @@ def test_a_source_can_be_left_out_and_a_guess_put_in() -> None:
     check = RemovalCheck(truth, runs)
     assert check.without(3).predicted.shape == (QUERIES, SOURCES - 1)
     np.testing.assert_array_equal(check.without(3).truth, np.delete(check.truth, 3, axis=1))
-    guess = check.guessed(np.arange(12.0))
+    guess = check.with_guess(np.arange(12.0))
     assert guess.correlation.value == pytest.approx(pearson(np.arange(12.0), check.truth.mean(0)))
 
 

@@ -21,7 +21,7 @@ from imprint.evaluation.statistics import (
     pearson,
     ranks,
     slope,
-    student,
+    student_quantile,
 )
 
 every_seed = pytest.mark.parametrize("seed", range(5))
@@ -134,7 +134,7 @@ def test_intervals_cover_the_mean_about_as_often_as_they_say() -> None:
 
 def test_the_quantile_is_students() -> None:
     for freedom in (1, 2, 3, 5, 30, 10_000):
-        assert student(freedom) == pytest.approx(t.ppf(0.975, freedom), rel=2e-3)
+        assert student_quantile(freedom) == pytest.approx(t.ppf(0.975, freedom), rel=2e-3)
 
 
 def test_the_jackknife_of_a_mean_is_students_interval() -> None:

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from imprint import DataError, Sources, SourcesError
-from imprint.evaluation.subsets import Subsets, derived
+from imprint.evaluation.subsets import Subsets, derive_seed
 
 OVERLAPPING = Sources.groups({"a": [0, 1, 2], "b": [2, 3], "c": [5]})  # example 4 is in no source
 
@@ -18,12 +18,12 @@ OVERLAPPING = Sources.groups({"a": [0, 1, 2], "b": [2, 3], "c": [5]})  # example
 def test_halves_are_halves(sources: int, half: int) -> None:
     subsets = Subsets.halves(sources, 20)
     assert len(subsets) == 20
-    assert subsets.kept().sum(1).tolist() == [half] * 20
+    assert subsets.membership().sum(1).tolist() == [half] * 20
     assert [len(subsets.examples(i)) for i in range(20)] == [half] * 20
 
 
 def test_halves_are_distinct_and_every_source_is_in_about_half_of_them() -> None:
-    kept = Subsets.halves(40, 200).kept()
+    kept = Subsets.halves(40, 200).membership()
     assert len({tuple(row) for row in kept.tolist()}) == 200
     share = kept.double().mean(0)
     assert float((share - 0.5).abs().max()) < 4 * 0.5 / 200**0.5
@@ -54,7 +54,7 @@ def test_where_more_are_asked_for_than_there_are_each_is_there_once(
     assert len(drawn) == len(set(drawn)) == all_of_them
     assert not caplog.text
     assert make(100).removed == make(all_of_them).removed
-    assert f"100 subsets were asked for, there are {all_of_them} different ones" in caplog.text
+    assert f"100 subsets were requested, but only {all_of_them} different ones exist" in caplog.text
 
 
 def test_a_removal_takes_all_members_whatever_other_sources_have_them() -> None:
@@ -65,7 +65,7 @@ def test_a_removal_takes_all_members_whatever_other_sources_have_them() -> None:
         [0, 1, 4, 5],
         [0, 1, 2, 3, 4],
     ]
-    assert subsets.kept().tolist() == [[True] * 3, [False, True, True], [True, False, True], [True, True, False]]
+    assert subsets.membership().tolist() == [[True] * 3, [False, True, True], [True, False, True], [True, True, False]]
 
 
 def test_removals_can_be_of_some_sources_and_come_after_a_baseline() -> None:
@@ -118,42 +118,42 @@ def test_more_halves_are_trained_with_the_same_seeds() -> None:
 
 
 def test_a_derived_seed_suits_every_library_and_depends_on_each_word() -> None:
-    seeds = [derived(seed, *words) for seed in (0, 1, 2**40) for words in ((), (0,), (0, 0), (1,), (0, 1), (1, 0))]
+    seeds = [derive_seed(seed, *words) for seed in (0, 1, 2**40) for words in ((), (0,), (0, 0), (1,), (0, 1), (1, 0))]
     assert len(set(seeds)) == len(seeds)
     assert all(0 <= seed < 2**31 for seed in seeds)
     with pytest.raises(DataError, match="seed must be a whole number of at least 0, got -1"):
-        derived(-1, 0)
+        derive_seed(-1, 0)
 
 
 REFUSED: dict[str, tuple[Callable[[], Subsets], str]] = {
-    "another length": (lambda: Subsets.halves(10, n=12), "divide 10 examples, the training data has 12"),
+    "another length": (lambda: Subsets.halves(10, n=12), "10 training examples, the data has 12"),
     "members outside": (lambda: Subsets.halves(OVERLAPPING, n=5), "'c' has member 5, .* examples 0 to 4"),
-    "no length": (lambda: Subsets.without_each(OVERLAPPING), "do not say how many .* give n="),
+    "no length": (lambda: Subsets.without_each(OVERLAPPING), "do not record the number .* give n="),
     "one source": (lambda: Subsets.halves(Sources.groups({"a": [0]}), n=4), "at least two sources"),
     "no source": (lambda: Subsets.halves(0), "there are no sources"),
-    "nothing removed": (lambda: Subsets.without_each(4, only=[]), "no subset that lacks a source"),
+    "nothing removed": (lambda: Subsets.without_each(4, only=[]), "no subset lacks a source"),
     "unknown source": (lambda: Subsets.without_each(4, only=[4]), r"subset 1 lacks sources \(4,\): .* from 0 to 3"),
     "from the end": (lambda: Subsets.without(4, [[], [-1]]), r"subset 1 lacks sources \(-1,\)"),
-    "twice": (lambda: Subsets.without(4, [[], [1, 1]]), "give each once"),
+    "twice": (lambda: Subsets.without(4, [[], [1, 1]]), "give each position once"),
     "everything": (lambda: Subsets.without(4, [[], [0, 1, 2, 3]]), "subset 1 has no training example left"),
-    "one twice": (lambda: Subsets.without_each(4, only=[1, 2, 1]), "names a source more than once: 1, 2, 1"),
-    "no baseline": (lambda: Subsets.without(4, [[0], [1, 2]]), "a model that lacks nothing: add an empty list"),
+    "one twice": (lambda: Subsets.without_each(4, only=[1, 2, 1]), "contains a source more than once: 1, 2, 1"),
+    "no baseline": (lambda: Subsets.without(4, [[0], [1, 2]]), "a model trained on everything: add an empty list"),
     "no lists": (
         lambda: Subsets.without(4, cast(Any, [0, 1])),
-        "the positions .* each subset lacks: 'int' object is not iterable",
+        "positions .* each subset lacks: 'int' object is not iterable",
     ),
     "no position": (
         lambda: Subsets.without_each(4, only=[cast(Any, 1.5)]),
         "'float' object cannot be interpreted as an integer",
     ),
     "labels": (lambda: Subsets.halves(cast(Any, [0, 1, 0])), r"got a list: Sources\.by_label\(labels\) makes sources"),
-    "a float": (lambda: Subsets.without_each(cast(Any, 4.0)), "expected Sources, or how many .* got a float"),
+    "a float": (lambda: Subsets.without_each(cast(Any, 4.0)), "expected Sources, or the number .* got a float"),
     "true": (lambda: Subsets.without_each(True), "got a bool"),
     "no share": (
         lambda: Subsets.without_some(4, 2, share=cast(Any, "some")),
-        "share must lie between 0 and 1, got some",
+        "share must be between 0 and 1, got some",
     ),
-    "too large a share": (lambda: Subsets.without_some(4, 2, share=1.5), "share must lie between 0 and 1, got 1.5"),
+    "too large a share": (lambda: Subsets.without_some(4, 2, share=1.5), "share must be between 0 and 1, got 1.5"),
 }
 
 
@@ -184,5 +184,5 @@ def test_whole_numbers_may_be_of_any_library() -> None:
 def test_subsets_say_what_they_are() -> None:
     assert repr(HALVES) == "Subsets(halves: 40 subsets of 10 sources, 10 examples)"
     some = Subsets.without(OVERLAPPING, [[], [0], [2, 1]], n=6)
-    assert [some.shown(index) for index in range(3)] == ["everything", "all but 'a'", "all but 'c', 'b'"]
-    assert Subsets.halves(10, 1).shown(0).endswith(" and 2 more")
+    assert [some.describe(index) for index in range(3)] == ["everything", "all but 'a'", "all but 'c', 'b'"]
+    assert Subsets.halves(10, 1).describe(0).endswith(" and 2 more")

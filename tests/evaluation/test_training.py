@@ -12,7 +12,14 @@ from torch.nn import functional as F
 
 from imprint import DataError, PlanError, Task, TaskError
 from imprint.data import Data
-from imprint.evaluation.training import Recorded, Training, measured, models_at_once, record_together, train_together
+from imprint.evaluation.training import (
+    Recorded,
+    Training,
+    measure_stack,
+    models_at_once,
+    record_together,
+    train_together,
+)
 from imprint.task import Batch, Parameters
 
 CPU = torch.device("cpu")
@@ -254,7 +261,7 @@ def test_examples_outside_its_subset_do_not_touch_a_model() -> None:
 def test_measurements_of_a_stack_are_those_of_its_models() -> None:
     x, y = PERCEPTRON.data
     stack = PERCEPTRON.together(SUBSETS, SEEDS, TRAINING)
-    losses = measured(Task.classifier(PERCEPTRON.build()), stack, (x, y), len(x))
+    losses = measure_stack(Task.classifier(PERCEPTRON.build()), stack, (x, y), len(x))
     model = PERCEPTRON.build()
     model.load_state_dict({name: tensor[1] for name, tensor in stack.items()})
     torch.testing.assert_close(losses[1], F.cross_entropy(model(x), y, reduction="none").detach())
@@ -268,7 +275,7 @@ def test_a_measurement_that_vmap_cannot_run_is_taken_of_one_model_after_the_othe
     stack = PERCEPTRON.together(SUBSETS, SEEDS, TRAINING)
     x, y = PERCEPTRON.data
     plain, looped = (
-        measured(Task.classifier(PERCEPTRON.build(), measure=measure), stack, (x, y), len(x))
+        measure_stack(Task.classifier(PERCEPTRON.build(), measure=measure), stack, (x, y), len(x))
         for measure in (lambda model, batch: model(batch[0]).amax(1), largest)
     )
     torch.testing.assert_close(looped, plain)
@@ -312,7 +319,7 @@ def test_recording_does_not_change_the_training() -> None:
 def test_what_cannot_be_recorded_is_refused() -> None:
     with pytest.raises(PlanError, match="step 13 cannot be recorded: the training has steps 1 to 12"):
         recorded(ADAM, (1, 13))
-    with pytest.raises(PlanError, match="second moments belong to"):
+    with pytest.raises(PlanError, match="second moments exist for"):
         recorded(TRAINING, (1,))
 
 
@@ -406,7 +413,7 @@ def test_dropout_of_models_trained_together_has_the_distribution_of_models_train
     stack = kind.together([everything] * models, list(range(models)), training)
     queries = (kind.data[0][:2].repeat_interleave(3, 0), torch.arange(3).repeat(2))
     task = Task.classifier(kind.build(), measure="logit")
-    together = measured(task, stack, queries, 6)
+    together = measure_stack(task, stack, queries, 6)
     torch.manual_seed(12345)
     rows = []
     for _ in range(models):
@@ -442,7 +449,7 @@ def test_models_with_batch_norm_are_refused(layer: nn.Module) -> None:
 
 @pytest.mark.parametrize("build", MOVING.values(), ids=MOVING.keys())
 def test_models_with_buffers_that_are_not_constant_are_refused(build: Callable[[], nn.Module]) -> None:
-    with pytest.raises(TaskError, match=r"buffers that a training or a seed changes.*train\(subset, seed\)"):
+    with pytest.raises(TaskError, match=r"buffers that depend on training or on the seed.*train\(subset, seed\)"):
         Kind(build, PERCEPTRON.data).together(SUBSETS, SEEDS, TRAINING)
 
 
@@ -452,7 +459,7 @@ def test_models_that_vmap_cannot_run_are_refused_with_the_reason() -> None:
         return values if values.sum().item() > 0 else -values
 
     kind = Kind(PERCEPTRON.build, PERCEPTRON.data, lambda model: Task(model, losses))
-    with pytest.raises(TaskError, match=r"cannot be trained in one batch.*RuntimeError.*train\(subset, seed\)"):
+    with pytest.raises(TaskError, match=r"cannot be trained together.*RuntimeError.*train\(subset, seed\)"):
         kind.together(SUBSETS, SEEDS, TRAINING)
 
 
@@ -477,7 +484,7 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "epochs": ({"epochs": 0}, "epochs must be at least 1, got 0"),
     "batch size": ({"batch_size": 0}, "batch_size must be at least 1, got 0"),
     "step size": ({"lr": math.nan}, "lr must be at least 0, got nan"),
-    "momentum": ({"optimiser": "adam", "momentum": 0.9}, "momentum belongs to \"sgd\"; 'adam' has betas"),
+    "momentum": ({"optimiser": "adam", "momentum": 0.9}, "momentum= works with \"sgd\" only; 'adam' has betas"),
 }
 
 
@@ -488,7 +495,7 @@ def test_settings_that_cannot_be_meant_are_refused(change: dict[str, Any], messa
 
 
 def test_a_subset_that_fills_no_batch_is_refused() -> None:
-    with pytest.raises(DataError, match="a subset of 9 examples does not fill one batch of 10"):
+    with pytest.raises(DataError, match="a subset of 9 examples is smaller than one batch of 10"):
         PERCEPTRON.together(SUBSETS, SEEDS, replace(TRAINING, batch_size=10, drop_last=True))
 
 

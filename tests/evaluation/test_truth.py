@@ -24,10 +24,11 @@ from torch.utils.data import DataLoader, TensorDataset
 from imprint import DataError, Plan, Sources, StoreError, Task, TaskError, attribute, simulate
 from imprint.data import Data
 from imprint.evaluation.metrics import evaluate
-from imprint.evaluation.retraining import Together, Train, retrain
-from imprint.evaluation.subsets import ORDER, Subsets, derived
+from imprint.evaluation.retraining import retrain
+from imprint.evaluation.subsets import ORDER, Subsets, derive_seed
+from imprint.evaluation.together import Together, Train
 from imprint.evaluation.training import Training
-from imprint.evaluation.trials import called, spread
+from imprint.evaluation.trials import describe_function, spread
 from imprint.evaluation.truth import Truth
 from imprint.runtime.progress import Advance
 from imprint.store.files import LOCK
@@ -74,7 +75,7 @@ def train(subset: Tensor, seed: int) -> nn.Module:
         model = build()
     x, y = points(N, 0)
     optimiser = torch.optim.SGD(model.parameters(), TRAINING.lr, TRAINING.momentum)
-    order = torch.Generator().manual_seed(derived(seed, ORDER))
+    order = torch.Generator().manual_seed(derive_seed(seed, ORDER))
     for _ in range(TRAINING.epochs):
         for batch in subset[torch.randperm(len(subset), generator=order)].split(TRAINING.batch_size):
             optimiser.zero_grad()
@@ -178,7 +179,7 @@ def test_a_kept_truth_is_what_was_returned(how: Train | Together, subsets: Subse
     assert (kept.measure, kept.subsets.kind, kept.subsets.n) == (truth.measure, subsets.kind, N)
     assert kept.subsets.removed == subsets.removed
     assert kept.subsets.sources.ids == subsets.sources.ids
-    assert torch.equal(kept.subsets.kept(), subsets.kept())
+    assert torch.equal(kept.subsets.membership(), subsets.membership())
     assert {file.suffix for file in contents(tmp_path)} == {".safetensors", ".json"}
 
 
@@ -228,6 +229,7 @@ ask(Path(sys.argv[1]), slow)
 """
 
 
+@pytest.mark.system
 def test_a_killed_process_leaves_its_models_and_lets_others_in(tmp_path: Path) -> None:
     process = subprocess.Popen(
         [sys.executable, "-c", KILLABLE, str(tmp_path / "truth")],
@@ -427,7 +429,7 @@ def test_a_folder_with_something_else_is_refused_untouched(name: str, tmp_path: 
     with pytest.raises(StoreError, match=r"no truth\.json"):
         Truth.load(tmp_path)
     assert contents(tmp_path) == {tmp_path / name: b"mine"}
-    with pytest.raises(StoreError, match="holds something else"):
+    with pytest.raises(StoreError, match="is a file: give a folder for the ground truth"):
         ask(tmp_path / name)
 
 
@@ -454,8 +456,8 @@ def diverging(subset: Tensor, seed: int) -> nn.Module:
 @pytest.mark.parametrize(
     ("how", "message"),
     [
-        (heedless, "ignores its subset"),
-        (stubborn, "ignores its seed"),
+        (heedless, "same model for two different subsets"),
+        (stubborn, "same model for two seeds"),
         (forgetful, "must return the trained model, got a NoneType"),
     ],
 )
@@ -503,8 +505,8 @@ def test_a_function_without_a_seed_is_told_by_how_much_its_models_differ(
     ask(how=train, subsets=subsets)
     assert not caplog.text
     truth = ask(how=unseeded, subsets=subsets)
-    assert "gives two models for one subset and seed, which are" in caplog.text
-    assert ("differ by more than what they lack" in caplog.text) == (subsets is REMOVALS)
+    assert "returns different models for the same subset and seed" in caplog.text
+    assert ("differ by more than what was removed" in caplog.text) == (subsets is REMOVALS)
     assert truth.about["noise"] > 1e-3
 
 
@@ -541,12 +543,12 @@ def nudged(size: float) -> Train:
 def test_a_folder_is_not_continued_by_another_function_of_the_same_name(models: int, tmp_path: Path) -> None:
     begun(tmp_path, train, models)
     kept = contents(tmp_path)
-    with pytest.raises(StoreError, match=r"of another train\(subset, seed\): trained again, model 0 has an F that"):
+    with pytest.raises(StoreError, match=r"of another train\(subset, seed\): F of model 0, trained again, differs"):
         ask(tmp_path, nudged(0.5))
     assert contents(tmp_path) == kept
     ask(tmp_path, nudged(0.0))
     kept = contents(tmp_path)
-    with pytest.raises(StoreError, match=r"of another train\(subset, seed\): trained again, model 0 has an F that"):
+    with pytest.raises(StoreError, match=r"of another train\(subset, seed\): F of model 0, trained again, differs"):
         ask(tmp_path, nudged(0.5))  # though nothing is left to train
     assert contents(tmp_path) == kept
 
@@ -556,7 +558,7 @@ def test_a_small_deviation_is_said_and_a_tiny_one_is_not(tmp_path: Path, caplog:
         begun(tmp_path / str(size), train, 5)
         assert not caplog.text
         ask(tmp_path / str(size), nudged(size))
-    assert "does not quite give the models in" in caplog.text
+    assert "does not exactly reproduce the models in" in caplog.text
 
 
 def test_a_function_that_never_repeats_itself_may_still_go_on(tmp_path: Path) -> None:
@@ -568,7 +570,7 @@ def test_a_function_that_never_repeats_itself_may_still_go_on(tmp_path: Path) ->
 @pytest.mark.parametrize(
     ("how", "message"),
     [
-        (lambda subset: train(subset, 0), r"called as train\(subset, seed\), this one takes \(subset\): too many"),
+        (lambda subset: train(subset, 0), r"called as train\(subset, seed\), but takes \(subset\): too many"),
         (lambda subset, seed, lr: train(subset, seed), "missing a required argument: 'lr'"),
         ("train", "must be a function of .* or a Together, got a str"),
     ],
@@ -579,16 +581,16 @@ def test_a_function_that_cannot_be_called_is_refused(how: Any, message: str) -> 
 
 
 def test_arguments_of_another_kind_are_refused_in_words() -> None:
-    with pytest.raises(DataError, match=r"must be made by Subsets, got a Sources: Subsets\.halves\(sources\)"):
+    with pytest.raises(DataError, match=r"must be a Subsets, got a Sources: use Subsets\.halves\(sources\)"):
         ask(subsets=Sources.per_example(N))
-    with pytest.raises(DataError, match="the task measures another model than those that are trained"):
+    with pytest.raises(DataError, match="the task's model differs from those that are trained"):
         ask(task=Task.classifier(nn.Linear(4, 3).double()))
     with pytest.raises(TaskError, match=r"must be an imprint\.Task, got a Sequential"):
         ask(task=build())
 
 
 def test_a_model_is_not_taken_for_the_function_that_trains_it() -> None:
-    with pytest.raises(DataError, match="train is a model, a Sequential: give the function that trains one"):
+    with pytest.raises(DataError, match="train is a model, a Sequential: give a function"):
         ask(how=build())
 
 
@@ -600,7 +602,7 @@ def test_queries_that_do_not_fit_are_told_before_anything_is_trained() -> None:
 
 
 TOGETHER: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
-    "model": ({"build": build()}, TaskError, "build must be a function that makes a model, got a Sequential"),
+    "model": ({"build": build()}, TaskError, "build must be a function that builds a model, got a Sequential"),
     "task": ({"task_of": task()}, TaskError, "task_of must be a function .* got a Task"),
     "training": ({"training": {"lr": 0.1}}, TaskError, "training must be a Training, got a dict"),
     "dataset": ({"data": TensorDataset(*points(N, 0))}, DataError, "columns of tensors .*, got a TensorDataset"),
@@ -634,7 +636,7 @@ def test_what_a_training_raises_says_which_it_was() -> None:
         ask(how=failing, subsets=REMOVALS)
     seed = REMOVALS.seeds(0, 0)[0]
     assert error.value.__notes__ == [f"while retraining on subset 1 (all but '0') in run 0 with seed {seed}"]
-    with pytest.raises(DataError, match="does not fill one batch") as raised:
+    with pytest.raises(DataError, match="is smaller than one batch") as raised:
         ask(how=together(training=replace(TRAINING, batch_size=20, drop_last=True)))
     assert "while retraining on subset 0" in raised.value.__notes__[0] and "and 1 more" in raised.value.__notes__[0]
 
@@ -652,9 +654,9 @@ def test_a_model_that_the_task_does_not_measure_is_refused() -> None:
     for how, message in (
         (other, "it lacks '0.weight'"),
         (wider, r"'0.weight' has shape \(6, 4\), there \(5, 4\)"),
-        (longer, "it has '3.weight' beside them"),
+        (longer, "it has an extra '3.weight'"),
     ):
-        with pytest.raises(DataError, match=f"returns another model than the task measures: {message}"):
+        with pytest.raises(DataError, match=f"returns another model than the task's: {message}"):
             ask(how=how)
 
 
@@ -667,13 +669,13 @@ def test_a_truth_knows_the_data_it_is_told_of(tmp_path: Path) -> None:
     assert same.about["fingerprints"] == {**mine, **same.about["fingerprints"]}
     assert len(evaluate(result, same)) == len(evaluate(result, ask(how=train, task=own))) == 1
     for truth in (other, ask(how=together(data=points(N, 2)), task=own)):
-        with pytest.raises(DataError, match="scores are of other training data than the truth"):
+        with pytest.raises(DataError, match="scores are of other training data than the ground truth"):
             evaluate(result, truth)
     data = Data(TensorDataset(*points(N, 0)), device=torch.device("cpu"))
     assert ask(how=train, data=data).about["fingerprints"] == same.about["fingerprints"]
-    with pytest.raises(DataError, match="subsets are of 24 training examples, the data has 23"):
+    with pytest.raises(DataError, match="subsets are made for 24 training examples, the data has 23"):
         ask(how=train, data=points(23, 0))
-    with pytest.raises(DataError, match="data is not what the Together trains on"):
+    with pytest.raises(DataError, match="differs from the data that the Together trains on"):
         ask(data=points(N, 2))
     assert ask(data=points(N, 0)).about["fingerprints"] == ask().about["fingerprints"]
 
@@ -688,7 +690,7 @@ def test_data_that_one_call_names_and_the_other_does_not_is_no_change(tmp_path: 
 def test_scores_of_another_model_are_not_held_against_a_truth() -> None:
     small = Task.classifier(nn.Linear(4, 3).double())
     store = simulate(small, points(N, 0), HALVES.sources, Plan(steps=2, lr=0.1), progress=False)
-    with pytest.raises(DataError, match="scores are of another model or measurement than the truth"):
+    with pytest.raises(DataError, match="scores are of another model or measurement than the ground truth"):
         evaluate(attribute(small, store, points(QUERIES, 1), progress=False), ask())
 
 
@@ -706,7 +708,7 @@ def test_a_model_with_parameters_of_the_same_shapes_is_told_from_another(other: 
     result = attribute(task, store, points(QUERIES, 1), progress=False)
     how = Together(lambda: deepcopy(other).double(), Task.classifier, points(N, 0), Training(epochs=1, lr=0.1))
     truth = retrain(how, Task.classifier(other.double()), points(QUERIES, 1), HALVES, progress=False)
-    with pytest.raises(DataError, match="another model or measurement than the truth: F at random parameters"):
+    with pytest.raises(DataError, match="another model or measurement than the ground truth: F at random parameters"):
         evaluate(result, truth)
 
 
@@ -727,7 +729,9 @@ def trembling(how: Train, size: float = 1e-12) -> Train:
 
 
 @every_kind
-@pytest.mark.parametrize(("how", "message"), [(heedless, "ignores its subset"), (stubborn, "ignores its seed")])
+@pytest.mark.parametrize(
+    ("how", "message"), [(heedless, "same model for two different subsets"), (stubborn, "same model for two seeds")]
+)
 @pytest.mark.parametrize("size", [1e-12, 1e-6])
 def test_rounding_does_not_pass_for_listening(how: Train, message: str, size: float, subsets: Subsets) -> None:
     with pytest.raises(DataError, match=message):
@@ -744,7 +748,7 @@ def test_a_subset_that_changes_nothing_is_not_the_last_word() -> None:
     told: list[tuple[int, int]] = []
     ask(how=picky, subsets=Subsets.without(N, [[], [3], [0, 1]]), progress=lambda *now: told.append(now))
     assert told[-1] == (2 * 3 + 1, 2 * 3 + 1)
-    with pytest.raises(DataError, match="ignores its subset"):
+    with pytest.raises(DataError, match="same model for two different subsets"):
         ask(how=picky, subsets=Subsets.without(N, [[], [3]]))
 
 
@@ -777,9 +781,9 @@ def test_what_is_learned_outside_the_parameters_counts_too() -> None:
     own = Task.classifier(Neighbours(torch.arange(N)))
     truth = ask(how=lambda subset, seed: Neighbours(subset), task=own, runs=1)
     assert float(truth.values.std(1).min()) > 0
-    with pytest.raises(DataError, match="ignores its seed"):
+    with pytest.raises(DataError, match="same model for two seeds"):
         ask(how=lambda subset, seed: Neighbours(subset), task=own)
-    with pytest.raises(DataError, match="ignores its subset"):
+    with pytest.raises(DataError, match="same model for two different subsets"):
         ask(how=lambda subset, seed: Neighbours(torch.arange(N)), task=own, runs=1)
 
 
@@ -842,7 +846,7 @@ def test_more_runs_by_another_function_change_nothing(tmp_path: Path) -> None:
 def test_a_second_run_needs_a_function_that_hears_its_seed(subsets: Subsets, tmp_path: Path) -> None:
     ask(tmp_path / "deaf", named(lambda *given: stubborn(*given)), subsets=subsets, runs=1)
     kept = contents(tmp_path)
-    with pytest.raises(DataError, match="ignores its seed"):
+    with pytest.raises(DataError, match="same model for two seeds"):
         ask(tmp_path / "deaf", named(lambda *given: stubborn(*given)), subsets=subsets, runs=2)
     assert contents(tmp_path) == kept
     ask(tmp_path / "fine", train, subsets=subsets, runs=1)
@@ -958,7 +962,7 @@ def test_a_function_may_be_off_by_three_times_its_own_noise(size: float, refused
 def test_one_kept_model_must_be_the_same_to_a_thousandth(size: float, refused: bool, tmp_path: Path) -> None:
     begun(tmp_path, train, 1, runs=1)
     if refused:
-        with pytest.raises(StoreError, match=r"has an F that is .* away, where it is"):
+        with pytest.raises(StoreError, match=r"trained again, differs by .*, where it is"):
             ask(tmp_path, nudged(size), runs=1)
     else:
         ask(tmp_path, nudged(size), runs=1)
@@ -974,7 +978,7 @@ def test_a_function_with_arguments_bound_is_known_by_them(tmp_path: Path) -> Non
     name = re.escape(scaled.__qualname__)
     with pytest.raises(StoreError, match=rf"training was {name}\(1\.0, shift=0\.0\), is {name}\(1\.0, shift=0\.5\)"):
         ask(tmp_path, partial(scaled, 1.0, shift=0.5))
-    assert called(partial(called, build)) == "called(<function build>)"
+    assert describe_function(partial(describe_function, build)) == "describe_function(<function build>)"
 
 
 def test_a_seed_may_be_ignored_where_there_is_one_run() -> None:
@@ -1008,7 +1012,7 @@ def test_requests_that_cannot_be_meant_are_refused() -> None:
     for wrong in (-1, 1.5, "a"):
         with pytest.raises(DataError, match=f"seed must be a whole number of at least 0, got {wrong!r}"):
             ask(seed=wrong)
-    with pytest.raises(DataError, match="subsets are of 20 training examples, the data has 24"):
+    with pytest.raises(DataError, match="subsets are made for 20 training examples, the data has 24"):
         ask(subsets=Subsets.halves(20))
     elsewhere = replace(together(), data=Data(points(N, 0), device=torch.device("meta")))
     with pytest.raises(DataError, match="trained on meta and measured on cpu"):
@@ -1021,9 +1025,9 @@ def test_effects_are_changes_against_the_models_that_lack_nothing() -> None:
     assert truth.effects.shape == (RUNS, QUERIES, 4)
     expected = truth.values[1, 1 + 3] - truth.values[1, 0]
     torch.testing.assert_close(truth.effects[1, :, 3], expected)
-    with pytest.raises(DataError, match="these are halves"):
+    with pytest.raises(DataError, match="these are trained on halves"):
         _ = ask().effects
-    with pytest.raises(DataError, match="ask for a baseline"):
+    with pytest.raises(DataError, match="add a baseline"):
         _ = ask(subsets=Subsets("removal", N, Sources.per_example(N), ((0,), (1, 2)))).effects
 
 
@@ -1072,7 +1076,7 @@ def test_only_scores_of_the_same_queries_and_sources_are_held_against_a_truth() 
     assert len(evaluate(result, truth)) == 3
     x, y = queries
     for other in ((x.flip(0), y.flip(0)), OTHER):
-        with pytest.raises(DataError, match="other queries than the truth"):
+        with pytest.raises(DataError, match="other queries than the ground truth"):
             evaluate(attribute(own, store, other, progress=False), truth)
     swapped = Sources.by_label([3 - i % 4 for i in range(N)])
     wrong = simulate(own, points(N, 0), swapped, Plan(steps=2, lr=0.1), progress=False)

@@ -1,14 +1,16 @@
 """Tiny language models with adapters, their stores, and queries, built by hand in float32."""
 
+import tempfile
 from collections.abc import Callable
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from imprint import Plan, Sources, Store, Task, simulate
-from imprint.export import Export
+from imprint.export import Export, to_onnx
 from imprint.export.likelihood import log_likelihood
 
 VOCABULARY, LENGTH, SOURCES = 30, 12, 3
@@ -114,6 +116,17 @@ def prepared(kind: str, parameters: str = "*lora_B*", alpha: int = 4, moved: boo
     """A task all of whose blocks but the first are adapted, and its store."""
     found = task(adapted(kind, blocks=[1, 2] if kind == "gpt2" else [1], alpha=alpha, moved=moved), parameters)
     return found, simulate(found, data(), sources(), PLAN, progress=False)
+
+
+@cache
+def graph(kind: str, parameters: str, alpha: int, moved: bool) -> tuple[Task, Store, Export]:
+    """The same, and its export to ONNX, which takes a dozen seconds: for all tests of a process, to read only."""
+    task, store = prepared(kind, parameters, alpha, moved)
+    _FOLDERS.append(tempfile.TemporaryDirectory())
+    return task, store, to_onnx(task, store, Path(_FOLDERS[-1].name) / "x", queries())
+
+
+_FOLDERS: list[tempfile.TemporaryDirectory[str]] = []
 
 
 def central(task: Task, store: Store, export: Export, asked: dict[str, Tensor] | None = None) -> Tensor:

@@ -10,22 +10,21 @@ from torch import Tensor
 
 from imprint import Store, StoreError, Task, export, simulate
 from imprint.export import Export, OnnxReader
-from imprint.export.gains import chosen_gains
+from imprint.export.gains import choose_gains
 from imprint.export.graph import Graph
 from imprint.export.likelihood import as_batches
 from imprint.export.lora import plain_model
 from imprint.export.onnx import DISPLACEMENTS, _displacements
 from imprint.export.point import Point
-from imprint.export.writing import _checksums
+from imprint.export.writing import _hash_files
 from tests.export import models
 
 CASES = [("gpt2", "*lora_B*", 4, False), ("llama", "*lora_*", 8, True)]
 
 
 @pytest.fixture(scope="module", params=CASES, ids=["gpt2", "llama A and B, scale 2"])
-def exported(request: Any, tmp_path_factory: Any) -> tuple[Task, Store, Export]:
-    task, store = models.prepared(*request.param)
-    return task, store, export.to_onnx(task, store, tmp_path_factory.mktemp("out") / "x", models.queries())
+def exported(request: Any) -> tuple[Task, Store, Export]:
+    return models.graph(*request.param)
 
 
 def test_the_graph_scores_as_central_does(exported: Any) -> None:
@@ -67,7 +66,7 @@ def test_padding_does_not_change_scores(exported: Any) -> None:
 def _graph(task: Task, store: Store) -> tuple[Graph, list[Tensor], Tensor, Tensor]:
     """The computation before it is exported, its displacements and gains, and what `central` says."""
     point, queries = Point.of(task, store, None, None), as_batches(models.queries(), torch.device("cpu"))
-    gains = chosen_gains(point, queries, "float32").values
+    gains = choose_gains(point, queries, "float32").values
     graph = Graph(plain_model(task, point.state), point.layers, point.state, task.names).eval()
     return graph, list(_displacements(point).values()), gains.float(), point.central(queries, gains)
 
@@ -105,7 +104,7 @@ def test_displacements_of_another_shape_are_refused(exported: Any, tmp_path: Pat
     wrong = {name: tensor[..., :2].contiguous() for name, tensor in tensors.items()}
     for kept, message in ((wrong, "the graph takes"), (dict(list(tensors.items())[1:]), "files are of different")):
         save_file(kept, tmp_path / DISPLACEMENTS)
-        moved = Export(**{**vars(found), "folder": tmp_path, "files": _checksums(tmp_path)})
+        moved = Export(**{**vars(found), "folder": tmp_path, "files": _hash_files(tmp_path)})
         with pytest.raises(StoreError, match=message):
             OnnxReader(moved)
     (tmp_path / "scores.onnx").write_bytes(b"no graph")

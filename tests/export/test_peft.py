@@ -295,7 +295,7 @@ def test_what_rounding_makes_is_told_and_not_held_against_an_export(
 
 def test_a_folder_that_holds_something_is_left_alone_and_refused_at_once(tmp_path: Path, monkeypatch: Any) -> None:
     task, store = models.prepared("gpt2")
-    monkeypatch.setattr(writing, "chosen_gains", None)  # which takes its time, is not even called
+    monkeypatch.setattr(writing, "choose_gains", None)  # which takes its time, is not even called
     (tmp_path / "note").write_text("mine")
     with pytest.raises(StoreError, match="holds something else"):
         export.to_peft(task, store, tmp_path, models.queries())

@@ -263,7 +263,7 @@ def test_what_makes_no_sense_is_refused_by_name() -> None:
         aimed(gpt2(), labelled(), checkpoint=(broken, {}, {}))
     with pytest.raises(SourcesError, match=r"sources must be an imprint\.Sources, got a list"):
         aimed(gpt2(), ["a", "b"])  # type: ignore[arg-type]
-    with pytest.raises(SourcesError, match="the sources divide 3 examples, the training data has 10"):
+    with pytest.raises(SourcesError, match="the sources are made for 3 training examples, the data has 10"):
         aimed(gpt2(), Sources.by_label(["a", "b", "b"]))
     with pytest.raises(SourcesError, match="source 'a' has member 10, but the training data has examples 0 to 9"):
         aimed(gpt2(), Sources.groups({"a": [0, 10]}))

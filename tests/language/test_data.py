@@ -86,7 +86,7 @@ def test_sources_are_a_column_of_the_dataset() -> None:
     assert documents.sources(torch.tensor([0, 1, 0, 1, 2])).sizes == documents.sources([0, 1, 0, 1, 2]).sizes
     with pytest.raises(DataError, match="one label per document: 5 documents, 2 labels"):
         documents.sources(LABELS[:2])
-    with pytest.raises(SourcesError, match="names are given for sources that do not exist"):
+    with pytest.raises(SourcesError, match="names= has names for sources that do not exist"):
         documents.sources(LABELS, names={"horses": "Horses"})
 
 

@@ -421,7 +421,7 @@ def test_presets_that_do_not_fit_the_model_are_refused() -> None:
     odd = gpt2()
     odd.config.n_layer = 7
     with pytest.raises(
-        TaskError, match=r"GPT2LMHeadModel has no blocks that could be told: .* num_hidden_layers .* \(7\)"
+        TaskError, match=r"GPT2LMHeadModel has no blocks that could be recognised: .* num_hidden_layers .* \(7\)"
     ):
         task(odd, parameters="last:1")
     with pytest.raises(TaskError, match="matches no trainable parameter"):

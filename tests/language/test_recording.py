@@ -50,7 +50,7 @@ def test_steps_worth_keeping_are_kept_with_their_second_moments(tmp_path: Path) 
     model, recording = gpt2().float(), Recording(tmp_path / "kept", at=(1, 3))
     seen = train(model, recording, tmp_path)
     assert [path.name for path in recording.paths] == ["checkpoint-000001.safetensors", "checkpoint-000003.safetensors"]
-    assert repr(recording) == f"Recording({str(tmp_path / 'kept')!r}, at 1, 3: 2 kept)"
+    assert repr(recording) == f"Recording({str(tmp_path / 'kept')!r}, at 1, 3: 2 saved)"
     language = task(model)
     for path, step in zip(recording.paths, (1, 3), strict=True):
         kept = language.complete(load_file(path))
@@ -152,5 +152,5 @@ def test_checkpoints_of_an_adapter_are_told_from_those_of_a_model(tmp_path: Path
     recording = Recording(tmp_path / "kept", at=(2,))
     adapted = get_peft_model(gpt2().float(), LoraConfig(r=2, target_modules=["c_attn"], fan_in_fan_out=True))
     train(adapted, recording, tmp_path)
-    with pytest.raises(TaskError, match=r"and \d+ others; .* It is of an adapter: make the task of the model"):
+    with pytest.raises(TaskError, match=r"and \d+ more; .* an adapter's checkpoint. Build the task from the model"):
         task(gpt2().float()).complete(load_file(recording.paths[0]))

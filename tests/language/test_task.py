@@ -284,7 +284,7 @@ def test_tokens_of_another_vocabulary_are_refused_before_the_model_sees_them() -
     small = gpt2(vocab_size=100)
     with pytest.raises(TaskError, match=r"the tokenizer has \d+ tokens and the model knows 100: is it another model's"):
         task(small, tokenizer())
-    with pytest.raises(TaskError, match=r"there is a token \d+, and the model knows tokens below 100: .*another token"):
+    with pytest.raises(TaskError, match=r"a token is \d+, and the model knows tokens below 100: .*another token"):
         simulate(task(small), columns, documents().sources(LABELS), PLAN, progress=False)
     language = task(gpt2())
     store = simulated(language, columns)
@@ -383,5 +383,5 @@ def test_scores_through_an_adapter_are_compared_with_retraining_of_the_plain_mod
     assert [metric.name for metric in evaluate(result, truth)][-1].startswith("slope")
     other = task(llama(), parameters="lora:2")
     wrong = attribute(other, simulate(other, windows.columns, sources, Plan(steps=1), progress=False), queries())
-    with pytest.raises(DataError, match="another model or measurement than the truth"):
+    with pytest.raises(DataError, match="another model or measurement than the ground truth"):
         evaluate(wrong, truth)

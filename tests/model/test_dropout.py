@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.func import grad, jacrev, vmap
 
 from imprint import Plan, PlanError, Sources, Task, simulate
-from imprint.model.dropout import dropouts, dropping
+from imprint.model.dropout import apply_dropout, dropouts
 from tests.problems import Problem, base, imprints, overlapping, relative_error
 
 STEPS, LR = 5, 0.3
@@ -48,7 +48,7 @@ def test_the_tangent_is_the_derivative_of_the_noisy_path() -> None:
     def end(shares: Tensor) -> Tensor:
         theta = problem.theta
         for step in range(STEPS):
-            with dropping(problem.task.model, (0, step, 0)):
+            with apply_dropout(problem.task.model, (0, step, 0)):
                 theta = theta - LR * grad(problem.objective)(theta, uniform(problem) + shares @ problem.indicator)
         return theta
 
@@ -65,7 +65,7 @@ def test_gauss_newton_responses_see_the_masks_too() -> None:
     for step in range(STEPS):
 
         def outputs(flat: Tensor, step: int = step) -> Tensor:
-            with dropping(problem.task.model, (0, step, 0)):
+            with apply_dropout(problem.task.model, (0, step, 0)):
                 return problem.value(predict, flat, problem.data)
 
         def losses(flat: Tensor, outputs: Callable[[Tensor], Tensor] = outputs) -> Tensor:
@@ -125,7 +125,7 @@ def test_mini_batches_drop_too_and_engines_agree(engine: str) -> None:
 def test_many_sources_at_once_see_what_one_by_one_they_see(monkeypatch: pytest.MonkeyPatch) -> None:
     problem = noisy()
     together = problem.simulate(plan())
-    monkeypatch.setattr("imprint.simulation.engines.protocol.why_not_together", lambda *given: "this is a test")
+    monkeypatch.setattr("imprint.simulation.engines.protocol.find_why_not_vmap", lambda *given: "this is a test")
     alone = problem.simulate(plan())
     assert together.checkpoints[0].choices.vectorised and not alone.checkpoints[0].choices.vectorised
     torch.testing.assert_close(imprints(together), imprints(alone), rtol=1e-10, atol=1e-13)
@@ -164,7 +164,7 @@ def test_what_is_dropped_is_dropped_whole_and_the_rest_made_up_for(
     module: nn.Module, shape: tuple[int, ...], together: int
 ) -> None:
     model = nn.Sequential(module).eval()
-    with dropping(model, (1, 2)):
+    with apply_dropout(model, (1, 2)):
         found = model(torch.ones(shape))
     kept = found != 0
     assert float(kept.float().mean()) == pytest.approx(0.7, abs=0.04)
@@ -178,7 +178,7 @@ def test_modules_draw_in_their_turn_and_a_draw_comes_again() -> None:
     model = nn.Sequential(nn.Dropout(0.5), nn.Identity(), nn.Dropout(0.5)).eval()
     draws = []
     for noise in ((0, 1), (0, 1), (0, 2)):
-        with dropping(model, noise):
+        with apply_dropout(model, noise):
             draws.append(model(torch.ones(2000)))
     assert torch.equal(draws[0], draws[1]) and not torch.equal(draws[0], draws[2])
     assert float((draws[0] != 0).float().mean()) == pytest.approx(0.25, abs=0.05)  # two masks, not one twice
@@ -186,7 +186,7 @@ def test_modules_draw_in_their_turn_and_a_draw_comes_again() -> None:
 
 def test_a_draw_is_shared_by_all_that_vmap_runs_over() -> None:
     model = nn.Sequential(nn.Dropout(0.5)).eval()
-    with dropping(model, (3,)):
+    with apply_dropout(model, (3,)):
         rows = vmap(model, randomness="same")(torch.ones(4, 30))
     assert bool((rows == rows[0]).all()) and bool((rows == 0).any())
 

@@ -14,10 +14,9 @@ from typer.testing import CliRunner
 
 from imprint import Plan, Sources, Store, Task, TaskError, attribute, check, self_influence, simulate
 from imprint.cli.app import app
-from imprint.cli.inspection import inspected
+from imprint.cli.inspection import inspect_store
 from imprint.readout.kernels import ReadoutName, query_gradients
 from imprint.readout.reader import Reader
-from imprint.simulation import runner
 from imprint.tensors.vectors import Flat
 from tests.problems import known
 from tests.tensors.test_rows import CASES, Make, mlp
@@ -154,7 +153,7 @@ def test_what_a_projection_loses_is_said_and_with_every_direction_it_is_nothing(
     assert known(projected.checkpoints[0].measured.lost) < 1e-6
     assert "on 43 directions" not in caplog.text
     close(scores(one, projected), scores(one, dense), 1e-6)
-    assert inspected(few)["bytes_per_source"] < inspected(dense)["bytes_per_source"]
+    assert inspect_store(few)["bytes_per_source"] < inspect_store(dense)["bytes_per_source"]
 
 
 def test_sources_of_several_examples_are_kept_in_full() -> None:
@@ -205,16 +204,6 @@ def test_parts_that_cancel_are_rounded_together(form: Any) -> None:
         kept = {name: tensors.get_slice(name).get_dtype() for name in tensors.keys()}  # noqa: SIM118
     assert kept.pop("coefficients") == ("F32" if form == "factored" else "BF16")
     assert set(kept.values()) <= {"BF16"}
-
-
-def test_a_store_whose_coefficients_are_bfloat16_is_still_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As the first versions wrote them."""
-    with monkeypatch.context() as earlier:
-        earlier.setattr(runner, "coefficients_dtype", lambda stored: stored)
-        old = store(task(), dtype=torch.bfloat16, out=tmp_path / "store")
-    old.verify()
-    assert old.factored(0, 0, N, {}, CPU).coefficients is not None
-    close(scores(task(), old), scores(task(), store(task())), 0.02)
 
 
 def test_parameters_of_two_dtypes_are_refused_in_words() -> None:
@@ -321,7 +310,7 @@ def test_a_layer_that_some_batches_do_not_use_is_told_with_advice() -> None:
 def test_a_store_shows_what_its_imprints_are_made_of(tmp_path: Path) -> None:
     plan = Plan(engine="spectral", steps="infinite", damping=0.1, directions=3)
     found = store(task(), plan, out=tmp_path / "store")
-    values = inspected(found)
+    values = inspect_store(found)
     assert values["checkpoints"][0]["decided"]["layers"] == ("0", "2")
     shown = CliRunner().invoke(app, ["inspect", str(found.path)], env={"COLUMNS": "200"}).output
     for text in ("factored (0, 2)", "infinite", "directions", "curvature outside", "share outside"):
@@ -334,7 +323,7 @@ def test_a_check_foretells_a_spectral_run(plan: Plan) -> None:
     found = check(one, columns(), Sources.per_example(N), plan)
     assert found.ok and found.estimate is not None, found.problems
     made = store(one, plan)
-    assert found.estimate.bytes_per_source <= inspected(made)["bytes_per_source"]
+    assert found.estimate.bytes_per_source <= inspect_store(made)["bytes_per_source"]
     assert found.estimate.rows_at_once == made.checkpoints[0].choices.rows_per_file
     assert found.estimate.seconds < 60 and (found.estimate.peak_bytes or 1) > 0
 

@@ -11,7 +11,7 @@ from torch import nn
 from imprint import Attribution, Plan, Sources, Task, attribute, simulate
 from imprint.attribution.labels import Labels
 from imprint.errors import ReliabilityWarning
-from imprint.readout.guards import Observed, beyond_range, opposed
+from imprint.readout.guards import Observed, warn_beyond_range, warn_opposed
 from tests.zoo import ZOO
 
 CPU = torch.device("cpu")
@@ -29,12 +29,12 @@ def test_no_ordinary_task_is_warned_of(name: str) -> None:
 
 def test_an_effect_beyond_the_range_of_the_measurement_is_named() -> None:
     values = [0.1, 2.3, 0.02, 0.4]
-    assert beyond_range(6.8, values) is None
-    assert "by 7, where it is 2.3 at most" in str(beyond_range(7.0, values))
-    assert beyond_range(7.0, [-5.0, 5.0, 0.0, 0.0]) is None  # F runs over ten
-    assert beyond_range(2.9, [0.001], unit=1.0) is None  # nats: a sure prediction may become an unsure one
-    assert beyond_range(49.8, [0.17], unit=1.0) is not None
-    assert beyond_range(49.8, [0.17]) is None  # one value of anything tells no range
+    assert warn_beyond_range(6.8, values) is None
+    assert "by 7, where it is 2.3 at most" in str(warn_beyond_range(7.0, values))
+    assert warn_beyond_range(7.0, [-5.0, 5.0, 0.0, 0.0]) is None  # F runs over ten
+    assert warn_beyond_range(2.9, [0.001], unit=1.0) is None  # nats: a sure prediction may become an unsure one
+    assert warn_beyond_range(49.8, [0.17], unit=1.0) is not None
+    assert warn_beyond_range(49.8, [0.17]) is None  # one value of anything tells no range
 
 
 def test_checkpoints_of_opposite_scores_are_named() -> None:
@@ -48,7 +48,7 @@ def test_checkpoints_of_opposite_scores_are_named() -> None:
         for part in (slice(0, 10), slice(10, 30)):  # in blocks, as a readout comes
             seen.add(1.0, [scores[:, part] for scores in each])
         assert seen.products is not None
-        return opposed(seen.products, [0, 1, 3], shares)
+        return warn_opposed(seen.products, [0, 1, 3], shares)
 
     agreeing = [one + 0.5 * extra for extra in noise]
     assert found(*agreeing) is None

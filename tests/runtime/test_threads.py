@@ -87,7 +87,7 @@ def test_library_calls_leave_the_setting_alone_and_warn_once(caplog: pytest.LogC
         "computing a model of 8 parameters with 4 threads: on a busy machine one thread is several times faster; call "
         "torch.set_num_threads(1), or set OMP_NUM_THREADS=1"
     ]
-    assert torch.get_num_threads() == store.manifest.execution["threads"] == 4
+    assert torch.get_num_threads() == store.manifest.execution.threads == 4
 
 
 def test_one_thread_is_nothing_to_warn_of(caplog: pytest.LogCaptureFixture) -> None:
@@ -109,4 +109,4 @@ def test_a_command_records_the_threads_it_computed_with(
     given = ["simulate", "small.py:task", "--sources", "per-example", "--no-check", "--out", "store"]
     command = [sys.executable, "-c", "from imprint.cli.app import main; main()", *given]
     subprocess.run(command, cwd=tmp_path, check=True, capture_output=True)
-    assert Store(tmp_path / "store").manifest.execution["threads"] == expected
+    assert Store(tmp_path / "store").manifest.execution.threads == expected

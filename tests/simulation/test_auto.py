@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from imprint import Plan, PlanError, SimulationError, Sources, SourcesError, Task, TaskError, simulate
 from imprint.data import Data
 from imprint.simulation import auto as choosing
-from imprint.simulation.auto import LEAST, MOST, Look, look, weights
+from imprint.simulation.auto import LEAST, MOST, Look, look, weigh
 from imprint.simulation.descent import Descent
 from tests.problems import (
     Problem,
@@ -32,6 +32,8 @@ from tests.problems import (
     tanh_mlp,
     unconverged_mlp,
 )
+
+pytestmark = pytest.mark.curvature
 
 
 def looked(problem: Problem) -> Look:
@@ -280,23 +282,23 @@ def looks() -> list[Look]:
 
 def test_checkpoints_that_say_the_same_have_equal_weights() -> None:
     one = looks()[0]
-    assert weights([one]) == [1.0]
-    assert weights([one, one, one]) == pytest.approx([1.0, 1.0, 1.0])
+    assert weigh([one]) == [1.0]
+    assert weigh([one, one, one]) == pytest.approx([1.0, 1.0, 1.0])
 
 
 def test_a_checkpoint_that_disagrees_with_the_others_has_less_weight() -> None:
     *others, last = looks()
     noise = torch.randn(last.moved.shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     silent = replace(last, moved=noise * last.moved.norm() / noise.norm())
-    found = weights([*others, silent])
-    assert min(weights([*others, last])) > 0.5
+    found = weigh([*others, silent])
+    assert min(weigh([*others, last])) > 0.5
     assert found[2] < 0.25 * min(found[:2])
 
 
 def test_a_checkpoint_far_from_rest_has_less_weight() -> None:
     *others, last = looks()
     far = replace(last, gradient=1000 * last.gradient)
-    before, after = weights([*others, last])[2], weights([*others, far])[2]
+    before, after = weigh([*others, last])[2], weigh([*others, far])[2]
     assert after / before == pytest.approx((1 + last.signal(last.damping)) / (1 + far.signal(far.damping)), rel=0.2)
     assert after < 0.1
 
@@ -305,13 +307,13 @@ def test_each_checkpoint_has_one_vote_however_large_its_predictions() -> None:
     *others, last = looks()
     loud = replace(last, moved=1.2 * last.moved)  # still inside the trust region, so that the damping is the same
     assert loud.damping == last.damping
-    ratio = [weights([*others, one])[2] / weights([*others, one])[0] for one in (loud, last)]
+    ratio = [weigh([*others, one])[2] / weigh([*others, one])[0] for one in (loud, last)]
     assert ratio[0] == pytest.approx(ratio[1] / 1.2)
 
 
 def test_where_nothing_agrees_all_count_alike() -> None:
     one = looks()[0]
-    assert weights([one, replace(one, moved=-one.moved)]) == [1.0, 1.0]
+    assert weigh([one, replace(one, moved=-one.moved)]) == [1.0, 1.0]
 
 
 def test_an_early_checkpoint_is_found_to_be_far_from_rest() -> None:
@@ -371,7 +373,7 @@ def test_a_model_that_vmap_does_not_take_gets_the_same_plan(caplog: pytest.LogCa
         Plan.auto(Task.classifier(model), problem.data, Sources.per_example(problem.n), progress=False)
         for model in (problem.task.model, Rebuilt(problem.task.model, TanhWithoutVmap))
     )
-    assert plain == alone and "vmap does not take this model" in caplog.text
+    assert plain == alone and "vmap does not support this model" in caplog.text
 
 
 def test_a_model_without_forward_mode_is_chosen_for_and_simulated_alike() -> None:
@@ -417,7 +419,7 @@ def test_a_checkpoint_with_nan_is_refused_by_number() -> None:
 def test_a_checkpoint_without_curvature_is_refused_by_number() -> None:
     task, data = classifier()
     certain = {name: 1e6 * tensor for name, tensor in task.state().items()}
-    with pytest.raises(SimulationError, match="checkpoint 1 has no curvature, from which a plan could be chosen"):
+    with pytest.raises(SimulationError, match="checkpoint 1 has no curvature to choose a plan from"):
         Plan.auto(task, data, Sources.per_example(30), [task.state(), certain], progress=False)
 
 

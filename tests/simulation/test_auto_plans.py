@@ -13,6 +13,8 @@ from imprint.cli.experiment import Experiment
 from imprint.cli.loading import Objects
 from imprint.task import Batch
 
+pytestmark = pytest.mark.curvature
+
 torch.manual_seed(0)
 DATA = (torch.randn(30, 4), torch.randint(0, 3, (30,)))
 EACH, GROUPS = Sources.per_example(30), Sources.by_label(["a", "b", "c"] * 10)

@@ -33,6 +33,8 @@ from tests.problems import (
     unconverged_mlp,
 )
 
+pytestmark = pytest.mark.curvature
+
 everywhere = pytest.mark.parametrize("make", [*CONVERGED, unconverged_mlp])
 
 

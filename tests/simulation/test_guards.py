@@ -12,11 +12,13 @@ from imprint import Plan, Sources, Task, attribute, check, simulate
 from imprint.errors import ReliabilityWarning
 from imprint.recorder import second_moments
 from imprint.simulation.curvature import Spectrum
-from imprint.simulation.guards import moments_scale, outweighing, too_long, unfelt_moments
+from imprint.simulation.guards import check_moments_scale, check_step, check_unfelt_moments, check_weights
 from imprint.simulation.preconditioner import compare
 from imprint.store.checkpoint import Spread
 from imprint.store.reading import Store
 from tests.problems import known
+
+pytestmark = pytest.mark.curvature
 
 Columns = tuple[Tensor, Tensor]
 SOURCES = Sources.by_label([index % 4 for index in range(90)])
@@ -94,7 +96,7 @@ def some_moments() -> tuple[dict[str, Tensor], dict[str, Tensor]]:
 def test_ordinary_moments_are_believed() -> None:
     recorded, estimated = some_moments()
     found = compare(recorded, estimated)
-    assert found.unfelt == {} and unfelt_moments(0, found, True) is None and moments_scale(0, found) is None
+    assert found.unfelt == {} and check_unfelt_moments(0, found, True) is None and check_moments_scale(0, found) is None
     assert all(torch.equal(found.moments[name], recorded[name]) for name in recorded)
 
 
@@ -105,16 +107,16 @@ def test_moments_that_are_rounding_are_not_believed_on_any_scale() -> None:
         found = compare({name: scale * v for name, v in recorded.items()}, estimated)
         assert found.unfelt == {"bias": 2} and found.moments["bias"][:2].tolist() == [0, 0]
         assert bool((found.moments["bias"][2:] > 0).all())
-        assert unfelt_moments(0, found, True) is None  # a few values may have had small gradients by chance
+        assert check_unfelt_moments(0, found, True) is None  # a few values may have had small gradients by chance
         recorded["bias"][:3] = 1e-16
-        assert "3 values of bias are left" in str(unfelt_moments(0, compare(recorded, estimated), True))
+        assert "3 values of bias are left" in str(check_unfelt_moments(0, compare(recorded, estimated), True))
 
 
 @pytest.mark.parametrize(("scale", "words"), [(50**-2, "times too long"), (5000**2, "times too short")])
 def test_moments_of_a_loss_on_another_scale_are_named(scale: float, words: str) -> None:
     recorded, estimated = some_moments()
     found = compare({name: scale * v for name, v in recorded.items()}, estimated)
-    warning = moments_scale(1, found)
+    warning = check_moments_scale(1, found)
     assert found.unfelt == {} and warning is not None
     assert words in str(warning) and "to have them estimated" in str(warning)
 
@@ -152,19 +154,19 @@ def test_a_step_that_is_too_long_is_kept_in_the_store_and_survives_a_resumption(
 
 def test_a_step_is_too_long_beyond_twice_the_inverse_curvature() -> None:
     curvature = Spectrum(-0.1, 4.0)
-    assert too_long(0, 0.49, 0.0, 0.0, curvature) is None
-    assert "lr=0.25 would be safe" in str(too_long(0, 0.51, 0.0, 0.0, curvature))
-    assert too_long(0, 0.51, 0.0, 0.9, curvature) is None  # steps with momentum may be longer
+    assert check_step(0, 0.49, 0.0, 0.0, curvature) is None
+    assert "lr=0.25 would be safe" in str(check_step(0, 0.51, 0.0, 0.0, curvature))
+    assert check_step(0, 0.51, 0.0, 0.9, curvature) is None  # steps with momentum may be longer
 
 
 def test_a_checkpoint_that_outweighs_the_others_is_named() -> None:
     ordinary = [Spread(size, size, size) for size in (300.0, 60.0, 20.0)]
-    assert outweighing([1, 1, 1], ordinary) is None
-    assert outweighing([1], ordinary[:1]) is None
+    assert check_weights([1, 1, 1], ordinary) is None
+    assert check_weights([1], ordinary[:1]) is None
     large = [*ordinary, Spread(1.0, 17_000.0, 1e6)]
-    assert "checkpoint 3: its imprints are 283 times as large" in str(outweighing([1, 1, 1, 1], large))
-    assert outweighing([1, 1, 1, 0.01], large) is None
-    assert outweighing([1, 1, 1, 0], [*ordinary, None]) is None
+    assert "checkpoint 3: its imprints are 283 times as large" in str(check_weights([1, 1, 1, 1], large))
+    assert check_weights([1, 1, 1, 0.01], large) is None
+    assert check_weights([1, 1, 1, 0], [*ordinary, None]) is None
 
 
 def test_the_checkpoints_of_an_ordinary_run_do_not_outweigh_each_other() -> None:

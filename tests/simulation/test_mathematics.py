@@ -169,7 +169,8 @@ def test_the_closed_form_is_wrong_off_the_optimum() -> None:
 def test_mirrored_refuses_off_the_optimum_and_names_the_remedy(batch_size: int | None) -> None:
     problem = unconverged_mlp()
     plan = Plan(engine="trajectories", variant="mirrored", steps=5, lr=problem.lr, batch_size=batch_size)
-    with pytest.raises(SimulationError, match=r"optimum only: training on moves .*source '.*one_sided.*accept_drift"):
+    words = r"only at an optimum: further training moves .*source '.*one_sided.*accept_drift"
+    with pytest.raises(SimulationError, match=words):
         problem.simulate(plan)
 
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.func import grad, jacrev
 
 from imprint import Plan, PlanError, SimulationError, Sources, Store, StoreError, Task, TaskError, check, simulate
-from imprint.cli.inspection import inspected
+from imprint.cli.inspection import inspect_store
 from imprint.plan import State
 from imprint.simulation import snapshot
 from imprint.simulation.descent import minibatches
@@ -119,6 +119,7 @@ def test_where_outputs_are_linear_gauss_newton_responses_are_those_of_the_hessia
     assert relative_error(imprints(newton), imprints(run(problem, PLANS["damped"], m))) < EXACT
 
 
+@pytest.mark.curvature
 def test_at_an_optimum_many_steps_lead_to_the_influence_function_whatever_m_is() -> None:
     problem = quadratic()
     store = run(problem, Plan(steps=400, preconditioner="adam"), an_m(problem))
@@ -146,6 +147,7 @@ def test_m_and_the_step_scaled_together_change_nothing(engine: Any) -> None:
     assert relative_error(imprints(scaled), imprints(run(problem, plan, m))) < EXACT
 
 
+@pytest.mark.curvature
 def test_an_automatic_step_scales_with_m() -> None:
     problem, m = unconverged_mlp(), an_m(unconverged_mlp())
     plan = Plan(steps=7, damping=0.2, preconditioner="adam")
@@ -164,6 +166,7 @@ def test_two_sided_error_shrinks_as_epsilon_squared() -> None:
 
 
 @pytest.mark.parametrize("damping", [0.0, 0.3])
+@pytest.mark.curvature
 def test_stability_is_that_of_the_preconditioned_operator(damping: float) -> None:
     problem, m = unconverged_mlp(), an_m(unconverged_mlp())
     with_damping = Plan(steps=2, lr=0.1, damping=damping, preconditioner="adam")
@@ -176,6 +179,7 @@ def test_stability_is_that_of_the_preconditioned_operator(damping: float) -> Non
     assert measured.stability == pytest.approx(expected, abs=0.1 * 3e-2 * largest)
 
 
+@pytest.mark.curvature
 def test_a_step_that_is_too_long_for_the_preconditioned_curvature_is_warned_of() -> None:
     problem = quadratic()
     plain = Plan(steps=2, lr=problem.lr)
@@ -198,6 +202,7 @@ def badly_scaled() -> Problem:
     return Problem(Task.regression(model), (x, y), (x[:3], y[:3]), sources, lr=0.01)
 
 
+@pytest.mark.curvature
 def test_where_scales_differ_the_preconditioned_path_is_stable_and_gets_further() -> None:
     problem = badly_scaled()
     influence = -torch.linalg.solve(problem.hessian(), problem.source_gradients())
@@ -285,7 +290,7 @@ def test_estimating_is_said_and_recorded(caplog: pytest.LogCaptureFixture) -> No
     with caplog.at_level(logging.INFO, "imprint"):
         store = run(unconverged_mlp(), PLANS["full batch"])
     assert "checkpoint 0: second moments are estimated from the gradients of 16 batches" in caplog.text
-    assert inspected(store)["checkpoints"][0]["measured"]["moments"] == "estimated"
+    assert inspect_store(store)["checkpoints"][0]["measured"]["moments"] == "estimated"
 
 
 def test_half_of_the_moments_may_be_in_half_precision() -> None:
@@ -366,7 +371,8 @@ def two_checkpoints(out: Path, plan: Plan, scale: float = 1.0, **options: Any) -
     data = torch.randn(24, 4, generator=generator), torch.randint(0, 3, (24,), generator=generator)
     state = small_task().state()
     checkpoints: list[State] = [(state, moments_of(state, scale)), {name: t / 2 for name, t in state.items()}]
-    given = {"checkpoints": checkpoints, "memory": "12kB", "progress": False, **options}
+    memory = "12kB" if plan.batch_size else "56kB"
+    given = {"checkpoints": checkpoints, "memory": memory, "progress": False, **options}
     return simulate(small_task(), data, Sources.by_label([i % 6 for i in range(24)]), plan, out=out, **given)
 
 
@@ -419,5 +425,5 @@ def test_moments_that_appear_or_vanish_are_noticed(tmp_path: Path) -> None:
 def test_where_no_plan_asks_for_moments_they_do_not_matter(tmp_path: Path) -> None:
     plan = Plan(steps=3, lr=0.05)
     store = two_checkpoints(tmp_path / "store", plan)
-    assert store.manifest.fingerprints["moments"] == [None, None]
+    assert store.manifest.request.moments == (None, None)
     assert two_checkpoints(tmp_path / "store", plan, scale=1.5).manifest == store.manifest

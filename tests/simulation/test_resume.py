@@ -25,9 +25,11 @@ from torch import Tensor, nn
 from imprint import Plan, Sources, Store, StoreError, Task, attribute, simulate
 from imprint.runtime.progress import Advance, Progress
 from imprint.simulation import snapshot
-from imprint.store import writing as writer
+from imprint.store import finished as listing
 from imprint.store.files import LOCK, Lock, append
+from imprint.store.finished import FILES
 from imprint.store.manifest import SCHEMA
+from imprint.store.request import Request
 from imprint.store.writing import Writer
 
 N, STEPS = 24, 6
@@ -287,7 +289,7 @@ def test_a_run_goes_on_with_less_memory(
     assert "sources at once" not in caplog.text
     with pytest.raises(Killed):
         run(tmp_path / "store", plan, memory="1kB", progress=dies_at(share + 0.15))
-    assert "going on with 1 sources at once instead of 6, which memory=1kB does not allow" in caplog.text
+    assert "simulating 1 sources at once instead of 6, to respect memory=1kB" in caplog.text
     store = run(tmp_path / "store", plan, memory="1kB")
     assert store.checkpoints[0].choices.rows_at_once == 6
     store.verify()
@@ -334,6 +336,12 @@ def test_whatever_ends_a_process_leaves_the_choice_of_steps(
 def whole(made: Made) -> dict[str, bytes]:
     """The store that every continued run must end in."""
     return contents(made(PLANS["two-sided"]))
+
+
+@pytest.fixture(scope="module")
+def asked(tmp_path_factory: pytest.TempPathFactory) -> Request:
+    """What a simulation asks for."""
+    return run(tmp_path_factory.mktemp("asked") / "store", PLANS["tangent"]).manifest.request
 
 
 @pytest.fixture(scope="module")
@@ -398,7 +406,7 @@ def test_a_file_that_could_not_be_noted_is_made_again(
         append(*arguments)
 
     with monkeypatch.context() as patch:
-        patch.setattr(writer, "append", dies)
+        patch.setattr(listing, "append", dies)
         with pytest.raises(Killed):
             run(tmp_path / "store", PLANS["two-sided"])
     run(tmp_path / "store", PLANS["two-sided"])
@@ -407,24 +415,24 @@ def test_a_file_that_could_not_be_noted_is_made_again(
 
 @pytest.mark.parametrize("cut", [0, 1, 100, 250, -1])
 def test_a_list_of_files_that_is_cut_short_is_made_whole(cut: int, unfinished: Path, whole: dict[str, bytes]) -> None:
-    place = unfinished / writer.FILES
+    place = unfinished / FILES
     place.write_bytes(place.read_bytes()[:cut])
     run(unfinished, PLANS["two-sided"])
     assert contents(unfinished) == whole
 
 
 def test_a_damaged_list_of_files_is_refused_with_advice_that_helps(unfinished: Path, whole: dict[str, bytes]) -> None:
-    flip(unfinished / writer.FILES, 30)
+    flip(unfinished / FILES, 30)
     with pytest.raises(StoreError, match=r"unfinished\.files is damaged in line 1: delete it to have .* made again"):
         run(unfinished, PLANS["two-sided"])
-    (unfinished / writer.FILES).unlink()
+    (unfinished / FILES).unlink()
     run(unfinished, PLANS["two-sided"])
     assert contents(unfinished) == whole
 
 
 def test_the_list_of_files_grows_by_a_line_a_file(unfinished: Path) -> None:
     """Nothing is written again for each shard, of which there may be thousands."""
-    noted = (unfinished / writer.FILES).read_text().splitlines()
+    noted = (unfinished / FILES).read_text().splitlines()
     assert [json.loads(line.partition(" ")[2])["path"] for line in noted] == [
         f"checkpoint-000/{name}.safetensors"
         for name in ("base", "midpoints-00000", "imprints-00000", "midpoints-00001", "imprints-00001")
@@ -433,7 +441,7 @@ def test_the_list_of_files_grows_by_a_line_a_file(unfinished: Path) -> None:
 
 @settings(max_examples=60)
 @given(position=st.floats(0, 1, exclude_max=True), cut=st.booleans())
-def test_a_damaged_journal_is_refused_with_advice(position: float, cut: bool, died: Path) -> None:
+def test_a_damaged_journal_is_refused_with_advice(position: float, cut: bool, died: Path, asked: Request) -> None:
     with tempfile.TemporaryDirectory() as folder:
         store = Path(shutil.copytree(died, Path(folder) / "store"))
         place = store / "unfinished.json"
@@ -444,7 +452,7 @@ def test_a_damaged_journal_is_refused_with_advice(position: float, cut: bool, di
             flip(place, where)
         before = {p: p.read_bytes() for p in store.rglob("*") if p.is_file()}
         with pytest.raises(StoreError, match=f"Delete {store} to begin anew") as error:
-            Writer(store, {}, lambda examples: pytest.fail("a damaged journal is not compared"), lambda *_: None)
+            Writer(store, asked, lambda examples: pytest.fail("a damaged journal is not compared"), lambda *_: None)
         assert "\n" not in str(error.value)
         assert {p: p.read_bytes() for p in store.rglob("*") if p.is_file()} == before
 
@@ -554,7 +562,7 @@ def test_a_spectral_run_that_dies_at_a_file_ends_in_the_same_store(
     expected = contents(made(plan))
     name = "snapshot" if name == "basis" and plan.form == "dense" else name
     with monkeypatch.context() as patch:
-        patch.setattr(writer, "append", dies_at_file(name))
+        patch.setattr(listing, "append", dies_at_file(name))
         with pytest.raises(Killed):
             run(tmp_path / "store", plan)
     run(tmp_path / "store", plan)
@@ -566,7 +574,7 @@ def test_curvature_that_was_measured_is_not_measured_again(
     plan: Plan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with monkeypatch.context() as patch:
-        patch.setattr(writer, "append", dies_at_file("checkpoint-001/imprints-00001"))
+        patch.setattr(listing, "append", dies_at_file("checkpoint-001/imprints-00001"))
         with pytest.raises(Killed):
             run(tmp_path / "store", plan)
     monkeypatch.setattr("imprint.simulation.engines.spectral.freeze_curvature", None)
@@ -581,7 +589,7 @@ def test_a_damaged_curvature_of_an_unfinished_run_is_made_again(
 ) -> None:
     expected = contents(made(plan))
     with monkeypatch.context() as patch:
-        patch.setattr(writer, "append", dies_at_file("imprints-00002"))
+        patch.setattr(listing, "append", dies_at_file("imprints-00002"))
         with pytest.raises(Killed):
             run(tmp_path / "store", plan)
     name = "snapshot" if plan.form == "dense" else "basis"
@@ -597,11 +605,11 @@ def test_a_spectral_run_goes_on_with_less_memory(
 ) -> None:
     whole = run(tmp_path / "whole", plan, memory="1GB")
     with monkeypatch.context() as patch:
-        patch.setattr(writer, "append", dies_at_file("imprints-00000"))
+        patch.setattr(listing, "append", dies_at_file("imprints-00000"))
         with pytest.raises(Killed):
             run(tmp_path / "store", plan, memory="1GB")
     store = run(tmp_path / "store", plan, memory="1kB")
-    assert "going on with 1 sources at once instead of 6, which memory=1kB does not allow" in caplog.text
+    assert "simulating 1 sources at once instead of 6, to respect memory=1kB" in caplog.text
     store.verify()
     one, other = (s.imprints(0, 0, 6, torch.device("cpu")) for s in (whole, store))
     for name, tensor in one.items():
@@ -729,12 +737,12 @@ def test_a_snapshot_that_cannot_be_kept_does_not_stop_the_run(
     made: Made, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def no_space(*arguments: object) -> None:
-        raise OSError(28, "No space left on device")
+        raise StoreError("could not write: No space left on device")
 
-    monkeypatch.setattr(snapshot, "save", no_space)
+    monkeypatch.setattr(snapshot, "write_tensors", no_space)
     store = run(tmp_path / "store", PLANS["tangent"])
     assert contents(store.path) == contents(made(PLANS["tangent"]))
-    assert "no snapshot was kept, the simulation goes on without: could not write" in caplog.text
+    assert "no snapshot could be saved, the simulation continues without it: could not write" in caplog.text
     assert "No space left on device" in caplog.text
 
 
@@ -748,7 +756,7 @@ def test_snapshots_are_kept_more_seldom_where_they_take_long(
         written.append(clock.now)
         clock.now += takes
 
-    monkeypatch.setattr(snapshot, "write", slow)
+    monkeypatch.setattr(snapshot, "write_tensors", slow)
     monkeypatch.setattr(snapshot, "SECONDS", 60.0)
     kept = snapshot.Snapshot(tmp_path / "snapshot.safetensors", 0, clock)
     while len(written) < 3:

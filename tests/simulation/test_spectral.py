@@ -339,7 +339,7 @@ def test_a_task_without_outputs_has_no_gauss_newton_curvature() -> None:
     [
         ({"steps": "infinite"}, "steps must be a whole number of at least 1"),
         ({"engine": "spectral", "steps": "forever"}, "steps must be a whole number of at least 1"),
-        ({"directions": 5}, r'directions belongs to engine="spectral"; the tangent engine has no such thing'),
+        ({"directions": 5}, r'directions belongs to engine="spectral"; the tangent engine does not use it'),
         ({"form": "dense"}, 'form belongs to engine="spectral"'),
         ({"engine": "spectral", "dropout": True}, 'dropout belongs to engine="tangent" or engine="trajectories"'),
         ({"engine": "spectral", "batch_size": 8}, 'batch_size belongs to engine="tangent" or'),

@@ -8,11 +8,13 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
 from torch import nn
 
 from imprint import Recorder, StoreError
-from imprint.store.files import LOCK, Lock, append, clear_leftovers, write
+from imprint.store.files import LOCK, Lock, append, clear_leftovers, write, write_tensors
+from imprint.store.folder import locked, make_folder
 
 
 def fill(path: Path) -> None:
@@ -143,3 +145,46 @@ def test_a_recorder_removes_no_link(tmp_path: Path) -> None:
     with pytest.raises(StoreError, match=r"checkpoint-000001\.moments\.safetensors: it is a link"):
         Recorder(tmp_path)(nn.Linear(2, 1), 1)
     assert (tmp_path / "checkpoint-000001.moments.safetensors").is_symlink()
+
+
+def test_tensors_are_read_as_they_were_written_even_where_they_share_memory(tmp_path: Path) -> None:
+    flat = torch.arange(12.0)
+    tensors = {
+        "whole": flat,
+        "tied": flat,
+        "part": flat[2:5],
+        "turned": flat.view(3, 4).T,
+        "half": flat.bfloat16(),
+        "z": flat.to(torch.complex64),
+        "none": torch.zeros(0, 4),
+        "one": torch.tensor(3),
+    }
+    write_tensors(tmp_path / "file", tensors, {"about": "é"})
+    found = load_file(tmp_path / "file")
+    assert found.keys() == tensors.keys()
+    for name, tensor in tensors.items():
+        assert found[name].dtype == tensor.dtype and torch.equal(found[name], tensor)
+    with safe_open(tmp_path / "file", framework="pt") as file:
+        assert file.metadata() == {"about": "é"}
+
+
+def test_a_folder_is_made_and_one_with_other_things_is_refused(tmp_path: Path) -> None:
+    assert not make_folder(tmp_path / "new" / "folder", "the store", "manifest.json")
+    assert make_folder(tmp_path / "new" / "folder", "the store", "manifest.json")
+    (tmp_path / "new" / "folder" / ".imprint.lock").touch()  # of a process that was killed
+    assert make_folder(tmp_path / "new" / "folder", "the store", "manifest.json")
+    with pytest.raises(StoreError, match="new holds something else: give a new folder for the truth"):
+        make_folder(tmp_path / "new", "the truth", "truth.json")
+    (tmp_path / "new" / "truth.json").touch()
+    assert make_folder(tmp_path / "new", "the truth", "truth.json")
+    with pytest.raises(StoreError, match=r"truth\.json is a file: give a folder for the truth"):
+        make_folder(tmp_path / "new" / "truth.json", "the truth")
+    with pytest.raises(StoreError, match=r"could not make the folder .* Give a folder that you may write to"):
+        make_folder(tmp_path / "new" / "truth.json" / "below", "the truth")
+
+
+def test_a_folder_is_free_again_whatever_happened_in_it(tmp_path: Path) -> None:
+    with pytest.raises(StoreError, match="is writing to"), locked(tmp_path):
+        Lock(tmp_path)
+    Lock(tmp_path).release()
+    assert not list(tmp_path.iterdir())

@@ -16,7 +16,7 @@ from imprint import Plan, Sources, Store, StoreError, Task, attribute, self_infl
 from imprint.data import Data
 from imprint.errors import DataError, ReadoutError, ReliabilityWarning
 from imprint.evaluation import Subsets, retrain
-from imprint.evaluation.metrics import check_origin
+from imprint.evaluation.matching import check_origin
 from imprint.store.fingerprint import SAMPLED, compare_data, of_batches, of_data, recognise_data
 
 CPU, N = torch.device("cpu"), 1400
@@ -127,7 +127,7 @@ def test_a_sampled_hash_is_an_option_that_every_comparison_names(tmp_path: Path)
     with pytest.warns(ReliabilityWarning, match="hashed by a sample of 1,024 of its 1,400 examples"):
         store = run(tmp_path / "store", hash_data="sampled")
     assert any("by a sample" in warning for warning in store.warnings)
-    assert store.manifest.fingerprints["data"]["all"] is None
+    assert store.manifest.request.data.all is None
     sampled = r"sampled: 1,024 of its 1,400 examples were compared"
     with pytest.warns(ReliabilityWarning, match=sampled):
         run(tmp_path / "store")
@@ -148,7 +148,7 @@ def test_what_was_begun_with_a_sample_does_not_end_as_hashed_in_full(tmp_path: P
         run(tmp_path / "store", memory="200B", progress=die, hash_data="sampled")
     with pytest.warns(ReliabilityWarning, match="sampled"):
         store = run(tmp_path / "store", memory="200B")
-    assert store.manifest.fingerprints["data"]["all"] is None
+    assert store.manifest.request.data.all is None
     assert any("by a sample" in warning for warning in store.warnings)
 
 

@@ -11,16 +11,10 @@ from torch.nn import functional as F
 
 from imprint import Plan, Sources, Store, StoreError, Task, attribute, simulate
 from imprint.data import Data
-from imprint.store.probing import (
-    PROBES,
-    Seen,
-    choose_probes,
-    module_settings,
-    other_gradients,
-    other_loss,
-    other_settings,
-    see,
-)
+from imprint.errors import ConcurrencyError
+from imprint.store.comparison import compare_gradients, compare_losses, compare_modules
+from imprint.store.probe_examples import PROBES, choose_probes
+from imprint.store.probing import ProbeValues, describe_modules, evaluate_probes
 from imprint.task import Functional, Parameters
 
 N, CLASSES = 600, 20
@@ -124,7 +118,7 @@ def test_another_rate_of_dropout_is_refused_where_it_is_drawn(tmp_path: Path) ->
     few, many = (Task.classifier(model(nn.Dropout(rate))) for rate in (0.1, 0.4))
     drawn = Plan(steps=2, lr=0.05, dropout=True)
     run(few, tmp_path / "drawn", drawn)
-    with pytest.raises(StoreError, match=r"module '2' of the model is another one: Dropout\.p was 0\.1, is 0\.4"):
+    with pytest.raises(StoreError, match=r"module '2' of the model has changed: Dropout\.p was 0\.1, is 0\.4"):
         run(many, tmp_path / "drawn", drawn)
     run(few, tmp_path / "without")
     run(many, tmp_path / "without")  # a simulation without dropout is the same whatever its rate
@@ -144,7 +138,7 @@ def test_the_loss_is_seen_in_full_once_and_in_part_again(tmp_path: Path) -> None
         before = sum(calls)
         attribute(task, store, queries, progress=False)
         costs.append(sum(calls) - before)
-    kept = len(store.manifest.request["losses"])
+    kept = len(store.manifest.request.probes.examples)
     compared = 3 * len(queries[0])  # the derivative of the measurement with differences of it, once
     assert costs[1] == costs[2] and costs[0] - costs[1] == 4 * kept - 8 + compared
 
@@ -193,14 +187,14 @@ def test_rounding_is_not_taken_for_another_loss(dtype: torch.dtype) -> None:
     functional, theta = task.at(task.state())
     batch = (x[:24].to(dtype), y[:24])
     generator = torch.Generator().manual_seed(1)
-    before = see(functional, theta, batch, 24)
+    before = evaluate_probes(functional, theta, batch, 24)
     for _ in range(10):
         unit = torch.finfo(dtype).eps / 2
         off = {
             name: (p.double() * (1 + unit * torch.randn(p.shape, generator=generator, dtype=torch.float64))).to(dtype)
             for name, p in theta.items()
         }
-        assert other_loss(before, see(functional, off, batch, 24)) is None
+        assert compare_losses(before, evaluate_probes(functional, off, batch, 24)) is None
 
 
 def test_a_loss_that_is_not_defined_elsewhere_is_known_where_it_is() -> None:
@@ -213,10 +207,10 @@ def test_a_loss_that_is_not_defined_elsewhere_is_known_where_it_is() -> None:
     linear = nn.Linear(1, 1)
     nn.init.ones_(linear.weight)
     functional, theta = _at(Task(linear, loss))
-    seen = see(functional, theta, (torch.ones(3, 1),), 3)
+    seen = evaluate_probes(functional, theta, (torch.ones(3, 1),), 3)
     assert seen.moved[:2] == [[None] * 3] * 2
-    assert other_loss(seen, seen) is None
-    assert other_loss(seen, Seen([2 * v for v in seen.losses], seen.moved, None, seen.precision)) is not None
+    assert compare_losses(seen, seen) is None
+    assert compare_losses(seen, ProbeValues([2 * v for v in seen.losses], seen.moved, None, seen.precision)) is not None
 
 
 def test_settings_of_modules_do_not_tell_the_mode_or_what_a_model_counts() -> None:
@@ -226,12 +220,12 @@ def test_settings_of_modules_do_not_tell_the_mode_or_what_a_model_counts() -> No
             self.calls, self.norm = 0, nn.LayerNorm(3)
 
     counting = Counting()
-    before = module_settings(counting)
+    before = describe_modules(counting)
     counting.calls = 5
-    assert module_settings(counting.eval()) == before
+    assert describe_modules(counting.eval()) == before
     counting.norm.eps = 0.1
-    difference = other_settings(before, module_settings(counting), dropout=False)
-    assert difference == "module 'norm' of the model is another one: LayerNorm.eps was 1e-05, is 0.1"
+    difference = compare_modules(before, describe_modules(counting), dropout=False)
+    assert difference == "module 'norm' of the model has changed: LayerNorm.eps was 1e-05, is 0.1"
 
 
 class _Reversed(torch.autograd.Function):
@@ -251,12 +245,12 @@ def test_equal_losses_with_other_gradients_are_told_apart(change: Any) -> None:
     x, y = data()
     losses = (cross_entropy(), lambda m, batch: F.cross_entropy(change(m(batch[0])), batch[1], reduction="none"))
     before, again, now = (
-        see(*task.at(task.state()), (x[:30], y[:30]), 30, gradients=True)
+        evaluate_probes(*task.at(task.state()), (x[:30], y[:30]), 30, gradients=True)
         for task in (Task(model(), losses[0]), Task(model(), losses[0]), Task(model(), losses[1]))
     )
-    assert other_loss(before, now) is None
-    assert other_gradients(before, again) is None
-    assert "the gradient of the loss on probe examples is off by" in str(other_gradients(before, now))
+    assert compare_losses(before, now) is None
+    assert compare_gradients(before, again) is None
+    assert "the gradient of the loss on probe examples is off by" in str(compare_gradients(before, now))
 
 
 def test_probes_have_the_largest_and_the_smallest_inputs() -> None:
@@ -264,3 +258,14 @@ def test_probes_have_the_largest_and_the_smallest_inputs() -> None:
     task = Task(model(), cross_entropy())
     chosen = choose_probes(*task.at(task.state()), Data((x, y), device=CPU))
     assert set(x.argmax(0).tolist()) | set(x.argmin(0).tolist()) <= set(chosen)
+
+
+@pytest.mark.parametrize("error", [MemoryError, torch.OutOfMemoryError, ConcurrencyError])
+def test_an_error_that_says_nothing_about_the_loss_is_no_changed_loss(error: type[Exception], tmp_path: Path) -> None:
+    def failing(model: nn.Module, batch: Any) -> Tensor:
+        raise error("not now")
+
+    store = run(Task(model(), cross_entropy()), tmp_path / "store")
+    task = Task(model(), failing)
+    with pytest.raises(error, match="not now"):
+        store.check_loss(*task.at(task.state()))

@@ -1,1 +1,1 @@
-"""The demo: contributors of handwritten digits, credited and then checked by retraining without them."""
+"""Runs the demo: credits contributors of handwritten digits, and checks the predictions by retraining."""

@@ -1,4 +1,4 @@
-"""The demo's experiment: train, simulate, attribute, and then really retrain without each contributor."""
+"""Runs the demo's experiment: train, simulate, attribute, then retrain without each contributor."""
 
 import time
 from collections.abc import Callable, Iterator
@@ -14,7 +14,7 @@ from imprint.benchmarking.settings import digits
 from imprint.data import Data
 from imprint.evaluation.mislabels import example_losses
 from imprint.evaluation.removal import RemovalCheck
-from imprint.evaluation.training import measured, train_together
+from imprint.evaluation.training import measure_stack, train_together
 from imprint.runtime.progress import Progress
 from imprint.simulation.runner import simulate
 from imprint.sources import Sources
@@ -24,7 +24,7 @@ _BASELINES = 4
 
 @dataclass(frozen=True)
 class Outcome:
-    """What the demo found: predictions, the truth beside them, and how long each part took in seconds.
+    """What the demo found: predictions, the ground truth, and the seconds that each part took.
 
     losses: the mean training loss of each contributor's examples under the attributed model.
     """
@@ -40,12 +40,12 @@ class Outcome:
 
     @property
     def by_size(self) -> RemovalCheck:
-        """The same truth against a guess that knows only how much each contributor delivered."""
-        return self.check.guessed(torch.tensor(self.sources.sizes, dtype=torch.float64).numpy())
+        """The ground truth compared with a guess from the size of each contribution alone."""
+        return self.check.with_guess(torch.tensor(self.sources.sizes, dtype=torch.float64).numpy())
 
     @property
     def retrained(self) -> int:
-        """How many models were trained for the truth."""
+        """How many models were trained for the ground truth."""
         return len(self.check.actual) * (len(self.sources) + _BASELINES)
 
     @property
@@ -55,12 +55,12 @@ class Outcome:
 
     @property
     def highest_loss(self) -> int:
-        """The contributor whom plain loss would suspect: the model fits its labels worst."""
+        """The contributor whose labels the model fits worst, and whom plain loss would suspect."""
         return max(range(len(self.losses)), key=self.losses.__getitem__)
 
 
 def run(
-    split: int = 0, retrainings: int = 24, *, progress: bool = True, say: Callable[[str], None] = lambda text: None
+    split: int = 0, retrainings: int = 24, *, progress: bool = True, log: Callable[[str], None] = lambda text: None
 ) -> Outcome:
     """Run the experiment on one split, with this many retrainings without each contributor."""
     seconds: dict[str, float] = {}
@@ -69,7 +69,7 @@ def run(
     data = Data(setting.train, device=torch.device("cpu"))
     everyone = torch.arange(len(data))
 
-    with _timed("training", seconds, say):
+    with _timed("training", seconds, log):
         kept = train_together(
             digits.model, digits.task, data, [everyone], [split], digits.TRAINING, record=digits.CHECKPOINTS
         )
@@ -79,14 +79,14 @@ def run(
         accuracy = float((model(setting.queries[0]).argmax(1) == setting.queries[1]).float().mean())
 
     task = digits.task(model)
-    with _timed("simulating imprints", seconds, say):
+    with _timed("simulating imprints", seconds, log):
         checkpoints = [states[epoch] for epoch in digits.CHECKPOINTS]
         store = simulate(task, setting.train, sources, digits.PLAN, checkpoints=checkpoints, progress=progress)
-    with _timed("attributing queries", seconds, say):
+    with _timed("attributing queries", seconds, log):
         attribution = attribute(task, store, setting.queries, progress=progress)
 
-    with _timed("retraining for the truth", seconds, say):
-        actual = _removed(setting, sources, data, split, retrainings, progress)
+    with _timed("retraining for ground truth", seconds, log):
+        actual = _remove_each(setting, sources, data, split, retrainings, progress)
 
     check = RemovalCheck.of(attribution.removal_effect, actual)
     losses = example_losses(task, setting.train)
@@ -94,13 +94,13 @@ def run(
     return Outcome(split, setting, sources, attribution, check, accuracy, each, seconds)
 
 
-def _removed(
+def _remove_each(
     setting: digits.Digits, sources: Sources, data: Data, split: int, retrainings: int, progress: bool
 ) -> Tensor:
-    """The change of every query's loss when a contributor is removed, shape (runs, queries, contributors).
+    """Retrain without each contributor; return the change of each query's loss, (runs, queries, contributors).
 
-    Each run compares models of one initialisation: one without each contributor, and several with all of them, whose
-    mean is the common baseline and so must be less noisy than the rest.
+    Each run compares models of one initialisation: one without each contributor, and several with all of them. Their
+    mean is the common baseline, which must be less noisy than the rest.
     """
     everyone = torch.arange(len(data))
     others = [everyone[setting.owners != contributor] for contributor in range(len(sources))]
@@ -114,14 +114,14 @@ def _removed(
     )
     bar.close()
     task = digits.task(digits.model())
-    losses = measured(task, models[digits.TRAINING.epochs], setting.queries, len(setting.queries[1]))
+    losses = measure_stack(task, models[digits.TRAINING.epochs], setting.queries, len(setting.queries[1]))
     losses = losses.reshape(len(rounds), retrainings, -1)
     return (losses[_BASELINES:] - losses[:_BASELINES].mean(0)).permute(1, 2, 0)
 
 
 @contextmanager
-def _timed(what: str, seconds: dict[str, float], say: Callable[[str], None]) -> Iterator[None]:
+def _timed(what: str, seconds: dict[str, float], log: Callable[[str], None]) -> Iterator[None]:
     start = time.perf_counter()
     yield
     seconds[what] = time.perf_counter() - start
-    say(f"{what}: {seconds[what]:.1f} s")
+    log(f"{what}: {seconds[what]:.1f} s")

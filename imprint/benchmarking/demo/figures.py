@@ -1,4 +1,4 @@
-"""The demo's pictures: predicted against actual, contributors ranked, and single queries with their digits."""
+"""Draws the demo's figures: predicted against actual effects, ranked contributors, and single queries."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -29,22 +29,22 @@ _STYLE: Any = {
 
 
 def draw(outcome: Outcome, folder: Path) -> dict[str, Path]:
-    """Draw every figure into a folder; the files by name."""
+    """Draw every figure into a folder, and return the files by name."""
     try:
         import matplotlib as mpl
     except ImportError as error:
         raise MissingExtra("the report", "report") from error
     files = {}
     with mpl.rc_context(_STYLE):
-        for name, function in (("scatter", scatter), ("ranking", ranking), ("queries", queries)):
+        for name, function in (("scatter", draw_scatter), ("ranking", draw_ranking), ("queries", draw_queries)):
             figure = function(outcome)
             files[name] = folder / f"{name}.png"
             write(files[name], figure.savefig)
     return files
 
 
-def scatter(outcome: Outcome) -> "Figure":
-    """Predicted against actual mean removal effect, one disc per contributor, as large as its delivery."""
+def draw_scatter(outcome: Outcome) -> "Figure":
+    """Draw predicted against actual mean removal effects, one disc per contributor, sized by its examples."""
     from matplotlib.figure import Figure
 
     check, names, bad = outcome.check, outcome.sources.names, outcome.setting.mislabeller
@@ -70,14 +70,14 @@ def scatter(outcome: Outcome) -> "Figure":
 
 
 def _label(ax: "Axes", x: Array, y: Array, names: list[str]) -> None:
-    """Names in a column to the right, in the order of their points and tied to them by thin lines."""
+    """Write names in a column to the right, in the order of their points and joined to them by thin lines."""
     bottom, top = ax.get_ylim()
     gap, column = 0.045 * (top - bottom), float(x.max() + 0.1 * np.ptp(x))
     order = np.argsort(y)
     heights = y[order].copy()
     for i in range(1, len(heights)):
         heights[i] = max(heights[i], heights[i - 1] + gap)
-    heights -= max(0.0, (heights[-1] - y.max()) / 2)  # a crowd spreads both ways
+    heights -= max(0.0, (heights[-1] - y.max()) / 2)  # close labels spread both ways
     for i in range(len(heights) - 2, -1, -1):
         heights[i] = min(heights[i], heights[i + 1] - gap)
     for index, height in zip(order, heights, strict=True):
@@ -86,8 +86,8 @@ def _label(ax: "Axes", x: Array, y: Array, names: list[str]) -> None:
     ax.set_xlim(right=column + 0.25 * np.ptp(x))
 
 
-def ranking(outcome: Outcome) -> "Figure":
-    """Contributors from most helpful to most harmful: predicted and actual, with the guess by size."""
+def draw_ranking(outcome: Outcome) -> "Figure":
+    """Draw contributors from most helpful to most harmful: predicted, actual, and the guess by size."""
     from matplotlib.figure import Figure
 
     check, names = outcome.check, outcome.sources.names
@@ -109,17 +109,17 @@ def ranking(outcome: Outcome) -> "Figure":
     ticks = ax.get_yticklabels()
     ticks[int(np.flatnonzero(order == outcome.setting.mislabeller)[0])].set_color(HARM)
     ax.set_xlabel("change of the mean loss (nats) if removed:  ← harmful   helpful →")
-    ax.set_title("Who helps, who harms (examples delivered)")
+    ax.set_title("Who helps, who harms (number of examples)")
     ax.legend(frameon=False, loc="center left", fontsize=8.5)
     return figure
 
 
-def queries(outcome: Outcome, count: int = 6) -> "Figure":
-    """Single queries: the picture, and every contributor's predicted and actual effect on its loss."""
+def draw_queries(outcome: Outcome, count: int = 6) -> "Figure":
+    """Draw single queries: the image, and every contributor's predicted and actual effect on its loss."""
     from matplotlib.figure import Figure
 
     check, names = outcome.check, outcome.sources.names
-    chosen = most_telling(outcome, count)
+    chosen = choose_queries(outcome, count)
     columns = (count + 1) // 2
     figure = Figure(figsize=(3.6 * columns, 8.6), layout="constrained")
     axes = figure.subplots(4, columns, height_ratios=(1, 2.4, 1, 2.4))
@@ -147,8 +147,8 @@ def queries(outcome: Outcome, count: int = 6) -> "Figure":
     return figure
 
 
-def most_telling(outcome: Outcome, count: int) -> list[int]:
-    """The queries with the largest predicted effects, one per digit; how right they are plays no part."""
+def choose_queries(outcome: Outcome, count: int) -> list[int]:
+    """Choose the queries with the largest predicted effects, one per digit, whether or not these are right."""
     strength = np.abs(outcome.check.predicted).max(1)
     labels = outcome.setting.queries[1].numpy()
     chosen: list[int] = []

@@ -1,4 +1,4 @@
-"""The demo's report: one self-contained page, and the table for the terminal."""
+"""Writes the demo's report, one self-contained page, and prepares the table for the terminal."""
 
 import base64
 from dataclasses import dataclass
@@ -16,9 +16,10 @@ from imprint.store.files import write as write_file
 
 @dataclass(frozen=True)
 class Row:
-    """One contributor in the table, effects as changes of the mean loss if it were removed.
+    """One contributor in the table; effects are changes of the mean loss if it were removed.
 
-    error: two standard errors over retrainings. loss: the mean training loss of its examples.
+    error: two standard errors over retrainings.
+    loss: the mean training loss of its examples.
     """
 
     name: str
@@ -34,8 +35,8 @@ class Row:
         return "helps" if self.predicted > 0 else "harms"
 
 
-def rows(outcome: Outcome) -> list[Row]:
-    """The contributors, most helpful first by prediction."""
+def make_rows(outcome: Outcome) -> list[Row]:
+    """Return the contributors, most helpful first by prediction."""
     check = outcome.check
     predicted, actual = check.predicted.mean(0), check.truth.mean(0)
     error = 2 * check.standard_error
@@ -47,8 +48,8 @@ def rows(outcome: Outcome) -> list[Row]:
     return sorted(table, key=lambda row: -row.predicted)
 
 
-def statistics(outcome: Outcome) -> list[tuple[str, str, str, str]]:
-    """(what, imprint, guess by size, ceiling) for the figures the demo is judged by."""
+def make_statistics(outcome: Outcome) -> list[tuple[str, str, str, str]]:
+    """Return (what, imprint, guess by size, ceiling) for each figure that the demo is judged by."""
     bad = outcome.setting.mislabeller
     ours, sizes = outcome.check, outcome.by_size
 
@@ -68,13 +69,8 @@ def statistics(outcome: Outcome) -> list[tuple[str, str, str, str]]:
     ]
 
 
-def _shown(value: object) -> object:
-    """What a template puts on the page: numbers as they are, texts without characters that hide or turn others."""
-    return for_terminal(value) if isinstance(value, str) else value
-
-
-def suspicion(outcome: Outcome) -> str:
-    """Say whom Imprint and whom plain loss suspect of wrong labels, and who was right."""
+def compare_suspicion(outcome: Outcome) -> str:
+    """Say whom Imprint and plain loss suspect of wrong labels, and which of them is right."""
     names, bad = outcome.sources.names, outcome.setting.mislabeller
     ours, plain = outcome.most_harmful, outcome.highest_loss
     right = {
@@ -90,14 +86,18 @@ def suspicion(outcome: Outcome) -> str:
 
 
 def write(outcome: Outcome, folder: Path) -> Path:
-    """Write report.html and its pictures; returns the page."""
+    """Write report.html and its figures, and return the path of the page."""
     try:
         import jinja2
     except ImportError as error:
         raise MissingExtra("the report", "report") from error
     folder.mkdir(parents=True, exist_ok=True)
     pictures = draw(outcome, folder)
-    environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined, finalize=_shown)
+    environment = jinja2.Environment(
+        autoescape=True,
+        undefined=jinja2.StrictUndefined,
+        finalize=lambda value: for_terminal(value) if isinstance(value, str) else value,
+    )
     from imprint import __version__ as version
 
     template = environment.from_string(
@@ -106,9 +106,9 @@ def write(outcome: Outcome, folder: Path) -> Path:
     page = folder / "report.html"
     text = template.render(
         outcome=outcome,
-        rows=rows(outcome),
-        statistics=statistics(outcome),
-        suspicion=suspicion(outcome),
+        rows=make_rows(outcome),
+        statistics=make_statistics(outcome),
+        suspicion=compare_suspicion(outcome),
         culprit=outcome.sources.names[outcome.most_harmful],
         made=f"{datetime.now(UTC):%Y-%m-%d}, imprint {version}",
         found=outcome.most_harmful == outcome.setting.mislabeller,

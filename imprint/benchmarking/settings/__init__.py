@@ -1,5 +1,5 @@
-"""Ready-made experiments: data, model and training, so that a claim can be checked with one call."""
+"""Provides built-in settings: data, model and training, so that a claim can be checked with one call."""
 
-from imprint.benchmarking.settings.catalogue import SETTINGS, Ready, ready
+from imprint.benchmarking.settings.catalogue import SETTINGS, BuiltIn, load_setting
 
-__all__ = ["SETTINGS", "Ready", "ready"]
+__all__ = ["SETTINGS", "BuiltIn", "load_setting"]

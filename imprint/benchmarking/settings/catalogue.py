@@ -1,4 +1,4 @@
-"""The ready-made settings by name: what is trained, what is measured, on which sources, and simulated by which plan."""
+"""Lists the built-in settings by name: what is trained and measured, the sources, and the plan."""
 
 import contextlib
 from collections.abc import Callable
@@ -12,7 +12,7 @@ from imprint.benchmarking.bench import Protocol
 from imprint.benchmarking.settings import digits, mnist
 from imprint.data import Data
 from imprint.errors import ConfigurationError, first_line
-from imprint.evaluation.retraining import Together
+from imprint.evaluation.together import Together
 from imprint.evaluation.training import train_together
 from imprint.plan import Plan
 from imprint.runtime.progress import Progress
@@ -23,12 +23,12 @@ _DIGITS_QUERIES = 200
 
 
 @dataclass(frozen=True)
-class Ready:
-    """A setting put together, with what a file for the command line has, under the same names.
+class BuiltIn:
+    """A built-in setting, with the same names as a user's file for the command line.
 
     train: trains many models at once, for `retrain`.
-    task: has the loss and the measurement F; its model is not trained.
-    epochs: after which the model is worth keeping.
+    task: the loss and the measurement F; its model is not trained.
+    epochs: when checkpoints are kept.
     """
 
     train: Together
@@ -41,7 +41,7 @@ class Ready:
 
     @cached_property
     def checkpoints(self) -> list[Parameters]:
-        """One model trained from seed 0 on everything, as it is after each of `epochs`: what `simulate` takes."""
+        """The checkpoints, at `epochs`, of a model trained on all data from seed 0, for `simulate`."""
         how, everyone = self.train, torch.arange(len(self.train.examples))
         training = replace(how.training, epochs=max(self.epochs))
         with contextlib.closing(Progress("training", training.epochs, "epochs")) as bar:
@@ -58,42 +58,42 @@ class Ready:
         return [{name: tensor[0] for name, tensor in kept[epoch].items()} for epoch in self.epochs]
 
 
-def ready(name: str, device: str | torch.device = "cpu") -> Ready:
-    """A setting by its name, on a device."""
+def load_setting(name: str, device: str | torch.device = "cpu") -> BuiltIn:
+    """Load a setting by its name, on a device."""
     if name not in SETTINGS:
-        raise ConfigurationError(f"there is no setting {name!r}: use one of {', '.join(SETTINGS)}.")
+        raise ConfigurationError(f"setting {name!r} is unknown: use one of {', '.join(SETTINGS)}.")
     try:
         place = torch.device(device)
         torch.empty(0, device=place)
-    except (RuntimeError, AssertionError) as error:  # torch asserts where it is built without CUDA
+    except (RuntimeError, AssertionError) as error:  # torch asserts if it is built without CUDA
         raise ConfigurationError(f"device {str(device)!r} cannot be used here: {first_line(error)}.") from error
     found = SETTINGS[name](place)
     found.task.model.to(place)
     return replace(found, queries=map_tensors(lambda t: t.to(place), found.queries))
 
 
-def protocol(name: str, device: str | torch.device = "cpu") -> Protocol:
-    """The benchmark of a setting: every training example is attributed."""
-    found = ready(name, device)
+def load_protocol(name: str, device: str | torch.device = "cpu") -> Protocol:
+    """Load the benchmark of a setting, in which every training example is a source."""
+    found = load_setting(name, device)
     if name == "digits":
         few = map_tensors(lambda t: t[:_DIGITS_QUERIES], found.queries)
         return Protocol(name, found.train, few, digits.CHECKPOINTS)
-    setting = mnist.SETTINGS[name.removeprefix("mnist-")]
+    setting = mnist.RECIPES[name.removeprefix("mnist-")]
     return Protocol(name, found.train, found.queries, setting.checkpoints, path=setting.path)
 
 
-def _digits(device: torch.device) -> Ready:
+def _load_digits(device: torch.device) -> BuiltIn:
     setting = digits.load(0)
     train = Together(digits.model, digits.task, Data(setting.train, device=device), digits.TRAINING)
     task = digits.task(digits.model())
-    return Ready(train, task, setting.train, setting.queries, setting.sources, digits.PLAN, digits.CHECKPOINTS)
+    return BuiltIn(train, task, setting.train, setting.queries, setting.sources, digits.PLAN, digits.CHECKPOINTS)
 
 
-def _mnist(name: str) -> Callable[[torch.device], Ready]:
-    def made(device: torch.device) -> Ready:
+def _mnist_loader(name: str) -> Callable[[torch.device], BuiltIn]:
+    def load(device: torch.device) -> BuiltIn:
         train, queries = mnist.load()
-        setting = mnist.SETTINGS[name]
-        return Ready(
+        setting = mnist.RECIPES[name]
+        return BuiltIn(
             setting.together(train, device),
             Task.classifier(setting.build()),
             train,
@@ -103,11 +103,11 @@ def _mnist(name: str) -> Callable[[torch.device], Ready]:
             setting.checkpoints,
         )
 
-    return made
+    return load
 
 
-SETTINGS: dict[str, Callable[[torch.device], Ready]] = {
-    "digits": _digits,
-    "mnist-mlp": _mnist("mlp"),
-    "mnist-lr": _mnist("lr"),
+SETTINGS: dict[str, Callable[[torch.device], BuiltIn]] = {
+    "digits": _load_digits,
+    "mnist-mlp": _mnist_loader("mlp"),
+    "mnist-lr": _mnist_loader("lr"),
 }

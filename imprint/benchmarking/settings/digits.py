@@ -1,7 +1,7 @@
-"""Handwritten digits from twelve contributors, one of whom mislabels a third of what it delivers.
+"""Loads handwritten digits from twelve contributors, one of whom mislabels a third of its examples.
 
-The data is scikit-learn's bundled digits: 1,797 pictures of 8 × 8 pixels. A split decides which are training data, who
-delivered which, and which labels are wrong.
+The data is scikit-learn's bundled digits: 1,797 images of 8 × 8 pixels. A split decides which of them are training
+data, who contributed which, and which labels are wrong.
 """
 
 from dataclasses import dataclass
@@ -29,11 +29,11 @@ PLAN = Plan(engine="tangent", steps=300, lr="auto")
 
 @dataclass(frozen=True)
 class Digits:
-    """One division of the digits.
+    """One split of the digits.
 
-    train, queries: pictures (n, 64), standardised, and labels (n,); training labels include the wrong ones.
-    owners: which contributor delivered each training example.
-    mislabeller, mislabelled: the careless contributor, and the training examples it labelled wrongly.
+    train, queries: images (n, 64), standardised, and labels (n,); training labels include the wrong ones.
+    owners: the contributor of each training example.
+    mislabeller, mislabelled: the contributor with wrong labels, and the training examples that have them.
     """
 
     train: tuple[Tensor, Tensor]
@@ -44,12 +44,12 @@ class Digits:
 
     @property
     def sources(self) -> Sources:
-        """The contributors."""
+        """The contributors as sources."""
         return Sources.by_label(self.owners, names=dict(enumerate(CONTRIBUTORS)))
 
 
 def load(split: int = 0) -> Digits:
-    """The digits as divided by a split."""
+    """Load the digits and split them."""
     try:
         from sklearn.datasets import load_digits
     except ImportError as error:
@@ -62,7 +62,7 @@ def load(split: int = 0) -> Digits:
     train, held_out = order[:TRAINING_EXAMPLES], order[TRAINING_EXAMPLES:]
     shares = draw.permutation(np.geomspace(1, 10, len(CONTRIBUTORS)))
     owners = draw.choice(len(shares), TRAINING_EXAMPLES, p=shares / shares.sum())
-    mislabeller = int(np.argsort(shares)[len(shares) // 2])  # of middling size: neither negligible nor dominant
+    mislabeller = int(np.argsort(shares)[len(shares) // 2])  # of medium size
     delivered = np.flatnonzero(owners == mislabeller)
     wrong = draw.choice(delivered, len(delivered) // 3, replace=False)
     given = y[train].clone()
@@ -77,12 +77,12 @@ def load(split: int = 0) -> Digits:
 
 
 def model() -> nn.Module:
-    """A freshly initialised perceptron, 64-32-10."""
+    """Build a freshly initialised perceptron, 64-32-10."""
     return nn.Sequential(nn.Linear(64, 32), nn.ReLU(), nn.Linear(32, 10))
 
 
 def task(model: nn.Module) -> Task:
-    """The classification task, with the weight decay the training uses; F is the loss of a query."""
+    """Build the classification task, with the weight decay of the training; F is the loss of a query."""
 
     def weight_decay(model: nn.Module) -> Tensor:
         squares = torch.stack([p.square().sum() for p in model.parameters()])

@@ -1,4 +1,4 @@
-"""Public data files: from the folder that IMPRINT_DATA names, else downloaded once."""
+"""Finds public data files in the folder that IMPRINT_DATA names, or downloads them once."""
 
 import os
 from pathlib import Path
@@ -7,7 +7,10 @@ from imprint.errors import DataError, MissingExtra
 
 
 def fetch(name: str, url: str, checksum: str) -> Path:
-    """The file `name` (such as "mnist/train-images-idx3-ubyte.gz"); a download must have the sha256 `checksum`."""
+    """Return the path of file `name`, such as "mnist/train-images-idx3-ubyte.gz".
+
+    checksum: the SHA-256 that a download must have.
+    """
     folder = os.environ.get("IMPRINT_DATA")
     if folder and (Path(folder) / name).is_file():
         return Path(folder) / name
@@ -20,6 +23,6 @@ def fetch(name: str, url: str, checksum: str) -> Path:
         return Path(pooch.retrieve(url, f"sha256:{checksum}", fname=Path(name).name, path=cache))
     except (OSError, ValueError) as error:
         raise DataError(
-            f"{name} could not be downloaded from {url} ({error}): put the file under a folder and name that in "
-            "IMPRINT_DATA."
+            f"{name} could not be downloaded from {url} ({error}): put the file into a folder, and set "
+            "IMPRINT_DATA to that folder."
         ) from error

@@ -1,7 +1,7 @@
-"""Tiny Shakespeare: 24 segments of the text as sources, passages held out of each, a small GPT-2 trained on the rest.
+"""Loads tiny Shakespeare: 24 segments of the text as sources, held-out passages of each, a small GPT-2 for the rest.
 
-The names of speakers are taken out, or a passage would tell by them where it comes from. A vocabulary of byte pairs is
-learnt from the text: windows of as many tokens as characters would hold a third of the words at the same cost. F is the
+Names of speakers are removed, because they would reveal which segment a passage comes from. The vocabulary of byte
+pairs is learnt from the text: windows of as many characters would hold a third of the words at the same cost. F is the
 log-likelihood of a held-out passage per token.
 """
 
@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from imprint.benchmarking.settings.download import fetch
 from imprint.data import Data
 from imprint.errors import DataError, MissingExtra
-from imprint.evaluation.retraining import Together
+from imprint.evaluation.together import Together
 from imprint.evaluation.training import Training
 from imprint.language.causal import Compute, task
 from imprint.sources import Sources
@@ -30,17 +30,17 @@ _URL = "https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshak
 _SHA256 = "86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed"
 SEGMENTS = 24
 Columns = dict[str, Tensor]
-"""`input_ids` and `weights`, each (windows, length): what predicting each token weighs; the first is not predicted."""
+"""`input_ids` and `weights`, each (windows, length): the weight of predicting each token, 0 for the first."""
 
 
 @dataclass(frozen=True)
 class Size:
     """How large the experiment is.
 
-    length: of a window and of a passage, in tokens.
-    windows: that are taken of each segment, from its beginning; None for all.
+    length: the tokens in a window or passage.
+    windows: how many windows of each segment are used, from its beginning; None for all.
     passages: how many windows of each segment are held out.
-    steps: of a training on everything after which the model is worth keeping.
+    steps: the training steps after which checkpoints are kept.
     """
 
     vocabulary: int
@@ -55,7 +55,7 @@ class Size:
     steps: tuple[int, ...]
 
     def build(self) -> nn.Module:
-        """A freshly initialised GPT-2, with attention that every kind of derivative goes through."""
+        """Build a freshly initialised GPT-2 with plain attention, which supports all derivatives."""
         try:
             from transformers import GPT2Config, GPT2LMHeadModel
         except ImportError as error:
@@ -63,7 +63,7 @@ class Size:
         options: dict[str, Any] = {
             **{"vocab_size": self.vocabulary, "n_positions": self.length},
             **{"n_embd": self.width, "n_layer": self.layers, "n_head": self.heads},
-            "activation_function": "gelu_pytorch_tanh",  # GPT-2's own function as one operation instead of eight
+            "activation_function": "gelu_pytorch_tanh",  # the same function as one operation instead of eight
             **dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), self.dropout),
             **dict.fromkeys(("bos_token_id", "eos_token_id")),
             **{"use_cache": False, "attn_implementation": "eager"},
@@ -79,7 +79,7 @@ class Size:
         at_once: int | None = None,
         compute: Compute = None,
     ) -> Together:
-        """Trains many of these models at once on windows."""
+        """Return what trains many of these models at once."""
         windows = Data(columns, device=torch.device(device))
         return Together(self.build, partial(task, compute=compute), windows, self.training, at_once)
 
@@ -122,11 +122,11 @@ SMALL = Size(
 
 @dataclass(frozen=True)
 class Shakespeare:
-    """The text cut up.
+    """The text split into segments, windows and passages.
 
     train, queries: windows to train on, and held-out passages; a window's loss is the mean over its tokens.
     owners, origins: the segment of each window, and of each passage.
-    texts, passages: the training text of each segment, and the held-out passages, as they read.
+    texts, passages: the training text of each segment, and the held-out passages, as strings.
     """
 
     train: Columns
@@ -139,17 +139,17 @@ class Shakespeare:
 
     @property
     def sources(self) -> Sources:
-        """The segments."""
+        """The segments as sources."""
         return Sources.by_label(self.owners, names={index: f"segment {index + 1}" for index in range(SEGMENTS)})
 
 
 def load(size: Size = FULL, where: float = 0.5) -> Shakespeare:
-    """The text as windows of each segment, some of which are held out, evenly spread.
+    """Load the text as windows of each segment, with some windows held out at even distances.
 
-    where: the place of a held-out window in the stretch that it stands for, from 0 to 1; others give other passages.
+    where: the position of a held-out window within its stretch, from 0 to 1; other values give other passages.
     """
-    text = spoken(_read())
-    tokenizer = _tokenizer(text, size.vocabulary)
+    text = remove_speakers(_read())
+    tokenizer = _learn_tokenizer(text, size.vocabulary)
     ids = torch.tensor(tokenizer.encode(text).ids)
     each = len(ids) // SEGMENTS // size.length
     segments = ids[: SEGMENTS * (len(ids) // SEGMENTS)].reshape(SEGMENTS, -1)
@@ -159,8 +159,8 @@ def load(size: Size = FULL, where: float = 0.5) -> Shakespeare:
     kept = torch.ones(taken, dtype=torch.bool).index_fill(0, held_out, False)
     numbers = torch.arange(SEGMENTS)
     return Shakespeare(
-        train=columns(windows[:, kept].flatten(0, 1)),
-        queries=columns(windows[:, held_out].flatten(0, 1)),
+        train=make_columns(windows[:, kept].flatten(0, 1)),
+        queries=make_columns(windows[:, held_out].flatten(0, 1)),
         owners=numbers.repeat_interleave(int(kept.sum())),
         origins=numbers.repeat_interleave(size.passages),
         texts=tuple("\n".join(tokenizer.decode_batch(part[kept].tolist())) for part in windows),
@@ -169,17 +169,17 @@ def load(size: Size = FULL, where: float = 0.5) -> Shakespeare:
     )
 
 
-def columns(ids: Tensor) -> Columns:
-    """Windows of tokens as a task takes them: every token but the first is predicted, all weigh the same."""
+def make_columns(ids: Tensor) -> Columns:
+    """Return windows as a task takes them: every token but the first is predicted, with equal weights."""
     weights = torch.full(ids.shape, 1 / (ids.shape[1] - 1))
     weights[:, 0] = 0
     return {"input_ids": ids, "weights": weights}
 
 
-def spoken(text: str) -> str:
-    r"""What is said, without who says it: each speech begins with a line such as "First Citizen:".
+def remove_speakers(text: str) -> str:
+    r"""Remove the names of speakers: each speech begins with a line such as "First Citizen:".
 
-    >>> spoken("ALL:\nSpeak, speak.\n\nFirst Citizen:\nYou are resolved:\nto die?")
+    >>> remove_speakers("ALL:\nSpeak, speak.\n\nFirst Citizen:\nYou are resolved:\nto die?")
     'Speak, speak.\n\nYou are resolved:\nto die?'
     """
     speeches = (speech.lstrip("\n").partition("\n") for speech in text.split("\n\n"))
@@ -191,12 +191,12 @@ def _read() -> str:
     place = fetch(_NAME, _URL, _SHA256)
     content = place.read_bytes()
     if hashlib.sha256(content).hexdigest() != _SHA256:
-        raise DataError(f"{place} does not hold tiny Shakespeare: its content has another checksum.")
+        raise DataError(f"{place} does not hold tiny Shakespeare: its checksum differs.")
     return content.decode()
 
 
-def _tokenizer(text: str, vocabulary: int) -> "Tokenizer":
-    """Byte pairs learnt from the text, which give it back to the letter."""
+def _learn_tokenizer(text: str, vocabulary: int) -> "Tokenizer":
+    """Learn byte pairs that reproduce the text exactly."""
     try:
         from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     except ImportError as error:

@@ -1,1 +1,1 @@
-"""The commands of `imprint.cli.app`, by subject."""
+"""Implements the commands of `imprint.cli.app`, by subject."""

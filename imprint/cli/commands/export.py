@@ -1,4 +1,4 @@
-"""`imprint export`: imprints for where only inference exists."""
+"""Implements `imprint export`: imprints for machines that only run inference."""
 
 from dataclasses import asdict
 from enum import StrEnum
@@ -10,22 +10,22 @@ import typer
 
 import imprint
 from imprint.cli.commands.options import AsJson, ConfigPath, DeviceName, QueriesString, StorePath, StoreTask
-from imprint.cli.commands.repeating import over_store
+from imprint.cli.commands.repeating import merge_with_store
 from imprint.cli.experiment import Experiment
 from imprint.cli.loading import Objects
-from imprint.cli.terminal import console, errors, working
+from imprint.cli.terminal import console, errors, redirect_prints
 from imprint.errors import ConfigurationError
 
 
 class Format(StrEnum):
-    """What is written."""
+    """The format of an export."""
 
     peft = "peft"
     onnx = "onnx"
 
 
 class Precision(StrEnum):
-    """What adapters will be served in."""
+    """The precision in which adapters will be served."""
 
     float32 = "float32"
     bfloat16 = "bfloat16"
@@ -35,24 +35,30 @@ class Precision(StrEnum):
 def export(
     context: typer.Context,
     store: StorePath,
-    out: Annotated[Path, typer.Option("--out", "-o", help="A new folder for the export.")],
+    out: Annotated[Path, typer.Option("--out", "-o", help="The new folder to write the export to.")],
     format: Annotated[
         Format, typer.Option(help="`peft`: a pair of LoRA adapters for each source. `onnx`: one graph for all of them.")
     ] = Format.peft,
     task: StoreTask = None,
     queries: QueriesString = None,
     source: Annotated[
-        list[str] | None, typer.Option("--source", "-s", help="The id of a source; repeat for several. Default: all.")
+        list[str] | None,
+        typer.Option(
+            "--source", "-s", help="The id of a source to export; repeat the option for several. Default: all."
+        ),
     ] = None,
     checkpoint: Annotated[
-        int | None, typer.Option(min=0, help="Which one of the store. Default: the one with the most weight.")
+        int | None,
+        typer.Option(min=0, help="The number of the checkpoint to export. Default: the one with the largest weight."),
     ] = None,
     dtype: Annotated[
-        Precision, typer.Option(help="The precision adapters will be served in, which their gains are chosen for.")
+        Precision, typer.Option(help="The precision in which adapters will be served; their gains are chosen for it.")
     ] = Precision.float32,
     base: Annotated[
         str | None,
-        typer.Option(help="The plain model's name or path, which is checked. Default: it is written, to `model/`."),
+        typer.Option(
+            help="The name or path of the base model, which is checked. Default: the base model is written to `model/`."
+        ),
     ] = None,
     device: DeviceName = None,
     config: ConfigPath = None,
@@ -60,8 +66,8 @@ def export(
 ) -> None:
     """Write the imprints of a store as LoRA adapters or as an ONNX graph, and test them on the queries.
 
-    The store must hold imprints of LoRA parameters, and the task must measure the log-likelihood of completions, as
-    those of `imprint.language` do. Leaves with 1 if scores read from what was written are not those of the library.
+    The store must hold imprints of LoRA parameters, and the task must measure the log-likelihood of completions, as the
+    tasks of `imprint.language` do. Exits with status 1 if scores from the exported files differ from the library's.
 
     For example:
 
@@ -72,12 +78,14 @@ def export(
     from imprint.export import to_onnx, to_peft
 
     if format is Format.onnx and (base is not None or dtype is not Precision.float32):
-        raise ConfigurationError("--dtype and --base are for --format peft: a graph has its weights in it, in float32.")
+        raise ConfigurationError(
+            "--dtype and --base apply to --format peft only: an ONNX graph contains its weights, in float32."
+        )
     opened = imprint.Store(store)
-    given = Experiment(task=task, queries=queries, device=device).over_file(config)
+    given = Experiment(task=task, queries=queries, device=device).override_file(config)
     if given.task is None:
-        given = over_store(given, opened, ("task", "queries"), context)
-    with working(), errors.status("exporting and testing"):
+        given = merge_with_store(given, opened, ("task", "queries"), context)
+    with redirect_prints(), errors.status("exporting and testing"):
         objects = Objects(given)
         options: dict[str, Any] = {"sources": source or None, "checkpoint": checkpoint}
         if format is Format.peft:
@@ -85,7 +93,7 @@ def export(
         else:
             found = to_onnx(objects.task, opened, out, objects.queries, **options)
     if json:
-        told = {"path": str(found.folder), "kind": found.kind, "sources": found.ids, "gains": found.gains.tolist()}
-        typer.echo(dumps({**told, "floors": found.floors.tolist(), "self_test": asdict(found.self_test)}))
+        described = {"path": str(found.folder), "kind": found.kind, "sources": found.ids, "gains": found.gains.tolist()}
+        typer.echo(dumps({**described, "floors": found.floors.tolist(), "self_test": asdict(found.self_test)}))
         return
     console.print(repr(found), markup=False, soft_wrap=True)

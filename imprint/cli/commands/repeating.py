@@ -1,7 +1,7 @@
-"""Has the user repeat what a store names, before any of it is loaded.
+"""Asks the user to repeat the names in a store before anything is loaded.
 
-A store may come from anybody, and loading what it names would run code that its maker chose. Commands take its plan and
-precision from it; names of code and of files are shown, with the command that repeats them.
+A store may come from anybody, and loading what it names would run code that its author chose. Commands take the plan
+and the precision from it; names of code and files are only shown, with the command that repeats them.
 """
 
 import shlex
@@ -13,37 +13,38 @@ import typer
 
 from imprint.benchmarking.settings.catalogue import SETTINGS
 from imprint.cli.experiment import Experiment
-from imprint.cli.terminal import errors, marked
+from imprint.cli.terminal import errors, escape_markup
 from imprint.display import for_terminal
 from imprint.errors import ConfigurationError
 from imprint.store.reading import Store
 
-_OPTIONS = {"collate_fn": "collate", "checkpoints": "checkpoint"}  # options that are not called as their settings are
+_OPTIONS = {"collate_fn": "collate", "checkpoints": "checkpoint"}  # settings whose options have other names
 
 
-def over_store(given: Experiment, store: Store, names: Collection[str], context: typer.Context) -> Experiment:
-    """The settings as given, over the plan of a store; refused where one of `names` is the store's and not repeated.
+def merge_with_store(given: Experiment, store: Store, names: Collection[str], context: typer.Context) -> Experiment:
+    """Fill in the plan of a store; refuse if the store names one of `names` and the command line does not repeat it.
 
-    The ready-made settings are the library's own code: they are taken from a store as they are, and shown.
+    Built-in settings are the library's own code, so they are taken from the store, and shown.
     """
-    merged = given.over_store(store, SETTINGS)
+    merged = given.override_store(store, SETTINGS)
     options: dict[str, Any] = {str(parameter.name): parameter for parameter in context.command.params}
-    if left := merged.unrepeated(store, names):
-        words = _words({_OPTIONS.get(name, name): values for name, values in left.items()}, options)
+    if left := merged.find_unrepeated(store, names):
+        words = _format_options({_OPTIONS.get(name, name): values for name, values in left.items()}, options)
         raise ConfigurationError(
-            f"{store.path} was made with {' '.join(words)}, and nothing that a store names is loaded by itself. If you "
-            f"trust it, repeat it: {' '.join([context.command_path, *_words(_given(context), options), *words])}"
+            f"{store.path} was made with {' '.join(words)}; code and files that a store names are not loaded on their "
+            "own. If you trust it, run: "
+            f"{' '.join([context.command_path, *_format_options(_read_options(context), options), *words])}"
         )
     if merged.task is None:
         flag = "" if _is_argument(options["task"]) else "--task "
-        raise ConfigurationError(f"{store.path} was made by Python code and names no task: give {flag}FILE.py:task.")
+        raise ConfigurationError(f"{store.path} was made from Python and names no task: give {flag}FILE.py:task.")
     if given.task is None:
-        errors.print(f"the task is {marked(merged.task)}, by which the store was made", soft_wrap=True)
+        errors.print(f"using the task that the store was made with: {escape_markup(merged.task)}", soft_wrap=True)
     return merged
 
 
-def _given(context: typer.Context) -> dict[str, tuple[Any, ...]]:
-    """What stands on the command line, by option."""
+def _read_options(context: typer.Context) -> dict[str, tuple[Any, ...]]:
+    """Read the options that were given on the command line, by name."""
     found = {}
     for name, value in context.params.items():
         source = context.get_parameter_source(name)
@@ -52,8 +53,8 @@ def _given(context: typer.Context) -> dict[str, tuple[Any, ...]]:
     return found
 
 
-def _words(values: Mapping[str, tuple[Any, ...]], options: Mapping[str, Any]) -> list[str]:
-    """The words of a command line that give these values: quoted for a shell, and safe to show."""
+def _format_options(values: Mapping[str, tuple[Any, ...]], options: Mapping[str, Any]) -> list[str]:
+    """Write options as words of a command line, quoted for a shell and safe to show."""
     words = []
     for name, items in values.items():
         option = options[name]

@@ -1,4 +1,4 @@
-"""`imprint check`, `simulate`, `attribute`, `inspect` and `verify`: making stores and reading them."""
+"""Implements `imprint check`, `simulate`, `attribute`, `inspect` and `verify`: making stores and reading them."""
 
 import csv
 import os
@@ -33,31 +33,44 @@ from imprint.cli.commands.options import (
     StoreTask,
     TaskString,
 )
-from imprint.cli.commands.repeating import over_store
-from imprint.cli.experiment import NOTE, Experiment, plan_values
-from imprint.cli.inspection import inspected
+from imprint.cli.commands.repeating import merge_with_store
+from imprint.cli.experiment import NOTE, Experiment, parse_plan
+from imprint.cli.inspection import inspect_store
 from imprint.cli.loading import Objects
 from imprint.cli.terminal import (
     console,
     errors,
-    marked,
-    progress,
-    shown_check,
-    shown_mean,
-    shown_store,
-    shown_top,
-    working,
+    escape_markup,
+    redirect_prints,
+    render_check,
+    render_mean,
+    render_store,
+    render_top,
+    show_progress,
 )
 from imprint.display import for_csv, for_terminal
 from imprint.errors import ConfigurationError, ReliabilityWarning, StoreError
 from imprint.store.files import write
-from imprint.store.manifest import MANIFEST
-from imprint.store.reading import JOURNAL
+from imprint.store.manifest import JOURNAL, MANIFEST
 
-_NAMED = ("task", "data", "sources", "collate_fn", "checkpoints")  # what a simulation loads
+_LOADED = ("task", "data", "sources", "collate_fn", "checkpoints")  # what a simulation loads
+
+
+def _read_experiment(context: typer.Context) -> Experiment:
+    """Collect the flags of `check` or `simulate`, and what they leave open from the file of --config."""
+    given = context.params
+    plain = ("task", "data", "sources", "queries", "batch_size", "dtype", "memory", "hash_data", "device", "out")
+    experiment = Experiment(
+        **{name: given[name] for name in plain if name in given},
+        collate_fn=given["collate"],
+        checkpoints=tuple(given["checkpoint"] or ()),
+        plan=parse_plan(given["plan"] or []),
+    )
+    return experiment.override_file(given["config"] and Path(given["config"]))
 
 
 def check(
+    context: typer.Context,
     task: TaskString = None,
     data: DataString = None,
     sources: SourcesString = None,
@@ -70,14 +83,15 @@ def check(
     memory: MemoryText = None,
     hash_data: HashDataName = None,
     device: DeviceName = None,
-    out: Annotated[str | None, typer.Option(help="Where the store will be: its disk is measured.")] = None,
+    out: Annotated[str | None, typer.Option(help="Where the store will be, to check the free disk space.")] = None,
     config: ConfigPath = None,
     json: AsJson = False,
 ) -> None:
-    """Will it work, and what will it take? Tries every engine and readout, and measures a few steps.
+    """Check whether a simulation will work, and estimate its time, memory and disk space.
 
-    Shows the selected parameters, bytes per source and in all, the time and memory to expect, and the reason wherever
-    something falls back or fails. Nothing stays on disk. Leaves with 1 if the simulation could not begin.
+    Tries every engine and readout on a few examples and times a few steps. Shows the selected parameters, the size of
+    the store, the time and memory to expect, and the reason wherever something fails or falls back to a slower method.
+    Writes nothing. Exits with status 1 if the simulation cannot start.
 
     For example:
 
@@ -85,34 +99,20 @@ def check(
 
     - `imprint check my_model.py:task -p engine=trajectories -p steps=50 -c epoch-1.safetensors -c epoch-3.safetensors`
     """
-    experiment = Experiment(
-        task=task,
-        data=data,
-        sources=sources,
-        queries=queries,
-        collate_fn=collate,
-        checkpoints=tuple(checkpoint or ()),
-        plan=plan_values(plan or []),
-        batch_size=batch_size,
-        dtype=dtype,
-        memory=memory,
-        hash_data=hash_data,
-        device=device,
-        out=out,
-    ).over_file(config)
-    with working(), errors.status("loading and measuring"):
+    experiment = _read_experiment(context)
+    with redirect_prints(), errors.status("loading, and timing a few steps"):
         objects = Objects(experiment)
         queries_too = objects.queries if objects.has("queries") else None
-        found = _checked(objects, experiment.out, queries_too)
+        found = _check(objects, experiment.out, queries_too)
     if json:
         typer.echo(dumps(found.to_json()))
     else:
-        console.print(shown_check(found))
+        console.print(render_check(found))
     if not found.ok:
         raise typer.Exit(1)
 
 
-def _checked(objects: Objects, out: str | None, queries: Any = None) -> imprint.Check:
+def _check(objects: Objects, out: str | None, queries: Any = None) -> imprint.Check:
     given = (objects.task, objects.data, objects.sources, objects.plan)
     return imprint.check(*given, queries=queries, out=out, **objects.options)
 
@@ -120,7 +120,7 @@ def _checked(objects: Objects, out: str | None, queries: Any = None) -> imprint.
 def simulate(
     context: typer.Context,
     task: TaskString = None,
-    out: Annotated[str | None, typer.Option("--out", "-o", help="Folder of the store.")] = None,
+    out: Annotated[str | None, typer.Option("--out", "-o", help="The folder to write the store to.")] = None,
     data: DataString = None,
     sources: SourcesString = None,
     checkpoint: CheckpointStrings = None,
@@ -136,17 +136,17 @@ def simulate(
         Path | None,
         typer.Option(
             "--from",
-            help="Replay a store: its folder or manifest.json. Plan and precision come from it; the task, and whatever "
-            "else it names, is repeated here.",
+            help="Repeat the simulation of a store, given by its folder or manifest.json. Plan and precision come "
+            "from it; give the task, and whatever else it names, again.",
         ),
     ] = None,
-    checking: Annotated[bool, typer.Option("--check/--no-check", help="Check and estimate first.")] = True,
+    checking: Annotated[bool, typer.Option("--check/--no-check", help="Run `imprint check` first.")] = True,
     json: AsJson = False,
 ) -> None:
-    """Simulate the imprint of every source and keep them in a store.
+    """Simulate the imprint of every source, and write the imprints to a store.
 
-    A simulation that was killed or interrupted goes on where it stood when the same command is given again; a finished
-    one is left as it is. Another plan, model, loss or dataset on the same folder is refused.
+    An interrupted simulation resumes when you run the same command again; a finished one is left as it is. A folder
+    made with another plan, model, loss or dataset is refused.
 
     For example:
 
@@ -154,53 +154,45 @@ def simulate(
 
     - `imprint simulate my_model.py:task --sources per-example -p steps=50 -c epoch-1.safetensors --out runs/each`
 
-    - `imprint simulate digits --out runs/digits`, a ready-made setting, whose model is trained first
+    - `imprint simulate digits --out runs/digits`, a built-in setting, whose model is trained first
 
     - `imprint simulate --config news.toml`
 
-    - `imprint simulate my_model.py:task --from runs/news --out runs/again`, which repeats a run to the bit
+    - `imprint simulate my_model.py:task --from runs/news --out runs/again`, which repeats a simulation bit for bit
     """
-    experiment = Experiment(
-        task=task,
-        data=data,
-        sources=sources,
-        collate_fn=collate,
-        checkpoints=tuple(checkpoint or ()),
-        plan=plan_values(plan or []),
-        batch_size=batch_size,
-        dtype=dtype,
-        memory=memory,
-        hash_data=hash_data,
-        device=device,
-        out=out,
-    ).over_file(config)
+    experiment = _read_experiment(context)
     recorded = None if manifest is None else imprint.Store(manifest.parent if manifest.is_file() else manifest)
     replay = recorded if recorded is not None and not experiment.plan and experiment.dtype is None else None
     if recorded is not None:
         if replay is None:
-            errors.print("a variation of the store, no replay: its plan or dtype is given anew")
-        experiment = over_store(experiment, recorded, _NAMED, context)
+            errors.print("plan or dtype differs from the store: this is a variation, not a repetition")
+        experiment = merge_with_store(experiment, recorded, _LOADED, context)
     if experiment.out is None:
-        raise ConfigurationError("no folder for the store is given: --out runs/NAME.")
+        raise ConfigurationError("no folder is given for the store: add --out runs/NAME.")
     if (Path(experiment.out) / MANIFEST).is_file():
-        errors.print(f"{marked(experiment.out)} is complete already; it is only compared", soft_wrap=True)
-    with working():
+        errors.print(f"{escape_markup(experiment.out)} is complete; only checking that it matches", soft_wrap=True)
+    with redirect_prints():
         objects = Objects(experiment)
         _ = objects.task  # which sets the number of threads
     if replay is not None:
-        _take_threads(replay)
+        _use_threads_of(replay)
     note: dict[str, Any] = {"command": experiment.to_json()}
     shown: tuple[str, ...] = ()
     if checking and not Path(experiment.out).exists():
-        with working(), errors.status("loading and measuring"):
-            found = _checked(objects, experiment.out)
-        errors.print(shown_check(found))
+        with redirect_prints(), errors.status("loading, and timing a few steps"):
+            found = _check(objects, experiment.out)
+        errors.print(render_check(found))
         if not found.ok:
             raise typer.Exit(1)
         assert found.estimate is not None
         shown = found.warnings
         note["estimate"] = {"seconds": found.estimate.seconds, "peak_bytes": found.estimate.peak_bytes}
-    with working(), _silent(shown), _interruptible(Path(experiment.out)), progress(errors, "simulating") as advance:
+    with (
+        redirect_prints(),
+        _silence(shown),
+        _explain_interruption(Path(experiment.out)),
+        show_progress(errors, "simulating") as advance,
+    ):
         store = imprint.simulate(
             objects.task,
             objects.data,
@@ -213,41 +205,41 @@ def simulate(
             **objects.options,
         )
     if json:
-        typer.echo(dumps(inspected(store)))
-    else:  # each warning was shown when it came up
-        console.print(shown_store({**inspected(store), "warnings": []}))
+        typer.echo(dumps(inspect_store(store)))
+    else:  # warnings were shown as they came up
+        console.print(render_store({**inspect_store(store), "warnings": []}))
 
 
 @contextmanager
-def _silent(shown: Iterable[str]) -> Iterator[None]:
-    """Leave out warnings that were shown already."""
+def _silence(shown: Iterable[str]) -> Iterator[None]:
+    """Suppress warnings that were shown before."""
     with warnings.catch_warnings():
         for message in shown:
             warnings.filterwarnings("ignore", re.escape(for_terminal(message)), ReliabilityWarning)
         yield
 
 
-def _take_threads(store: imprint.Store) -> None:
-    """Compute with as many threads as a store was made with, if this machine can be asked for so many."""
-    threads, most = store.manifest.execution.get("threads", 1), max(64, 4 * (os.cpu_count() or 1))
+def _use_threads_of(store: imprint.Store) -> None:
+    """Use as many threads as the store was made with, unless that is absurd on this machine."""
+    threads, most = store.manifest.execution.threads, max(64, 4 * (os.cpu_count() or 1))
     if threads <= most:
         torch.set_num_threads(threads)
     else:
         errors.print(
-            f"the store was made with {threads:,} threads, and at most {most} are used here: imprints may differ in "
+            f"the store was made with {threads:,} threads, more than the {most} allowed here: imprints may differ in "
             "their last digits",
             soft_wrap=True,
         )
 
 
 @contextmanager
-def _interruptible(out: Path) -> Iterator[None]:
-    """Say what becomes of a simulation that is interrupted; where it can go on, the library says so itself."""
+def _explain_interruption(out: Path) -> Iterator[None]:
+    """Say that an interrupted simulation has nothing to resume from; otherwise the library explains how to resume."""
     try:
         yield
     except KeyboardInterrupt:
         if not (out / JOURNAL).exists():
-            errors.print("stopped before a first part was finished: the same command again starts over")
+            errors.print("stopped before the first part was finished: the same command will start over")
         raise
 
 
@@ -258,21 +250,27 @@ def attribute(
     queries: QueriesString = None,
     collate: CollateString = None,
     top: Annotated[int, typer.Option(min=1, help="How many sources to show for each query.")] = 5,
-    by: Annotated[str, typer.Option(help="Order: `magnitude`, or whose removal `raises` or `lowers` F.")] = "magnitude",
+    by: Annotated[
+        str,
+        typer.Option(
+            help="Order sources by `magnitude`, or list those whose removal `raises` or `lowers` the measurement first."
+        ),
+    ] = "magnitude",
     readout: ReadoutName = "jvp",
-    batch_size: Annotated[int, typer.Option(min=1, help="Queries evaluated at once.")] = 64,
+    batch_size: Annotated[int, typer.Option(min=1, help="How many queries are evaluated at once.")] = 64,
     memory: MemoryText = None,
     device: DeviceName = None,
     out: Annotated[
-        Path | None, typer.Option("--out", "-o", help="Write all scores: `.csv`, or `.safetensors`.", dir_okay=False)
+        Path | None,
+        typer.Option("--out", "-o", help="Write all scores to a `.csv` or `.safetensors` file.", dir_okay=False),
     ] = None,
     config: ConfigPath = None,
     json: AsJson = False,
 ) -> None:
-    """How much does each source of a store move each query? Read out with forward passes only.
+    """Show how much each source moves each query, using forward passes only.
 
-    Effects are predicted changes of the measurement if the source were removed; the table says what it is measured in
-    and which sign means that the source helps.
+    Effects are predicted changes of the measurement if the source were removed. The table states their unit and which
+    sign means that a source helps. With --out, all scores are also written to a file.
 
     For example:
 
@@ -280,18 +278,20 @@ def attribute(
 
     - `imprint attribute runs/news --task my_model.py:task --queries other.py:queries --top 3 --json`
 
-    - `imprint attribute runs/digits --out scores.csv`, of a ready-made setting, which needs no task
+    - `imprint attribute runs/digits --out scores.csv`, for a built-in setting, which needs no --task
     """
     if out is not None and out.suffix not in (".csv", ".safetensors"):
-        raise ConfigurationError(f"{out}: scores are written as .csv or .safetensors.")
+        raise ConfigurationError(f"--out must end in .csv or .safetensors, got {out}.")
     if out is not None and not out.parent.is_dir():
         raise StoreError(f"could not write {out}: there is no folder {out.parent}.")
     opened = imprint.Store(store)
-    given = Experiment(task=task, queries=queries, collate_fn=collate, memory=memory, device=device).over_file(config)
+    given = Experiment(task=task, queries=queries, collate_fn=collate, memory=memory, device=device).override_file(
+        config
+    )
     if given.task is None:
-        given = over_store(given, opened, ("task", "queries", "collate_fn"), context)
-    with working(), warnings.catch_warnings(), progress(errors, "attributing") as advance:
-        if not json:  # the table shows them
+        given = merge_with_store(given, opened, ("task", "queries", "collate_fn"), context)
+    with redirect_prints(), warnings.catch_warnings(), show_progress(errors, "attributing") as advance:
+        if not json:  # the table shows the warnings
             warnings.simplefilter("ignore", ReliabilityWarning)
         objects = Objects(given)
         options: Any = {
@@ -305,11 +305,11 @@ def attribute(
     first = result.top(top, options["by"])
     if out is not None:
         _write_scores(result, out)
-        errors.print(f"all scores: [bold]{marked(out)}[/bold]")
+        errors.print(f"all scores written to [bold]{escape_markup(out)}[/bold]")
     if json:
         typer.echo(dumps(first.to_json()))
     else:
-        console.print(shown_mean(result.mean().top(top, options["by"])), shown_top(first))
+        console.print(render_mean(result.mean().top(top, options["by"])), render_top(first))
 
 
 def _write_scores(result: imprint.Attribution, out: Path) -> None:
@@ -317,30 +317,30 @@ def _write_scores(result: imprint.Attribution, out: Path) -> None:
         result.save(out)
         return
 
-    def fill(path: Path) -> None:
+    def write_rows(path: Path) -> None:
         with path.open("w", newline="", encoding="utf-8") as file:
             writer = csv.writer(file)
             writer.writerow(imprint.Credit._fields)
             for credits in result.top(result.scores.shape[1]):
                 writer.writerows(map(for_csv, credit) for credit in credits)
 
-    write(out, fill)
+    write(out, write_rows)
 
 
 def inspect(store: StorePath, json: AsJson = False) -> None:
-    """Show what a store holds: plan, sources, sizes, and the figures measured while it was made.
+    """Show what a store holds: its plan, sources, sizes, and the figures measured during the simulation.
 
     For example: `imprint inspect runs/news`
     """
-    values = inspected(imprint.Store(store))
+    values = inspect_store(imprint.Store(store))
     if json:
         typer.echo(dumps(values))
     else:
-        console.print(shown_store(values))
+        console.print(render_store(values))
 
 
 def verify(store: StorePath, json: AsJson = False) -> None:
-    """Check every file of a store against its checksum. Leaves with 1 if one is damaged or missing.
+    """Check every file of a store against its checksum. Exits with status 1 if a file is damaged or missing.
 
     For example: `imprint verify runs/news`
     """
@@ -349,5 +349,5 @@ def verify(store: StorePath, json: AsJson = False) -> None:
     if json:
         typer.echo(dumps({"path": str(opened.path), "bytes": opened.bytes, "sound": True}))
     else:
-        text = f"{marked(opened.path)}: all files are as they were written ({opened.bytes:,} bytes)."
+        text = f"{escape_markup(opened.path)}: all files match their checksums ({opened.bytes:,} bytes)."
         console.print(text, soft_wrap=True)

@@ -2,8 +2,8 @@
 
 import logging
 import time
-from abc import abstractmethod
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from itertools import pairwise
 from statistics import median
@@ -12,14 +12,14 @@ from typing import ClassVar
 from imprint.errors import DivergenceError, SimulationError
 from imprint.plan import Plan, Settings
 from imprint.runtime.memory import tensor_bytes
-from imprint.runtime.timing import Result, measure_seconds
+from imprint.runtime.timing import measure_seconds
 from imprint.simulation.curvature import Spectrum
 from imprint.simulation.descent import Descent
 from imprint.simulation.divergence import advise
-from imprint.simulation.engines.protocol import Chunk, Cost, Engine
-from imprint.simulation.guards import too_long
+from imprint.simulation.engines.protocol import Cost, Engine
+from imprint.simulation.guards import check_step
 from imprint.simulation.path import Hooks
-from imprint.simulation.step_size import LOOK_ITERATIONS, LOOKS, choose_step, curvature_at, starting_curvature
+from imprint.simulation.step_size import LOOK_ITERATIONS, LOOKS, choose_step, measure_curvature, measure_start
 from imprint.sources import Sources
 from imprint.store.checkpoint import Decided, Measured
 from imprint.task import Parameters
@@ -38,10 +38,6 @@ class PathEngine(Engine):
     unit: ClassVar[str] = "source-steps"
     requires: ClassVar[tuple[str, ...]] = ("measured.curvature",)
 
-    @abstractmethod
-    def walk(self, descent: Descent, hooks: Hooks) -> Chunk:
-        """Follow the path with all sources of the descent."""
-
     def choose_epsilon(self) -> tuple[float | None, dict[str, float]]:
         """Return by how much sources are perturbed, and how far ε and 2ε disagree for each that was tried."""
         return None, {}
@@ -49,7 +45,7 @@ class PathEngine(Engine):
     def settle(self) -> None:
         """Choose the step from the curvature along the path, then ε, then how many sources fit memory."""
         one_by_one = self.choose_vectorised()
-        curvature, settings = starting_curvature(self.descent), self.work.settings
+        curvature, settings = measure_start(self.descent), self.work.settings
         if settings.lr == "auto":
             step, curvature = choose_step(self.descent, curvature, lambda: self.work.advance(0))
             self.descent = replace(self.descent, lr=step)
@@ -67,18 +63,17 @@ class PathEngine(Engine):
             moments=self.descent.preconditioner.moments if self.descent.preconditioner else None,
             unmoved=self.descent.preconditioner.unmoved if self.descent.preconditioner else None,
         )
-        epsilon, disagreement = self._with_advice(self.choose_epsilon)
+        with self.advising():
+            epsilon, disagreement = self.choose_epsilon()
         self.measured = replace(self.measured, epsilon_disagreement=disagreement)
         rows = self.rows_that_fit()
         self.decided = Decided(self.descent.lr, rows, rows, self.descent.vectorise, epsilon)
 
-    def simulate(self, descent: Descent, hooks: Hooks) -> Chunk:
-        """Simulate the imprints of a descent's sources; one that diverges says what to do."""
-        return self._with_advice(lambda: self.walk(descent, hooks))
-
-    def _with_advice(self, call: Callable[[], Result]) -> Result:
+    @contextmanager
+    def advising(self) -> Iterator[None]:
+        """Say what to do about a path that diverges."""
         try:
-            return call()
+            yield
         except DivergenceError as error:
             if self.measured.curvature is None:
                 raise
@@ -86,7 +81,7 @@ class PathEngine(Engine):
             raise SimulationError(f"{error} {advice}") from error
 
     def warn(self, notice: Callable[[str], None]) -> None:
-        found = too_long(self.work.index, self.descent.lr, self.descent.shift, self.plan.momentum, self.curvature)
+        found = check_step(self.work.index, self.descent.lr, self.descent.shift, self.plan.momentum, self.curvature)
         if found is not None:
             notice(str(found))
 
@@ -107,7 +102,7 @@ class PathEngine(Engine):
     def cost(self, checkpoints: list[Settings]) -> Cost:
         """Measure a few steps of a chunk of sources."""
         trying, one_by_one = measure_seconds(self.choose_vectorised)
-        measuring, curvature = measure_seconds(lambda: starting_curvature(self.descent))
+        measuring, curvature = measure_seconds(lambda: measure_start(self.descent))
         if self.work.settings.lr == "auto":
             self.descent = replace(self.descent, lr=curvature.step(self.descent.shift, self.plan.momentum))
         self.measured = Measured(curvature=(curvature.smallest, curvature.largest), one_by_one=one_by_one)
@@ -127,7 +122,7 @@ class PathEngine(Engine):
         if any(settings.lr == "auto" for settings in checkpoints):
             parts = next(descent.batches())
             slope = min(measure_seconds(lambda: descent.base_gradient(descent.start, parts, 0))[0] for _ in range(2))
-            look, _ = measure_seconds(lambda: curvature_at(descent, descent.start, parts, LOOK_ITERATIONS))
+            look, _ = measure_seconds(lambda: measure_curvature(descent, descent.start, parts, LOOK_ITERATIONS))
             for settings in checkpoints:
                 if settings.lr == "auto":
                     yield _WALKS * (settings.path * slope + min(len(LOOKS), settings.path) * look)

@@ -18,12 +18,12 @@ from imprint.simulation.checkpoint_files import CheckpointFiles
 from imprint.simulation.descent import Descent
 from imprint.simulation.inputs import Inputs
 from imprint.simulation.path import Hooks
-from imprint.simulation.preflight import refuse_loss, why_not_together
+from imprint.simulation.preflight import find_why_not_vmap, refuse_loss
 from imprint.simulation.sizing import rows_that_fit
 from imprint.sources import Sources
 from imprint.store.checkpoint import Decided, File, Measured
-from imprint.store.manifest import DTYPES
-from imprint.store.tensorfile import Layout, layout
+from imprint.store.layouts import Layout, layout
+from imprint.store.request import DTYPES
 from imprint.task import Parameters
 
 _SAMPLE = 16  # sources that are simulated to measure what all of them will take
@@ -133,14 +133,14 @@ class Engine(ABC):
         self.decided = Decided(self.descent.lr, rows, rows, self.descent.vectorise)
 
     def take_over(self, decided: Decided, measured: Measured) -> None:
-        """Go on as an earlier run has decided."""
+        """Use what an earlier run has decided."""
         self.decided, self.measured = decided, measured
         self.descent = replace(self.descent, lr=decided.lr, vectorise=decided.vectorised)
 
     def choose_vectorised(self) -> str | None:
         """Simulate many sources at once if `vmap` takes the model; otherwise return why not."""
         refuse_loss(self.descent, next(self.descent.batches()))
-        reason = why_not_together(self.descent, self.attempt)
+        reason = find_why_not_vmap(self.descent, self.attempt)
         self.descent = replace(self.descent, vectorise=reason is None)
         return reason
 

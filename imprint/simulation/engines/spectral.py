@@ -28,7 +28,7 @@ from imprint.simulation.frozen import (
 from imprint.simulation.path import Hooks
 from imprint.sources import Sources
 from imprint.store.checkpoint import Decided, File, Measured
-from imprint.store.tensorfile import Layout, layout
+from imprint.store.layouts import Layout, layout
 from imprint.store.values import Value
 from imprint.task import Parameters
 from imprint.tensors.rows import MULTIPLIED, Rows, along, orthonormal

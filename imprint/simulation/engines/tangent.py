@@ -6,6 +6,7 @@ keeps a part of the last one.
 """
 
 from collections.abc import Callable, Iterable
+from functools import partial
 
 from torch import Tensor
 
@@ -26,8 +27,31 @@ class Tangent(PathEngine):
     name = "tangent"
     rules = EngineRules(FIELDS | {"curvature"}, tried=(*TRIED, "curvature"))
 
-    def walk(self, descent: Descent, hooks: Hooks) -> Chunk:
-        base, imprints = respond(descent, hooks)
+    def simulate(self, descent: Descent, hooks: Hooks) -> Chunk:
+        """Follow the path with the response of every source beside it."""
+        rows, own = len(descent.sources), list[Tensor]()  # which examples are a source's, for each part of the data
+
+        def moving(base: Parameters, responses: Parameters, parts: Iterable[Weighted], step: int) -> Parameters:
+            """Return H v_b + g_b of every source, over the batches of a step."""
+            total = zeros_like(base, rows)
+            for index, part in enumerate(parts):
+                if descent.is_full_batch and index == len(own):
+                    own.append(descent.sources.indicator(part.examples, descent.dtype))
+                weights = own[index] if descent.is_full_batch else part.weights.new_zeros(rows, len(part))
+                one = _response_on(descent, base, part, step, index)
+                moved = over_rows(one, responses, weights, vectorise=descent.vectorise, randomness=descent.randomness)
+                add_scaled_(total, moved, 1.0)
+            if descent.task.task.regulariser is not None:
+                one = partial(regulariser_gradient_along, descent.task, base)
+                add_scaled_(total, over_rows(one, responses, vectorise=descent.vectorise), 1.0)
+            if not descent.is_full_batch:
+                add_scaled_(total, source_gradients(descent, base, step), 1.0)
+            return total
+
+        with self.advising():
+            base, imprints = follow(
+                descent, zeros_like(descent.start, rows), moving, lambda base, rows: rows, 1 / descent.n, hooks
+            )
         return Chunk(base, imprints, drift=self.measure_drift(base))
 
     @classmethod
@@ -46,51 +70,11 @@ class Tangent(PathEngine):
         )
 
 
-def respond(descent: Descent, hooks: Hooks) -> tuple[Parameters, Parameters]:
-    """Return θ_T⁰ and the response of each source to its weight."""
-    indicators: list[Tensor] = []
-
-    def moving(base: Parameters, responses: Parameters, parts: Iterable[Weighted], step: int) -> Parameters:
-        if descent.is_full_batch:
-            if not indicators:
-                indicators.extend(descent.sources.indicator(part.examples, descent.dtype) for part in parts)
-            return _along(descent, base, parts, responses, indicators, step)
-        still = [part.weights.new_zeros(len(descent.sources), len(part)) for part in parts]
-        total = _along(descent, base, parts, responses, still, step)
-        add_scaled_(total, source_gradients(descent, base, step), 1.0)
-        return total
-
-    nothing = zeros_like(descent.start, len(descent.sources))
-    return follow(descent, nothing, moving, responses=lambda base, rows: rows, removal=1 / descent.n, hooks=hooks)
-
-
-def _along(
-    descent: Descent,
-    theta: Parameters,
-    parts: Iterable[Weighted],
-    responses: Parameters,
-    directions: list[Tensor],
-    step: int,
-) -> Parameters:
-    """H v_b + Σ_i d_bi ∇ℓ_i for every source, over the batches of a step."""
-    total = zeros_like(theta, len(descent.sources))
-    for index, (part, direction) in enumerate(zip(parts, directions, strict=True)):
-        one = _one_source(descent, theta, part, step, index)
-        moved = over_rows(one, responses, direction, vectorise=descent.vectorise, randomness=descent.randomness)
-        add_scaled_(total, moved, 1.0)
-    if descent.task.task.regulariser is not None:
-        curved = over_rows(
-            lambda v: regulariser_gradient_along(descent.task, theta, v), responses, vectorise=descent.vectorise
-        )
-        add_scaled_(total, curved, 1.0)
-    return total
-
-
-def _one_source(
+def _response_on(
     descent: Descent, theta: Parameters, part: Weighted, step: int, index: int
-) -> Callable[[Parameters, Tensor], Parameters]:
-    """(v, d) ↦ H v + Σ_i d_i ∇ℓ_i on one batch, H the curvature that the plan says."""
+) -> Callable[..., Parameters]:
+    """Return (v, d) ↦ H v + Σ_i d_i ∇ℓ_i on one batch, H the curvature that the plan says."""
     task = descent.at_part(step, index)
     if descent.plan.seen_curvature == "gauss-newton":
         return gauss_newton_along(task, theta, part.weights, part.batch)
-    return lambda v, d: gradient_along(task, theta, part.weights, part.batch, v, d)
+    return partial(gradient_along, task, theta, part.weights, part.batch)

@@ -53,15 +53,13 @@ class Trajectories(PathEngine):
             return choose_epsilon(self.descent)
         return self.epsilon, {}
 
-    def walk(self, descent: Descent, hooks: Hooks) -> Chunk:
-        perturbed = perturb(descent, self.epsilon, hooks)
-        return Chunk(
-            perturbed.base,
-            perturbed.imprints,
-            drift=self.measure_drift(perturbed.end),
-            midpoints=perturbed.midpoints if descent.plan.keep_pair else None,
-            linearity=perturbed.linearity,
-        )
+    def simulate(self, descent: Descent, hooks: Hooks) -> Chunk:
+        """Follow the perturbed descents, and take their differences."""
+        with self.advising():
+            found = perturb(descent, self.epsilon, hooks)
+        drift = self.measure_drift(found.end)
+        midpoints = found.midpoints if descent.plan.keep_pair else None
+        return Chunk(found.base, found.imprints, drift=drift, midpoints=midpoints, linearity=found.linearity)
 
     @classmethod
     def rows_per_source(cls, plan: Plan) -> int:
@@ -99,7 +97,7 @@ def perturb(descent: Descent, epsilon: float, hooks: Hooks) -> Perturbed:
 
 
 def _ratio(above: Tensor, below: Tensor) -> Tensor:
-    """above / below, 0 where a source moves nothing at all."""
+    """Return above / below, and 0 where a source moves nothing at all."""
     return torch.where(below == 0, 0.0, above / below)
 
 
@@ -131,7 +129,7 @@ def _descend(descent: Descent, signs: list[float], epsilon: float, hooks: Hooks)
 def _gradients(
     descent: Descent, theta: Parameters, parts: Iterable[Weighted], extra: list[Tensor], step: int
 ) -> Parameters:
-    """∇L at every row of θ, each with its own extra weights on its source's examples."""
+    """Return ∇L at every row of θ, each with extra weights on its source's examples."""
     rows = next(iter(theta.values())).shape[0]
     total = {name: torch.zeros_like(p) for name, p in theta.items()}
     for index, part in enumerate(parts):
@@ -157,21 +155,22 @@ def _gradients(
 
 
 def _refuse_drift(descent: Descent, base: Parameters, plus: Parameters) -> None:
-    """Mirroring reads θ* ± Δθ⁺, so the drift θ_T⁰ − θ* enters in full: refuse where it is not small."""
+    """Refuse to mirror where the drift θ_T⁰ − θ* is not small: it enters θ* ± Δθ⁺ in full."""
     drift = norm(minus(base, descent.start))
     own = row_norms(minus(plus, base))
     index = int(own.argmin())
     if drift <= _DRIFT_ALLOWED * float(own[index]) or descent.plan.accept_drift:
         return
     raise SimulationError(
-        f"mirrored trajectories hold at an optimum only: training on moves the parameters by {drift:.3g}, while source "
-        f"{descent.sources.ids[index]!r} moves them by {float(own[index]):.3g}. Use variant='one_sided' (the same "
-        "cost and right everywhere) or 'two_sided'; accept_drift=True takes the mirrored value as it is."
+        f"mirrored trajectories are valid only at an optimum: further training moves the parameters by {drift:.3g}, "
+        f"while source {descent.sources.ids[index]!r} moves them by {float(own[index]):.3g}. Use "
+        "variant='one_sided' (the same cost and right everywhere) or 'two_sided'; accept_drift=True takes the "
+        "mirrored value as it is."
     )
 
 
 def choose_epsilon(descent: Descent) -> tuple[float, dict[str, float]]:
-    """The ε whose imprints agree best with those at 2ε, over a few sources, and the disagreement at each."""
+    """Choose the ε whose imprints agree best with those at 2ε, over a few sources; return the disagreement at each."""
     few = descent.with_sources(descent.sources.spread(3))
     imprints: dict[float, Parameters] = {}
     last: SimulationError | None = None
@@ -179,7 +178,7 @@ def choose_epsilon(descent: Descent) -> tuple[float, dict[str, float]]:
         try:
             imprints[epsilon] = perturb(few, epsilon, Hooks()).imprints
         except SimulationError as error:
-            logger.info("epsilon %g is out of reach: %s", epsilon, error)
+            logger.info("epsilon %g does not work: %s", epsilon, error)
             last = error
     disagreement = {
         epsilon: float(_ratio(row_norms(minus(imprints[2 * epsilon], u)), row_norms(u)).mean())

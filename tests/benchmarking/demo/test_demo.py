@@ -45,15 +45,15 @@ def test_the_report_holds_every_contributor_and_its_pictures(outcome: experiment
 
 
 def test_plain_loss_is_shown_beside_the_prediction(outcome: experiment.Outcome) -> None:
-    text = report.suspicion(outcome)
+    text = report.compare_suspicion(outcome)
     assert f"Plain loss, by the mean training loss: {outcome.sources.names[outcome.highest_loss]}" in text
-    assert {row.name: row.loss for row in report.rows(outcome)} == dict(
+    assert {row.name: row.loss for row in report.make_rows(outcome)} == dict(
         zip(outcome.sources.names, outcome.losses, strict=True)
     )
 
 
 def test_the_table_is_sorted_by_prediction_and_shows_the_truth(outcome: experiment.Outcome) -> None:
-    table = report.rows(outcome)
+    table = report.make_rows(outcome)
     assert [row.predicted for row in table] == sorted((row.predicted for row in table), reverse=True)
     assert sum(row.mislabels for row in table) == 1
     by_name = {row.name: row.actual for row in table}
@@ -69,7 +69,7 @@ def test_the_command_writes_its_report(
     assert (tmp_path / "out" / "report.html").is_file()
     assert "mislabels" in result.output
     for shown in (result.output, (tmp_path / "out" / "report.html").read_text(encoding="utf-8")):
-        assert report.suspicion(outcome) in " ".join(shown.split())
+        assert report.compare_suspicion(outcome) in " ".join(shown.split())
         assert f"{max(outcome.losses):.3f}" in shown
 
 

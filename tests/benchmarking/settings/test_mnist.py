@@ -93,13 +93,13 @@ def test_images_that_do_not_exist_are_refused(folder: Path, train: int, queries:
 
 @pytest.mark.parametrize(("name", "count"), [("mlp", 109_386), ("lr", 7_850)])
 def test_models_have_as_many_parameters_as_those_of_the_benchmarks(name: str, count: int) -> None:
-    assert sum(p.numel() for p in mnist.SETTINGS[name].build().parameters()) == count
+    assert sum(p.numel() for p in mnist.RECIPES[name].build().parameters()) == count
 
 
 @pytest.mark.parametrize(("name", "accuracy"), [("mlp", 0.7), ("lr", 0.8)])
 def test_one_epoch_of_training_recognises_most_queries(loaded: Loaded, name: str, accuracy: float) -> None:
     train, (queries, answers) = loaded
-    setting = mnist.SETTINGS[name]
+    setting = mnist.RECIPES[name]
     short = replace(setting, training=replace(setting.training, epochs=1)).together(train)
     model = short(torch.arange(5000), 0)
     assert float((model(queries).argmax(1) == answers).float().mean()) > accuracy
@@ -120,7 +120,7 @@ def test_a_damaged_file_is_named(broken: Path, name: str) -> None:
         with pytest.raises(DataError, match=rf"{name} (cannot be read|does not hold)"):
             mnist.load(5, 5)
     replaced(broken / name, gzip.compress(gzip.decompress(whole)[:-1] + b"x", 1))
-    with pytest.raises(DataError, match=rf"{name} does not hold MNIST's .*another checksum"):
+    with pytest.raises(DataError, match=rf"{name} does not hold MNIST's .*its checksum differs"):
         mnist.load(5, 5)
 
 

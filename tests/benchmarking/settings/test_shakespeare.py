@@ -11,7 +11,7 @@ from imprint import DataError, MissingExtra, Plan, attribute, language, simulate
 from imprint.benchmarking.settings import shakespeare
 from imprint.benchmarking.settings.shakespeare import FULL, SEGMENTS, SMALL, Shakespeare
 from imprint.evaluation import Subsets, retrain
-from imprint.evaluation.training import measured
+from imprint.evaluation.training import measure_stack
 from tests.conftest import require
 
 pytest.importorskip("transformers", reason="transformers is not installed: the extra `language` has it")
@@ -43,7 +43,7 @@ def test_no_speaker_is_named_and_nothing_else_is_lost(file: Path) -> None:
         for before, line in zip(["", *lines], lines, strict=False)
         if line and not (before == "" and line.endswith(":"))
     ]
-    spoken = shakespeare.spoken(file.read_text())
+    spoken = shakespeare.remove_speakers(file.read_text())
     assert [line for line in spoken.splitlines() if line] == said
     assert len(said) < len([line for line in lines if line]) - 7000
 
@@ -51,7 +51,7 @@ def test_no_speaker_is_named_and_nothing_else_is_lost(file: Path) -> None:
 def test_segments_are_equal_and_in_the_order_of_the_text(full: Shakespeare, file: Path) -> None:
     assert set(full.sources.sizes) == {len(full.owners) // SEGMENTS} and len(full.sources) == SEGMENTS
     assert full.origins.tolist() == [index for index in range(SEGMENTS) for _ in range(FULL.passages)]
-    spoken = shakespeare.spoken(file.read_text())
+    spoken = shakespeare.remove_speakers(file.read_text())
     places = [spoken.index(passage.strip("\ufffd")) for passage in full.passages]
     assert places == sorted(places)
     assert full.texts[0].startswith("Before we proceed any further")
@@ -72,7 +72,7 @@ def test_passages_are_in_no_training_window(form: str, request: pytest.FixtureRe
 
 def test_windows_and_passages_together_are_the_segment(small: Shakespeare) -> None:
     """Every token is in one window or passage: as many as were taken, cut without overlap."""
-    tokens = small.tokenizer.encode(shakespeare.spoken(shakespeare._read())).ids
+    tokens = small.tokenizer.encode(shakespeare.remove_speakers(shakespeare._read())).ids
     first = tokens[: SMALL.length * (SMALL.windows or 0)]
     mine = [small.train["input_ids"][small.owners == 0], small.queries["input_ids"][small.origins == 0]]
     assert sorted(torch.cat(mine).flatten().tolist()) == sorted(first)
@@ -106,7 +106,7 @@ def test_small_models_learn_together_and_are_attributed(small: Shakespeare) -> N
     halves = Subsets.halves(small.sources, 3)
     truth = retrain(together, task, small.queries, halves, progress=False)
     assert truth.values.shape == (1, 3, len(small.passages))
-    untrained = measured(task, {n: t[None] for n, t in task.state().items()}, small.queries, len(small.passages))
+    untrained = measure_stack(task, {n: t[None] for n, t in task.state().items()}, small.queries, len(small.passages))
     assert float(truth.values.mean()) > float(untrained.mean()) + 0.5  # nats per token
     plan = Plan(steps=2, lr=0.05, batch_size=32)
     store = simulate(task, small.train, small.sources, plan, progress=False)
@@ -118,10 +118,11 @@ def test_training_in_half_precision_is_near_that_in_full(small: Shakespeare) -> 
     once = replace(SMALL, dropout=0.0, training=replace(SMALL.training, epochs=1))
     everything = torch.arange(len(small.owners))
     full, half = (
-        once.together(small.train, compute=compute).stack([everything] * 2, [0, 1]) for compute in (None, "bfloat16")
+        once.together(small.train, compute=compute).train_stack([everything] * 2, [0, 1])
+        for compute in (None, "bfloat16")
     )
     task = language.task(once.build())
-    losses = [measured(task, stack, small.queries, len(small.passages)).mean(1) for stack in (full, half)]
+    losses = [measure_stack(task, stack, small.queries, len(small.passages)).mean(1) for stack in (full, half)]
     assert half["transformer.wte.weight"].dtype == torch.float32
     assert 0 < float((losses[0] - losses[1]).abs().max()) < 0.05
 

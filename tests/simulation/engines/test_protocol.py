@@ -78,7 +78,7 @@ def _losses(flat: Tensor, theta: dict[str, Tensor]) -> Tensor:
 def test_a_killed_simulation_is_resumed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     whole = run(tmp_path / "whole", memory="1kB")  # a source at a time, each with a file of its own
     with monkeypatch.context() as patch:
-        patch.setattr("imprint.store.writing.append", dies_after(3))
+        patch.setattr("imprint.store.finished.append", dies_after(3))
         with pytest.raises(Killed):
             run(tmp_path / "killed", memory="1kB")
     assert len(list((tmp_path / "killed").rglob("imprints-*"))) in (2, 3)
