@@ -1,37 +1,29 @@
-"""What a second thread does to a small model: the demo's simulation, alone and beside processes that keep cores busy.
+"""What a second thread does to a small model: the demo's simulation, as the machine is and with all cores kept busy.
 
     python benchmarks/threads.py
 
-Each job trains the demo's model and simulates its imprints, in a process of its own: with one thread, with the number
-the command line chooses, and with one thread for each core. They take turns, so that other load reaches all of them
-alike. Prints medians and their ratios to one thread under the same load.
+Simulates the demo's imprints with one thread, with the number the command line chooses, and with one thread for each
+core. They take turns, so that other load reaches all of them alike. Prints medians and their ratios to one thread under
+the same load.
 """
 
 import argparse
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from statistics import median
 
-CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-SETTINGS = {"one thread": "1", "as the command line chooses": None, f"{CORES} threads": str(CORES)}
-VARIABLE = "OMP_NUM_THREADS"
-JOB = """
-import time
-from dataclasses import replace
+import torch
+
 from imprint import simulate
 from imprint.benchmarking.settings.catalogue import ready
-from imprint.runtime.threads import set_threads
+from imprint.runtime.threads import threads_for
 
-digits = ready("digits")
-set_threads(digits.task.model)
-start = time.perf_counter()
-plan = replace(digits.plan, steps={steps})
-simulate(digits.task, digits.data, digits.sources, plan, checkpoints=digits.checkpoints, progress=False)
-print(time.perf_counter() - start)
-"""
+CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 @contextmanager
@@ -46,36 +38,34 @@ def busy(processes: int) -> Iterator[None]:
             process.wait()
 
 
-def seconds(threads: str | None, steps: int, longest: float | None = None) -> float:
-    """Time the job; it is stopped after the longest time that is of interest."""
-    environment = {name: value for name, value in os.environ.items() if name != VARIABLE}
-    if threads is not None:
-        environment[VARIABLE] = threads
-    command = [sys.executable, "-c", JOB.format(steps=steps)]
-    try:
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True, timeout=longest)
-    except subprocess.TimeoutExpired:
-        return float("inf")
-    return float(done.stdout)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--steps", type=int, default=30, help="of the simulation, at each checkpoint; the demo has 300")
-    parser.add_argument("--longest", type=float, default=120, help="seconds after which a job is stopped")
+    parser.add_argument("--steps", type=int, default=20, help="of the simulation, at each checkpoint; the demo has 300")
     given = parser.parse_args()
-    print(f"{CORES} cores, load average {os.getloadavg()[0]:.1f} beforehand, medians of {given.repeats}")
-    for name, processes in (("alone", 0), (f"beside {CORES} busy processes", CORES)):
-        found: dict[str, list[float]] = {setting: [] for setting in SETTINGS}
+    digits = ready("digits")
+    size = sum(parameter.numel() for parameter in digits.task.model.parameters())
+    settings = {"one thread": 1, "the command line's choice": threads_for(size, CORES), f"{CORES} threads": CORES}
+    torch.set_num_threads(1)
+    checkpoints, plan = digits.checkpoints, replace(digits.plan, steps=given.steps)
+
+    def seconds(threads: int) -> float:
+        torch.set_num_threads(threads)
+        start = time.perf_counter()
+        simulate(digits.task, digits.data, digits.sources, plan, checkpoints=checkpoints, progress=False)
+        return time.perf_counter() - start
+
+    seconds(1)  # warms up
+    for name, processes in (("as it is", 0), (f"beside {CORES} busy processes", CORES)):
+        found: dict[str, list[float]] = {setting: [] for setting in settings}
         with busy(processes):
             for _ in range(given.repeats):
-                for setting, threads in SETTINGS.items():
-                    found[setting].append(seconds(threads, given.steps, given.longest))
+                for setting, threads in settings.items():
+                    found[setting].append(seconds(threads))
+        load, one = os.getloadavg()[0], median(found["one thread"])
         for setting, times in found.items():
-            took, more = min(median(times), given.longest), "more than " * (median(times) > given.longest)
-            ratio = took / median(found["one thread"])
-            print(f"{name}, {setting}: {more}{took:.1f} s, {more}{ratio:.2f} times as long as one thread", flush=True)
+            took = f"{median(times):.1f} s, {median(times) / one:.2f} times as long as one thread"
+            print(f"{CORES} cores, load {load:.1f}, {name}, {setting}: {took}", flush=True)
 
 
 if __name__ == "__main__":
