@@ -1,8 +1,8 @@
 """The settings of a simulation: validated when made, and written into the store they produce."""
 
 import dataclasses
-import math
 import os
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, get_args
@@ -51,13 +51,25 @@ class EngineRules:
 
 _engines: dict[str, EngineRules] = {}
 _default: list[str] = []
+_COMMON = frozenset({"engine", "steps", "lr", "damping", "weight", "seed"})
 
 
 def register_rules(name: str, rules: EngineRules, *, default: bool = False) -> None:
     """Let plans name an engine."""
+    if name in _engines:
+        raise PlanError(f"there is an engine {name!r} already: give yours another name, or unregister that one.")
+    if unknown := rules.fields - {item.name for item in dataclasses.fields(Plan)}:
+        raise PlanError(f"a plan has no field {min(unknown)!r}, which the {name} engine is to use.")
+    if common := rules.fields & _COMMON:
+        raise PlanError(f"{min(common)} belongs to every engine, so that the {name} engine cannot have it for itself.")
     _engines[name] = rules
     if default:
         _default[:] = [name]
+
+
+def unregister_rules(name: str) -> None:
+    """Forget an engine."""
+    del _engines[name]
 
 
 def engine_names() -> tuple[str, ...]:
@@ -145,8 +157,10 @@ class Plan:
     def __post_init__(self) -> None:
         for name, value in vars(self).copy().items():
             object.__setattr__(self, name, _plain(value))
-        _one_of("engine", self.engine, engine_names())
+        assert self.rules  # an engine that is not there is refused
         _one_of("variant", self.variant, get_args(Variant))
+        for name in ("dropout", "accept_drift", "keep_pair"):
+            _require(isinstance(getattr(self, name), bool), name, getattr(self, name), "True or False")
         for steps in _each(self.steps):
             endless = steps == "infinite" and self.rules.infinite
             _require(endless or (_whole(steps) and steps >= 1), "steps", steps, "a whole number of at least 1")
@@ -191,6 +205,7 @@ class Plan:
     @property
     def rules(self) -> EngineRules:
         """What its engine makes of the plan."""
+        _one_of("engine", self.engine, engine_names())
         return _engines[self.engine]
 
     @property
@@ -277,7 +292,7 @@ def _whole(value: Any) -> bool:
 
 
 def _number(value: Any, above: float | None = None) -> bool:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+    if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) <= sys.float_info.max:
         return False
     return value >= 0 if above is None else value > above
 

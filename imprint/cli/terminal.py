@@ -84,7 +84,11 @@ def _render_warnings(messages: Iterable[str]) -> list[Text]:
     return [cell(f"warning: {message}", "yellow") for message in messages]
 
 
-_CURVATURES = {"hessian": "curvature (Hessian)", "gauss-newton": "curvature (Gauss–Newton)"}
+_CURVATURES = {
+    "hessian": "curvature (Hessian)",
+    "gauss-newton": "curvature (Gauss–Newton)",
+    "preconditioned": "curvature (preconditioned)",
+}
 
 
 def _describe_imprints(values: dict[str, Any]) -> str:

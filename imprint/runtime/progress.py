@@ -63,11 +63,11 @@ class Progress:
         elapsed = max(now - self._start, 1e-9)
         rate = (self.done - self._skipped) / elapsed
         if not rate:
-            return f"{self.label}: preparing, {format_duration(elapsed)} gone"
+            return f"{self.label}: preparing, {format_duration(elapsed)} elapsed"
         left = (self.total - self.done) / rate
         return (
             f"{self.label}: {100 * self.done / max(self.total, 1):.0f}% of {self.total:,} {self.unit}, "
-            f"{rate:,.0f}/s, {format_duration(elapsed)} gone, {format_duration(left)} left"
+            f"{rate:,.0f}/s, {format_duration(elapsed)} elapsed, {format_duration(left)} left"
         )
 
 

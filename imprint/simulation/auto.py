@@ -39,7 +39,7 @@ from imprint.runtime.turns import jvp
 from imprint.simulation.curvature import curvature_product
 from imprint.simulation.derivatives import Weighted, regulariser_gradient_along, transposed
 from imprint.simulation.descent import Descent, FullBatch
-from imprint.simulation.engines import Choice, registered
+from imprint.simulation.engines import AutoFindings, registered
 from imprint.simulation.frozen import FrozenCurvature, attempt_products, freeze_curvature, sum_with_signs
 from imprint.simulation.inputs import Inputs
 from imprint.simulation.preflight import find_why_not_vmap, refuse_loss
@@ -294,8 +294,10 @@ def choose_plan(
                 for index, (damping, one) in enumerate(zip(dampings, looks, strict=True))
             ]
 
-    choice = Choice(max(sources.sizes) > 1, tuple(dampings), tuple(shares), bool(dropouts(task.model)), choose_paths)
-    return next(plan for engine in registered() if (plan := engine.propose(choice)) is not None)
+    found = AutoFindings(
+        max(sources.sizes) > 1, tuple(dampings), tuple(shares), bool(dropouts(task.model)), choose_paths
+    )
+    return next(plan for engine in reversed(registered()) if (plan := engine.propose(found)) is not None)
 
 
 register_chooser(choose_plan)

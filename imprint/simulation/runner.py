@@ -2,18 +2,20 @@
 
 import json
 import logging
+import math
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 
 from imprint.data import Collate, HashData
-from imprint.errors import StoreError, first_line
+from imprint.errors import SimulationError, StoreError, first_line
 from imprint.plan import Plan, Settings, State
 from imprint.runtime.memory import Peak
 from imprint.runtime.progress import Advance, Progress
@@ -28,14 +30,13 @@ from imprint.simulation.sizing import fit_batches, refit
 from imprint.simulation.snapshot import Snapshot
 from imprint.simulation.taking_over import check_choices
 from imprint.sources import Sources
-from imprint.store.checkpoint import Checkpoint, File, Measured, Spread
+from imprint.store.checkpoint import Checkpoint, File, Measured, ShardFigures, Spread, read_figures
 from imprint.store.comparison import compare_training_data, difference
 from imprint.store.fingerprint import how_hashed, partly_hashed
 from imprint.store.layouts import coefficients_dtype, layout
 from imprint.store.manifest import LONGEST, MANIFEST, Cost, Execution, Manifest, Probes
 from imprint.store.probing import evaluate_probes
 from imprint.store.reading import Store
-from imprint.store.records import read
 from imprint.store.request import DTYPES, Request
 from imprint.store.values import Value, parsed
 from imprint.store.writing import Writer
@@ -243,6 +244,7 @@ class _Run:
             found = shard is not None
             if shard is None:
                 chunk, snapshots = self._simulate(engine, place, sources, fit)
+                _refuse_misfit(engine, sources, chunk)
                 shard = self._write(place, state, chunk)
                 for snapshot in snapshots:
                     snapshot.clear()
@@ -269,7 +271,7 @@ class _Run:
         norms = row_norms(chunk.imprints).tolist() if chunk.norms is None else chunk.norms
         # six digits: the last ones depend on where tensors lie in memory, and a resumed store is the same to the bit
         (drift,) = six_digits([chunk.drift])
-        figures = Figures(drift, *(tuple(six_digits(values)) for values in (norms, chunk.linearity, chunk.whole)))
+        figures = ShardFigures(drift, *(tuple(six_digits(values)) for values in (norms, chunk.linearity, chunk.whole)))
         tensors = self._cast(chunk.imprints, chunk.exact)
         imprints = place.files.write(place.name("imprints"), tensors, place.rows, asdict(figures))
         return _Shard(imprints, figures, base, midpoints)
@@ -284,7 +286,9 @@ class _Run:
         if keeps_pair:
             stack = layout(engine.descent.start, count, engine.work.stored)
             midpoints = place.files.find(place.name("midpoints"), place.rows, stack, Value.mapping)
-        imprints = place.files.find(place.name("imprints"), place.rows, engine.layout(count), Figures.reader(count))
+        imprints = place.files.find(
+            place.name("imprints"), place.rows, engine.layout(count), partial(read_figures, count=count)
+        )
         if imprints is None or (place.number == 0) != bool(base) or keeps_pair != bool(midpoints):
             return None
         return _Shard(*imprints, base[0] if base else None, midpoints[0] if midpoints else None)
@@ -309,6 +313,20 @@ class _Run:
         return self.writer.probes(batch, evaluate_probes(*at_base, batch, len(examples)))
 
 
+def _refuse_misfit(engine: Engine, sources: Sources, chunk: Chunk) -> None:
+    """Refuse what an engine returns for some sources if it could not be read again, or is no number."""
+    norms = row_norms(chunk.imprints).tolist() if chunk.norms is None else chunk.norms
+    for identity, norm in zip(sources.ids, norms, strict=True):
+        if not math.isfinite(norm):
+            raise SimulationError(f"the imprint of source {identity!r} by the {engine.name} engine is not finite.")
+    expected = engine.layout(len(sources))
+    if expected is not None and layout(chunk.imprints, dtype=engine.work.stored) != expected:
+        raise SimulationError(
+            f"the {engine.name} engine must return one row per source for each selected parameter: {len(sources)} "
+            f"sources came as { {name: tuple(tensor.shape) for name, tensor in chunk.imprints.items()} }."
+        )
+
+
 def _summarise(engine: Engine, shards: "list[_Shard]") -> Measured:
     """Add what was measured on the imprints to what was measured before."""
     norms, linearity, whole = (
@@ -320,7 +338,7 @@ def _summarise(engine: Engine, shards: "list[_Shard]") -> Measured:
         drift=shards[0].figures.drift,
         norms=Spread.of(norms),
         linearity=Spread.of(linearity) if linearity else None,
-        lost=engine.lose(norms, whole),
+        lost=engine.measure_loss(norms, whole),
     )
 
 
@@ -337,32 +355,10 @@ class _Place:
 
 
 @dataclass(frozen=True)
-class Figures:
-    """What the file of some sources says about their imprints: as many numbers as sources, or none."""
-
-    drift: float
-    norms: tuple[float, ...]
-    linearity: tuple[float, ...]
-    whole: tuple[float, ...]
-
-    @classmethod
-    def reader(cls, count: int) -> Callable[[Value], "Figures"]:
-        """Return a function that reads the figures of so many sources."""
-
-        def read_figures(about: Value) -> Figures:
-            found = read(cls, about)
-            if len(found.norms) != count or {len(found.linearity), len(found.whole)} - {0, count}:
-                about.fail(f"its figures must be of {count} sources")
-            return found
-
-        return read_figures
-
-
-@dataclass(frozen=True)
 class _Shard:
     """The files of one chunk of sources, and what was measured on it."""
 
     imprints: File
-    figures: Figures
+    figures: ShardFigures
     base: File | None
     midpoints: File | None

@@ -4,6 +4,7 @@ The choices come from the journal of an unfinished simulation, or from the manif
 are files that anybody may have written: what a simulation cannot have chosen is refused.
 """
 
+import math
 from operator import attrgetter
 
 from imprint.simulation import engines
@@ -28,6 +29,9 @@ def check_choices(checkpoint: Checkpoint, index: int, request: Request, value: V
         value.fail(f"{value.field} has weight 0, so it is not simulated")
     decided, curvature = checkpoint.choices, checkpoint.measured.curvature
     found = value.mapping()["decided"].mapping()
+    values = sum(math.prod(about.shape) for about in request.parameters.values())
+    if decided.directions is not None and decided.directions > min(plan.directions, values):
+        found["directions"].refuse("at most as many as the plan and the parameters have")
     for path in engines.get(plan).requires:
         if attrgetter(path)(checkpoint) is None:
             value.fail(f"{value.field}.{path} is missing")

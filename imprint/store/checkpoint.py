@@ -5,8 +5,8 @@ from dataclasses import dataclass, field
 from statistics import median
 from typing import Annotated, Literal
 
-from imprint.plan import Curvature, Settings, Steps
-from imprint.store.records import Checksum, Count, NotNegative, Positive
+from imprint.plan import Settings, Steps
+from imprint.store.records import Checksum, Count, NotNegative, Positive, read
 from imprint.store.values import Value
 
 INSIDE = re.compile(r"(?!\.)[\w.-]+(/(?!\.)[\w.-]+)*", re.ASCII)  # relative, and of parts that do not begin with a dot
@@ -70,9 +70,10 @@ class Decided:
 
 @dataclass(frozen=True)
 class Measured:
-    """Figures that were measured on the way. They describe a simulation; nothing is computed from them.
+    """Figures measured on the way. They describe a simulation and explain its failures; no imprint depends on them.
 
-    curvature: the smallest and the largest that was met, of the matrix `curvature_of`.
+    curvature: the smallest and the largest that was met, of the matrix `curvature_of`; a preconditioned one is
+        M⁻¹(H + λI).
     stability: by how much a step multiplies some direction.
     one_by_one: why sources were not simulated together, where they were not.
     moments: where a preconditioner's second moments come from; `unmoved` is the share of values it left alone.
@@ -84,7 +85,7 @@ class Measured:
     """
 
     curvature: tuple[float, float] | None = None
-    curvature_of: Curvature | None = None
+    curvature_of: Literal["hessian", "gauss-newton", "preconditioned"] | None = None
     stability: float | None = None
     one_by_one: str | None = None
     moments: Literal["recorded", "estimated"] | None = None
@@ -129,3 +130,21 @@ class Checkpoint:
     def files(self) -> tuple[File, ...]:
         """All files of the checkpoint."""
         return (*(file for file in (self.base, self.basis) if file is not None), *self.imprints, *self.midpoints)
+
+
+@dataclass(frozen=True)
+class ShardFigures:
+    """What the file of some sources says about their imprints: one number for each source, or none."""
+
+    drift: float
+    norms: tuple[float, ...]
+    linearity: tuple[float, ...]
+    whole: tuple[float, ...]
+
+
+def read_figures(about: Value, count: int) -> ShardFigures:
+    """Read the figures of a file of so many sources."""
+    found = read(ShardFigures, about)
+    if len(found.norms) != count or {len(found.linearity), len(found.whole)} - {0, count}:
+        about.fail(f"its figures must be of {count} sources")
+    return found

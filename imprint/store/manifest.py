@@ -1,14 +1,14 @@
 """The manifest: everything about a store but its tensors, and how it is read without being believed.
 
-A manifest is written once, with a checksum of its own, by `writing`, and read by `reading`. A later schema
-brings a function that turns this one into it, so that every store from version 0.1 on stays readable.
+A manifest is written once, with a checksum of its own, by `writing`, and read by `reading`. A later schema adds to
+`_UPGRADES` a function that brings manifests of this one up to it: every store from version 0.1 on stays readable.
 """
 
 import contextlib
 import math
 import platform
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
@@ -157,7 +157,7 @@ class Manifest:
 
 
 def _unseal(value: Value) -> Value:
-    """Return the values under the seal of a manifest of this schema."""
+    """Return the values under the seal of a manifest, as this schema has them."""
     schema = value.mapping().get("schema")
     if schema is None:
         value.fail("it has no schema version, so it is no manifest of a store")
@@ -165,11 +165,19 @@ def _unseal(value: Value) -> Value:
         raise StoreError(
             f"{value.file} has schema {schema.content}, this version reads up to {SCHEMA}: upgrade imprint."
         )
-    if schema.content < SCHEMA:
+    if schema.content < _FIRST:
         raise StoreError(
             f"{value.file} was made before version 0.1, whose stores are the first to stay readable: make it again."
         )
-    return value.unsealed()
+    value = value.unsealed()
+    for older in range(schema.content, SCHEMA):
+        value = Value(_UPGRADES[older](value), value.file)
+    return value
+
+
+_FIRST = 7  # the schema of version 0.1
+_UPGRADES: dict[int, Callable[[Value], dict[str, Any]]] = {}
+"""For each earlier schema a function that returns the content of a manifest as the next schema has it."""
 
 
 def _check_whole(manifest: Manifest, values: dict[str, Value]) -> None:

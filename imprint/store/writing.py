@@ -43,6 +43,7 @@ logger = logging.getLogger(__name__)
 Result = TypeVar("Result")
 CheckChoices = Callable[[Checkpoint, int, Request, Value], None]
 _SNAPSHOT = "snapshot.safetensors"
+SCRATCH = "scratch"  # the name of a file of tensors that is removed once the store is complete
 _CHECKPOINTS = "checkpoint-*"
 _ABOUT = "imprint"  # the name of what is said about a file, in its header
 
@@ -236,7 +237,8 @@ class Writer:
     def _scaffolding(self) -> list[Path]:
         """List the files that serve the making of a store, in its own folders."""
         folders = [path for path in self.path.glob(_CHECKPOINTS) if not path.is_symlink()]
-        return [*(path / _SNAPSHOT for path in folders), self.path / JOURNAL, self.path / FILES]
+        scratch = [path / name for path in folders for name in (_SNAPSHOT, f"{SCRATCH}.safetensors")]
+        return [*scratch, self.path / JOURNAL, self.path / FILES]
 
     def stop(self, interrupted: bool = False) -> bool:
         """Leave the folder after an error; return whether it holds work to resume. If not, it is as it was before.

@@ -42,7 +42,7 @@ def test_a_terminal_sees_one_line_with_rate_and_time_left() -> None:
     bar.advance(50)
     shown = stream.getvalue()
     assert shown.startswith("\r") and "\n" not in shown
-    for part in ("simulating: 25% of 200 steps", "5/s", "0:10 gone", "0:30 left"):
+    for part in ("simulating: 25% of 200 steps", "5/s", "0:10 elapsed", "0:30 left"):
         assert part in shown
 
 
@@ -85,7 +85,7 @@ def test_time_is_shown_as_a_clock_would(seconds: float, shown: str) -> None:
     bar, clock = _bar(stream, 2)
     clock.now += seconds
     bar.advance(1)
-    assert f"{shown} gone, {shown} left" in stream.getvalue()
+    assert f"{shown} elapsed, {shown} left" in stream.getvalue()
 
 
 def test_silence_is_silent(capsys: pytest.CaptureFixture[str]) -> None:
@@ -146,7 +146,7 @@ def test_after_a_skip_alone_nothing_is_known_of_the_rate() -> None:
     bar, clock = _bar(stream)
     clock.now += 5
     bar.skip(100)
-    assert "preparing, 0:05 gone" in stream.getvalue()
+    assert "preparing, 0:05 elapsed" in stream.getvalue()
 
 
 def test_a_function_is_told_of_a_skip_too() -> None:

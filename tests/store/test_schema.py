@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from imprint import Plan, Sources, Store, StoreError, Task, attribute, simulate
+from imprint.store import manifest
 from imprint.store.manifest import SCHEMA
 from imprint.store.values import sealed
 
@@ -124,3 +125,14 @@ def test_a_store_of_a_later_version_is_refused(store: Path) -> None:
     (store / "manifest.json").write_text(json.dumps({"schema": SCHEMA + 1}))
     with pytest.raises(StoreError, match=rf"schema {SCHEMA + 1}, this version reads up to {SCHEMA}: upgrade imprint"):
         Store(store)
+
+
+@pytest.mark.parametrize("schema", [FIRST])
+def test_a_later_schema_reads_it_through_a_function_that_adds_its_fields(
+    store: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Here a schema that calls the note by another name."""
+    monkeypatch.setattr(manifest, "SCHEMA", SCHEMA + 1)
+    with monkeypatch.context() as patch:
+        patch.setitem(manifest._UPGRADES, SCHEMA, lambda value: {**value.content, "note": "upgraded"})
+        assert Store(store).manifest.note == "upgraded"

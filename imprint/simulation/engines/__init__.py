@@ -1,7 +1,7 @@
 """The engines, one file each; importing this package registers them."""
 
 from imprint.simulation.engines.protocol import (
-    Choice,
+    AutoFindings,
     Chunk,
     Cost,
     Engine,
@@ -11,12 +11,25 @@ from imprint.simulation.engines.protocol import (
     join,
     register,
     registered,
+    unregister,
 )
 from imprint.simulation.engines.spectral import Spectral
 from imprint.simulation.engines.tangent import Tangent
 from imprint.simulation.engines.trajectories import Trajectories
 
-__all__ = ["Choice", "Chunk", "Cost", "Engine", "Work", "at_checkpoint", "get", "join", "register", "registered"]
+__all__ = [
+    "AutoFindings",
+    "Chunk",
+    "Cost",
+    "Engine",
+    "Work",
+    "at_checkpoint",
+    "get",
+    "join",
+    "register",
+    "registered",
+    "unregister",
+]
 
 register(Tangent, default=True)
 register(Trajectories)

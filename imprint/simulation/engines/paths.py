@@ -57,7 +57,7 @@ class PathEngine(Engine):
             )
         self.measured = Measured(
             curvature=(curvature.smallest, curvature.largest),
-            curvature_of="hessian",
+            curvature_of="preconditioned" if self.descent.preconditioner else "hessian",
             stability=stability,
             one_by_one=one_by_one,
             moments=self.descent.preconditioner.moments if self.descent.preconditioner else None,

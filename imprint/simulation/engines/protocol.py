@@ -2,7 +2,8 @@
 
 A new engine is a subclass of `Engine` with a name and `simulate`, passed to `register`. The runner does the rest:
 checkpoints, chunks of sources, files, resuming, casting, progress and estimates. An engine overrides what it knows
-better: how a checkpoint is settled, what all sources share (`prepare`), what it costs.
+better: how a checkpoint is settled, what all sources share (`prepare`), what it costs. One whose `simulate` needs
+what `prepare` made overrides `attempt` and `cost` too, which come before.
 """
 
 from abc import ABC, abstractmethod
@@ -12,7 +13,8 @@ from typing import ClassVar
 
 import torch
 
-from imprint.plan import EngineRules, Plan, Settings, register_rules
+from imprint.errors import PlanError
+from imprint.plan import EngineRules, Plan, Settings, register_rules, unregister_rules
 from imprint.runtime.timing import measure_seconds
 from imprint.simulation.checkpoint_files import CheckpointFiles
 from imprint.simulation.descent import Descent
@@ -89,7 +91,7 @@ class Cost:
 
 
 @dataclass(frozen=True)
-class Choice:
+class AutoFindings:
     """What `Plan.auto` has found, from which engines propose a plan.
 
     grouped: whether some source has more than one example.
@@ -128,6 +130,8 @@ class Engine(ABC):
 
     def settle(self) -> None:
         """Decide how the checkpoint is simulated, and measure what that takes."""
+        if self.work.settings.lr == "auto":
+            raise PlanError(f'the {self.name} engine has no rule for lr="auto": give lr a number.')
         self.measured = Measured(one_by_one=self.choose_vectorised())
         rows = self.rows_that_fit()
         self.decided = Decided(self.descent.lr, rows, rows, self.descent.vectorise)
@@ -160,7 +164,7 @@ class Engine(ABC):
         """Return the tensors that a file of so many imprints holds; None where that is known only by their rows."""
         return layout(self.descent.start, rows, self.work.stored)
 
-    def lose(self, norms: list[float], whole: list[float]) -> float | None:
+    def measure_loss(self, norms: list[float], whole: list[float]) -> float | None:
         """Return the share of squared length that imprints lost on the way into the store, where they lose some."""
         return None
 
@@ -205,7 +209,7 @@ class Engine(ABC):
         return len(sources)
 
     @classmethod
-    def propose(cls, choice: Choice) -> Plan | None:
+    def propose(cls, found: AutoFindings) -> Plan | None:
         """Return a plan for what `Plan.auto` has found, where this engine is the one to take."""
         return None
 
@@ -221,9 +225,15 @@ _engines: dict[str, type[Engine]] = {}
 
 def register(engine: type[Engine], *, default: bool = False) -> type[Engine]:
     """Make an engine known to plans and to the runner, by its name."""
-    _engines[engine.name] = engine
     register_rules(engine.name, engine.rules, default=default)
+    _engines[engine.name] = engine
     return engine
+
+
+def unregister(engine: type[Engine]) -> None:
+    """Forget an engine."""
+    del _engines[engine.name]
+    unregister_rules(engine.name)
 
 
 def get(plan: Plan) -> type[Engine]:

@@ -15,7 +15,7 @@ from imprint.runtime.memory import budget, tensor_bytes
 from imprint.runtime.timing import measure_seconds
 from imprint.simulation.curvature import Spectrum
 from imprint.simulation.descent import Descent, FullBatch
-from imprint.simulation.engines.protocol import Choice, Chunk, Cost, Engine, Work
+from imprint.simulation.engines.protocol import AutoFindings, Chunk, Cost, Engine, Work
 from imprint.simulation.factored_gradients import count_values, find_layers, take_gradients
 from imprint.simulation.frozen import (
     FrozenCurvature,
@@ -30,6 +30,7 @@ from imprint.sources import Sources
 from imprint.store.checkpoint import Decided, File, Measured
 from imprint.store.layouts import Layout, layout
 from imprint.store.values import Value
+from imprint.store.writing import SCRATCH
 from imprint.task import Parameters
 from imprint.tensors.rows import MULTIPLIED, Rows, along, orthonormal
 from imprint.tensors.vectors import Flat
@@ -111,7 +112,7 @@ class Spectral(Engine):
         files = self.work.files
         assert files is not None
         frozen = self.frozen or self._restore() or self._freeze()
-        kept, name = frozen.basis, "snapshot"
+        kept, name = frozen.basis, SCRATCH
         if self._on_basis:
             kept, name = {key: tensor.to(self.work.stored) for key, tensor in kept.items()}, "basis"
         basis = {key: tensor.to(self.descent.dtype).contiguous() for key, tensor in kept.items()}
@@ -120,6 +121,7 @@ class Spectral(Engine):
         if self._on_basis and self.work.stored.itemsize < self.descent.dtype.itemsize:
             basis, self._turn = orthonormal(basis)
         self.frozen = replace(frozen, basis=basis)
+        self.decided = replace(self.choices, directions=len(frozen.values))
         self.measured = replace(self.measured, rest=frozen.rest, share=frozen.share)
         return file if self._on_basis else None
 
@@ -157,7 +159,7 @@ class Spectral(Engine):
                     "fewer steps, or some damping."
                 )
 
-    def lose(self, norms: list[float], whole: list[float]) -> float | None:
+    def measure_loss(self, norms: list[float], whole: list[float]) -> float | None:
         if not self._projected:
             return None
         kept, before = (sum(length**2 for length in lengths) for lengths in (norms, whole))
@@ -181,11 +183,11 @@ class Spectral(Engine):
         return _PASSES * n * plan.directions
 
     @classmethod
-    def propose(cls, choice: Choice) -> Plan | None:
+    def propose(cls, found: AutoFindings) -> Plan | None:
         """Return a plan for sources of one example each."""
-        if choice.grouped:
+        if found.grouped:
             return None
-        return Plan(engine=cls.name, steps="infinite", damping=choice.dampings, weight=choice.weights)
+        return Plan(engine=cls.name, steps="infinite", damping=found.dampings, weight=found.weights)
 
     @property
     def _projected(self) -> bool:
@@ -218,7 +220,7 @@ class Spectral(Engine):
         """Read the curvature as an earlier run has left it."""
         files, descent = self.work.files, self.descent
         assert files is not None
-        name = "basis" if self._on_basis else "snapshot"
+        name = "basis" if self._on_basis else SCRATCH
         stack = layout(descent.start, self._directions, self.work.stored if self._on_basis else None)
         done = files.find(name, None, stack, lambda about: _read_curvature(about, self._directions))
         if done is None:
@@ -285,7 +287,7 @@ class Spectral(Engine):
         return Cost(
             seconds,
             values + wider,
-            self._fit_file(directions, layers, fit),
+            fit,
             shared=basis * stored.itemsize + _VALUE * directions if on_basis else 0,
             scratch=0 if on_basis else basis * self.descent.dtype.itemsize,
             memory=self.descent.dtype.itemsize * (2 * basis + _COPIES * values * (fit - len(few))),

@@ -14,7 +14,7 @@ from imprint.plan import EngineRules, Plan
 from imprint.simulation.derivatives import Weighted, gauss_newton_along, gradient_along, regulariser_gradient_along
 from imprint.simulation.descent import Descent
 from imprint.simulation.engines.paths import FIELDS, TRIED, PathEngine
-from imprint.simulation.engines.protocol import Choice, Chunk
+from imprint.simulation.engines.protocol import AutoFindings, Chunk
 from imprint.simulation.path import Hooks, follow
 from imprint.simulation.source_gradients import source_gradients
 from imprint.task import Parameters
@@ -55,18 +55,18 @@ class Tangent(PathEngine):
         return Chunk(base, imprints, drift=self.measure_drift(base))
 
     @classmethod
-    def propose(cls, choice: Choice) -> Plan | None:
+    def propose(cls, found: AutoFindings) -> Plan | None:
         """Return a plan for sources that are groups of examples."""
-        if not choice.grouped:
+        if not found.grouped:
             return None
-        paths = choice.paths()
+        paths = found.paths()
         return Plan(
             engine=cls.name,
             steps=tuple(steps for steps, _ in paths),
             lr=tuple(size for _, size in paths),
-            weight=choice.weights,
+            weight=found.weights,
             curvature="gauss-newton",
-            dropout=choice.dropout,
+            dropout=found.dropout,
         )
 
 

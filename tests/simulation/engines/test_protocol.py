@@ -1,7 +1,8 @@
 """A new engine is one class: everything else works with it as it does with the others."""
 
 import ast
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -9,11 +10,10 @@ import torch
 from torch import Tensor, nn
 
 import imprint
-from imprint import Plan, PlanError, Sources, Task, attribute, check, simulate
-from imprint.plan import _engines as known_rules
+from imprint import Plan, PlanError, SimulationError, Sources, Task, attribute, check, simulate
+from imprint.plan import EngineRules
 from imprint.simulation.descent import Descent
-from imprint.simulation.engines import Chunk, Engine, register, registered
-from imprint.simulation.engines.protocol import _engines
+from imprint.simulation.engines import Chunk, Engine, register, registered, unregister
 from imprint.simulation.path import Hooks
 from imprint.simulation.source_gradients import source_gradients
 from tests.simulation.test_resume import Killed, contents, dies_after
@@ -33,7 +33,7 @@ class Downhill(Engine):
 def _downhill() -> Iterator[None]:
     register(Downhill)
     yield
-    del _engines["downhill"], known_rules["downhill"]
+    unregister(Downhill)
 
 
 SOURCES = Sources.by_label([i % 5 for i in range(40)])
@@ -105,6 +105,52 @@ def test_progress_is_counted_in_sources() -> None:
         task(), data(), SOURCES, Plan(engine="downhill", steps=3, lr=0.1), progress=lambda *given: told.append(given)
     )
     assert told[-1] == (5, 5)
+
+
+def test_an_automatic_step_is_refused_by_an_engine_that_has_no_rule_for_it() -> None:
+    with pytest.raises(PlanError, match='the downhill engine has no rule for lr="auto": give lr a number'):
+        simulate(task(), data(), SOURCES, Plan(engine="downhill", steps=3), progress=False)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "says"),
+    [
+        (lambda t: t * float("nan"), r"the imprint of source '0' by the downhill engine is not finite"),
+        (lambda t: t[:, :1], r"must return one row per source for each selected parameter: 5 sources came as \{"),
+    ],
+    ids=["no numbers", "another shape"],
+)
+def test_rows_that_could_not_be_read_again_are_refused(
+    wrong: Callable[[Tensor], Tensor], says: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    original = Downhill.simulate
+
+    def simulate_wrongly(self: Downhill, descent: Descent, hooks: Hooks) -> Chunk:
+        chunk = original(self, descent, hooks)
+        return replace(chunk, imprints={name: wrong(tensor) for name, tensor in chunk.imprints.items()})
+
+    monkeypatch.setattr(Downhill, "simulate", simulate_wrongly)
+    with pytest.raises(SimulationError, match=says):
+        run(None)
+
+
+def test_an_engine_takes_neither_another_ones_name_nor_what_belongs_to_all() -> None:
+    class Greedy(Downhill):
+        name = "greedy"
+        rules = EngineRules(frozenset({"seed"}))
+
+    with pytest.raises(PlanError, match="there is an engine 'downhill' already"):
+        register(Downhill)
+    with pytest.raises(PlanError, match="seed belongs to every engine, so that the greedy engine cannot have it"):
+        register(Greedy)
+
+
+def test_a_plan_of_an_engine_that_is_gone_says_so() -> None:
+    plan = Plan(engine="downhill", steps=3, lr=0.1)
+    unregister(Downhill)
+    with pytest.raises(PlanError, match="engine 'downhill' is unknown: use one of tangent, trajectories, spectral"):
+        simulate(task(), data(), SOURCES, plan, progress=False)
+    register(Downhill)
 
 
 def test_no_module_but_an_engines_own_names_an_engine() -> None:
