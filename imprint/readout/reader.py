@@ -6,7 +6,7 @@ that a query is a few calls of the kernels.
 
 import logging
 import math
-from typing import get_args
+from typing import assert_never, get_args
 
 import torch
 from torch import Tensor
@@ -208,13 +208,15 @@ class Reader:
         if self.readout == "central":
             c = step_lengths(base.scale, imprints, self._step or TRIAL_STEP)
             return base.central(imprints, c, batch, count, vectorise=self._vectorise)
-        epsilon = self.store.checkpoints[base.index].choices.epsilon
-        assert epsilon is not None
-        rows = next(iter(imprints.values()))
-        up = rows.new_full((len(rows),), epsilon / self.store.n)
-        down = torch.zeros_like(up) if self.store.manifest.plan.variant == "one_sided" else up
-        measure = base.measure(batch, count)
-        return difference_scores(measure, base.theta, imprints, up, down, midpoints, vectorise=self._vectorise)
+        if self.readout == "literal":
+            epsilon = self.store.checkpoints[base.index].choices.epsilon
+            assert epsilon is not None
+            rows = next(iter(imprints.values()))
+            up = rows.new_full((len(rows),), epsilon / self.store.n)
+            down = torch.zeros_like(up) if self.store.manifest.plan.variant == "one_sided" else up
+            measure = base.measure(batch, count)
+            return difference_scores(measure, base.theta, imprints, up, down, midpoints, vectorise=self._vectorise)
+        assert_never(self.readout)
 
     def _load(self, checkpoint: int, start: int, stop: int) -> Loaded:
         """Read imprints from the store, with the midpoints where the readout wants them."""
