@@ -24,8 +24,8 @@ from imprint.display import for_terminal
 from imprint.errors import ImprintError, first_line
 
 _EXIT_STATUS = (
-    "Exit status: 0 on success; 1 if the command was refused or failed, with the reason on standard error; 2 for a "
-    "wrong command line; 130 if interrupted."
+    "Exit status: 0 on success; 1 if the command was refused or failed (standard error gives the reason); 2 for an "
+    "invalid command line; 130 if interrupted."
 )
 
 app = typer.Typer(

@@ -221,30 +221,30 @@ def evaluate(
     store: Annotated[
         Path,
         typer.Argument(
-            help="The folder of a store; or a `.safetensors` file of scores, from `imprint attribute --out` or "
-            "`result.save`."
+            help="A store's folder, or a `.safetensors` file of scores from `imprint attribute --out` or `result.save`."
         ),
     ],
-    truth: Annotated[Path, typer.Argument(help="The folder of a ground truth, from `imprint retrain`.")],
+    truth: Annotated[Path, typer.Argument(help="A folder of ground truth, from `imprint retrain`.")],
     task: StoreTask = None,
     queries: QueriesString = None,
     collate: CollateString = None,
     readout: Annotated[
         str | None,
         typer.Option(
-            help="How scores are read out: `jvp` (the default), `central`, `literal` or `gradient`.", show_default=False
+            help="How to read out scores: `jvp` (the default), `central`, `literal` or `gradient`.", show_default=False
         ),
     ] = None,
     json: AsJson = False,
 ) -> None:
-    """Compare scores with ground truth, and with the best that any scores could reach.
+    """Compare scores with ground truth, and with the best that any scores could achieve.
 
-    Random halves give the linear datamodelling score (LDS); removed sources give correlation, rank correlation and
-    slope; removed examples give the leave-one-out correlation. Each comes with a 95% interval over queries and the
-    ceiling set by the noise of retraining. Writes nothing.
+    The metrics depend on what the models were retrained on. Random halves give the linear datamodelling score (LDS);
+    removed sources give the correlation, rank correlation and slope; removed examples give the leave-one-out
+    correlation. Each metric comes with a 95% interval over queries, and with the ceiling set by the noise of
+    retraining. Writes nothing.
 
-    The queries must be those of the ground truth, in the same order. To scale effects to the sizes that retraining
-    shows, use `result.calibrate(truth)` in Python.
+    The queries must be the same as those of the ground truth, in the same order. To scale effects to the sizes seen in
+    retraining, use `result.calibrate(truth)` in Python.
 
     For example:
 

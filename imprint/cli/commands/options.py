@@ -11,31 +11,32 @@ TaskString = Annotated[
     str | None,
     typer.Argument(
         metavar="FILE.py:NAME|SETTING",
-        help="The task: an `imprint.Task`, or a function that returns one; or a built-in setting: "
-        f"{', '.join(SETTINGS)}.",
+        help=f"The task: an `imprint.Task`, a function that returns one, or a built-in setting: {', '.join(SETTINGS)}.",
     ),
 ]
 DataString = Annotated[
     str | None,
-    typer.Option("--data", metavar="FILE.py:NAME", help="The training data. Default: `data` beside the task."),
+    typer.Option("--data", metavar="FILE.py:NAME", help="The training data. Default: `data` in the task's file."),
 ]
 SourcesString = Annotated[
     str | None,
     typer.Option(
         "--sources",
         metavar="FILE.py:NAME",
-        help="An `imprint.Sources`, or `per-example` to make every training example a source. Default: `sources` "
-        "beside the task.",
+        help="An `imprint.Sources`, or `per-example` to make every training example a source. Default: `sources` in "
+        "the task's file.",
     ),
 ]
 QueriesString = Annotated[
     str | None,
-    typer.Option("--queries", metavar="FILE.py:NAME", help="The queries. Default: `queries` beside the task."),
+    typer.Option("--queries", metavar="FILE.py:NAME", help="The queries. Default: `queries` in the task's file."),
 ]
 CollateString = Annotated[
     str | None,
     typer.Option(
-        "--collate", metavar="FILE.py:NAME", help="The collate function. Default: `collate_fn` beside the task, if any."
+        "--collate",
+        metavar="FILE.py:NAME",
+        help="The collate function. Default: `collate_fn` in the task's file, if there is one.",
     ),
 ]
 CheckpointStrings = Annotated[
@@ -45,7 +46,7 @@ CheckpointStrings = Annotated[
         "-c",
         metavar="FILE",
         help="A `.safetensors` file (repeat the option for several), or the import string of a list of state dicts. "
-        "Default: `checkpoints` beside the task, else the model as it is.",
+        "Default: `checkpoints` in the task's file, or else the current weights of the model.",
     ),
 ]
 PlanPairs = Annotated[
@@ -54,46 +55,47 @@ PlanPairs = Annotated[
         "--plan",
         "-p",
         metavar="NAME=VALUE",
-        help="A field of the plan, such as `steps=100`, `engine=trajectories` or `lr=0.1`, or `lr=0.1,0.05` with one "
-        "value for each checkpoint; or `auto` to have the plan chosen. Overrides `plan` beside the task.",
+        help="A field of the plan, such as `steps=100`, `engine=trajectories` or `lr=0.1`; `lr=0.1,0.05` gives one "
+        "value for each checkpoint. `auto` chooses the plan for you. Overrides `plan` in the task's file.",
     ),
 ]
 BatchSize = Annotated[
     int | None,
-    typer.Option(min=1, help="How many examples are evaluated at once; changes memory and speed, not results."),
+    typer.Option(min=1, help="How many examples to evaluate at once. Affects memory and speed, but not results."),
 ]
 DtypeName = Annotated[
-    str | None, typer.Option("--dtype", help="The dtype of stored imprints: `float32`, `bfloat16` or `float64`.")
+    str | None, typer.Option("--dtype", help="The dtype of the stored imprints: `float32`, `bfloat16` or `float64`.")
 ]
 HashDataName = Annotated[
     str | None,
     typer.Option(
         "--hash-data",
-        help="Which training data to hash: `all` (default), `sampled` for data that is slow to read, `none` for data "
-        "that changes each time it is read.",
+        help="How much of the training data to hash: `all` (default), `sampled` for data that is slow to read, or "
+        "`none` for data that changes each time it is read.",
     ),
 ]
 MemoryText = Annotated[
-    str | None, typer.Option("--memory", help='The memory budget, such as "4GiB". Default: from the available memory.')
+    str | None,
+    typer.Option("--memory", help='The memory budget, such as "4GiB". Default: based on the available memory.'),
 ]
 DeviceName = Annotated[
-    str | None, typer.Option("--device", help="The device to use, such as `cuda`. Default: where the model is.")
+    str | None, typer.Option("--device", help="The device to use, such as `cuda`. Default: the model's device.")
 ]
 ConfigPath = Annotated[
     Path | None,
-    typer.Option("--config", help="A TOML file of settings, which flags override.", dir_okay=False),
+    typer.Option("--config", help="A TOML file of settings. Flags override it.", dir_okay=False),
 ]
 StoreTask = Annotated[
     str | None,
     typer.Option(
         "--task",
         metavar="FILE.py:NAME",
-        help="The task that the store was made with. Needed unless that is a built-in setting: code that a store names "
-        "is never loaded on its own.",
+        help="The task that the store was made with. Required unless it is a built-in setting, because code named in a "
+        "store is never loaded automatically.",
     ),
 ]
 ReadoutName = Annotated[
-    str, typer.Option("--readout", help="How scores are read out: `jvp`, `central`, `literal` or `gradient`.")
+    str, typer.Option("--readout", help="How to read out scores: `jvp`, `central`, `literal` or `gradient`.")
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print the result as JSON.")]
-StorePath = Annotated[Path, typer.Argument(help="The folder of the store.")]
+StorePath = Annotated[Path, typer.Argument(help="The store's folder.")]

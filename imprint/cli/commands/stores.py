@@ -83,19 +83,19 @@ def check(
     memory: MemoryText = None,
     hash_data: HashDataName = None,
     device: DeviceName = None,
-    out: Annotated[str | None, typer.Option(help="Where the store will be, to check the free disk space.")] = None,
+    out: Annotated[str | None, typer.Option(help="Where the store will be, to check for free disk space.")] = None,
     config: ConfigPath = None,
     json: AsJson = False,
 ) -> None:
     """Check whether a simulation will work, and estimate its time, memory and disk space.
 
     Tries every engine and readout on a few examples and times a few steps. Shows the selected parameters, the size of
-    the store, the time and memory to expect, and the reason wherever something fails or falls back to a slower method.
-    Writes nothing. Exits with status 1 if the simulation cannot start.
+    the store, and the expected time and memory. Where something fails or falls back to a slower method, it shows the
+    reason. Writes nothing. Exits with status 1 if the simulation cannot start.
 
     For example:
 
-    - `imprint check my_model.py:task`, where `my_model.py` has `task`, `data` and `sources`
+    - `imprint check my_model.py:task`, where `my_model.py` defines `task`, `data` and `sources`
 
     - `imprint check my_model.py:task -p engine=trajectories -p steps=50 -c epoch-1.safetensors -c epoch-3.safetensors`
     """
@@ -136,29 +136,29 @@ def simulate(
         Path | None,
         typer.Option(
             "--from",
-            help="Repeat the simulation of a store, given by its folder or manifest.json. Plan and precision come "
-            "from it; give the task, and whatever else it names, again.",
+            help="Repeat the simulation that made a store, given its folder or manifest.json. The plan and precision "
+            "come from the store; give the task, and anything else it names, again.",
         ),
     ] = None,
     checking: Annotated[bool, typer.Option("--check/--no-check", help="Run `imprint check` first.")] = True,
     json: AsJson = False,
 ) -> None:
-    """Simulate the imprint of every source, and write the imprints to a store.
+    """Simulate the imprint of every source and write the imprints to a store.
 
-    An interrupted simulation resumes when you run the same command again; a finished one is left as it is. A folder
-    made with another plan, model, loss or dataset is refused.
+    To resume an interrupted simulation, run the same command again; a finished one is left unchanged. A folder made
+    with a different plan, model, loss or dataset is refused.
 
     For example:
 
-    - `imprint simulate my_model.py:task --out runs/news`, where `my_model.py` has `task`, `data` and `sources`
+    - `imprint simulate my_model.py:task --out runs/news`, where `my_model.py` defines `task`, `data` and `sources`
 
     - `imprint simulate my_model.py:task --sources per-example -p steps=50 -c epoch-1.safetensors --out runs/each`
 
-    - `imprint simulate digits --out runs/digits`, a built-in setting, whose model is trained first
+    - `imprint simulate digits --out runs/digits`, for a built-in setting, whose model is trained first
 
     - `imprint simulate --config news.toml`
 
-    - `imprint simulate my_model.py:task --from runs/news --out runs/again`, which repeats a simulation bit for bit
+    - `imprint simulate my_model.py:task --from runs/news --out runs/again`, to repeat a simulation bit for bit
     """
     experiment = _read_experiment(context)
     recorded = None if manifest is None else imprint.Store(manifest.parent if manifest.is_file() else manifest)
@@ -253,11 +253,11 @@ def attribute(
     by: Annotated[
         str,
         typer.Option(
-            help="Order sources by `magnitude`, or list those whose removal `raises` or `lowers` the measurement first."
+            help="Sort sources by `magnitude`, or list first those whose removal `raises` or `lowers` the measurement."
         ),
     ] = "magnitude",
     readout: ReadoutName = "jvp",
-    batch_size: Annotated[int, typer.Option(min=1, help="How many queries are evaluated at once.")] = 64,
+    batch_size: Annotated[int, typer.Option(min=1, help="How many queries to evaluate at once.")] = 64,
     memory: MemoryText = None,
     device: DeviceName = None,
     out: Annotated[
@@ -269,8 +269,8 @@ def attribute(
 ) -> None:
     """Show how much each source moves each query, using forward passes only.
 
-    Effects are predicted changes of the measurement if the source were removed. The table states their unit and which
-    sign means that a source helps. With --out, all scores are also written to a file.
+    An effect is the predicted change in the measurement if the source were removed. The table states the unit, and
+    which sign means that a source helps. With --out, all scores are also written to a file.
 
     For example:
 
