@@ -13,7 +13,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet --constr
 # SLICE and MINUTES: a part of the long tests, as in SLICE=3/8, and after how many minutes no more of them are started.
 SLICE ?=
 MINUTES ?=
-FAST := -m "not system and not long" -n $(WORKERS) --dist worksteal
+FAST := -m "not system and not wide and not long" --ignore tests/attacks -n $(WORKERS) --dist worksteal
 
 .PHONY: demo test coverage test-system test-long lint docs release-check clean
 .DELETE_ON_ERROR:
@@ -28,9 +28,9 @@ test: lint
 coverage: lint
 	$(BIN)/pytest $(FAST) --cov --cov-report=term
 
-# Processes that are killed, signals, mounts, servers and browsers.
+# Processes that are killed, signals, mounts, servers and browsers; and claims on more architectures, plans and pages.
 test-system: $(VENV)/.test
-	$(BIN)/pytest -m "system and not long" -n $(WORKERS) --dist worksteal tests
+	$(BIN)/pytest -m "(system or wide) and not long" --ignore tests/attacks -n $(WORKERS) --dist worksteal tests
 
 # Corpora, load and attacks.
 test-long: $(VENV)/.test

@@ -4,6 +4,7 @@
 """
 
 import os
+import re
 import time
 import zlib
 from importlib.util import find_spec
@@ -18,6 +19,27 @@ os.environ.setdefault("MPLBACKEND", "Agg")
 os.environ.pop("COLUMNS", None)  # workers of pytest-xdist have it, and a console would keep what it was made with
 
 _BEGAN = time.monotonic()
+# Cases that repeat a claim on a second architecture of language models, on more members of the zoo, along more plans
+# or on every page of the docs. `make test` keeps a case of each claim, but for exports and the Shakespeare setting, which
+# take minutes.
+_WIDE = re.compile(
+    "|".join(
+        (
+            r"tests/(language|export)/.*\[.*llama",
+            r"tests/export/test_(onnx|reading|peft)\.py",
+            r"tests/language/test_page\.py",
+            r"tests/test_pages\.py::.*\[docs/(?!quickstart|concepts)",
+            r"tests/cli/test_app\.py::test_(every_command_of_the_page_works|no_traceback_reaches_the_terminal)",
+            r"tests/test_checking\.py::test_check_says.*\[(?!mlp_tanh|batch_norm|transformer_layer|dict_batch\])",
+            r"tests/(test_zoo|readout/test_factored)\.py::.*\[(mlp_relu|in_place|dict_batch_with|seeded|preallocated)",
+            r"tests/(test_zoo|readout/test_factored)\.py::.*\[(always_float64|scalar|custom|biases|causal)",
+            r"tests/simulation/test_(resume|momentum|preconditioner)\.py::.*(automatic|mini-batches|in full|projected)",
+            r"tests/simulation/test_resume\.py::.*, with a snapshot",
+            r"tests/simulation/test_auto\.py::.*dtype1",
+            r"tests/benchmarking/settings/test_shakespeare\.py",
+        )
+    )
+)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -26,8 +48,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--minutes", type=float, help="skip the tests that are not started within so many minutes")
 
 
+@pytest.hookimpl(tryfirst=True)  # before tests are chosen by their marks
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Keep the tests of the part that was asked for."""
+    """Mark the wide tests, and keep those of the part that was asked for."""
+    for item in items:
+        if _WIDE.search(item.nodeid):
+            item.add_marker(pytest.mark.wide)
     part, parts = map(int, config.getoption("slice").split("/"))
     chosen = [item for item in items if zlib.crc32(item.nodeid.encode()) % parts == part]
     if len(chosen) < len(items):

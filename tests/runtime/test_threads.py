@@ -96,6 +96,7 @@ def test_one_thread_is_nothing_to_warn_of(caplog: pytest.LogCaptureFixture) -> N
     assert not caplog.records
 
 
+@pytest.mark.system
 @pytest.mark.parametrize(("variable", "expected"), [({}, 1), ({"OMP_NUM_THREADS": "2"}, 2)])
 def test_a_command_records_the_threads_it_computed_with(
     variable: dict[str, str], expected: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

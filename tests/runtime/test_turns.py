@@ -63,6 +63,7 @@ def test_copies_of_the_state_taken_meanwhile_hold_the_models_own_weights() -> No
     assert all(dropped)  # a training thread keeps its dropout
 
 
+@pytest.mark.system
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="there is no fork on this platform")
 def test_a_child_forked_in_the_middle_of_a_readout_computes_the_same() -> None:
     """Run apart, with two threads, so that the parent's pool of threads is there to be missed."""
