@@ -20,8 +20,8 @@ os.environ.pop("COLUMNS", None)  # workers of pytest-xdist have it, and a consol
 
 _BEGAN = time.monotonic()
 # Cases that repeat a claim on a second architecture of language models, on more members of the zoo, along more plans
-# or on every page of the docs. `make test` keeps a case of each claim, but for exports and the Shakespeare setting, which
-# take minutes.
+# or on every page of the docs. `make test` keeps a case of each claim, but for exports and the Shakespeare setting,
+# which take minutes.
 _WIDE = re.compile(
     "|".join(
         (
