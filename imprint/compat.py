@@ -55,9 +55,9 @@ def jvp_depth(default: int) -> int:
 
 
 def leave_forward_mode() -> None:
-    """Close every level of forward mode: a forked child inherits those of its parent's threads.
+    """Close every level of forward mode, because a forked child inherits the open levels of its parent's threads.
 
-    Without torch's counters nothing is closed, and a child forked in the middle of a readout must not read out.
+    If torch has no such counters, nothing is closed, and a child forked during a readout must not read out.
     """
     if hasattr(eager_transforms, "JVP_NESTING"):
         eager_transforms.JVP_NESTING = 0

@@ -121,7 +121,7 @@ class Data:
 
     @property
     def stacked(self) -> Batch | None:
-        """All samples as one batch, if they are kept as columns of tensors."""
+        """All samples as one batch, or None if they are not stored as columns of tensors."""
         return self._columns
 
     def changing_example(self) -> int | None:
@@ -197,7 +197,7 @@ class Data:
         except Exception as error:
             raise DataError(
                 f"sample {index} of {len(self)} could not be read ({first_line(error)}): dataset[i] must work "
-                f"for every i below len(dataset). Repair sample {index}, or leave it out."
+                f"for every i below len(dataset). Fix sample {index}, or leave it out."
             ) from error
 
     def _collate_samples(self, samples: list[Any]) -> Batch:

@@ -262,7 +262,7 @@ class Plan:
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> "Plan":
-        """Read a plan from a manifest; unknown fields are errors."""
+        """Read a plan from a manifest, and raise an error on unknown fields."""
         known = {item.name for item in dataclasses.fields(cls)}
         for name in values:
             if name not in known:

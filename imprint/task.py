@@ -106,7 +106,7 @@ class Task:
 
     @classmethod
     def classifier(cls, model: nn.Module, **options: Any) -> "Task":
-        """Build the task of a classifier on (x, y) batches, trained with cross-entropy on `model(x)`."""
+        """Build a task for a classifier on (x, y) batches, trained with cross-entropy on `model(x)`."""
         return cls(
             model,
             outputs=lambda model, batch: model(batch[0]),
@@ -156,7 +156,7 @@ class Task:
         if not globs:
             raise TaskError('parameters is empty: give globs of parameter names, or leave it out for "*".')
         if not trainable:
-            raise TaskError("the model has no trainable parameter (all are frozen by requires_grad=False).")
+            raise TaskError("the model has no trainable parameters (all have requires_grad=False).")
         for glob in globs:
             if not any(fnmatchcase(name, glob) for name in trainable):
                 known = ", ".join(get_close_matches(glob, trainable, n=6, cutoff=0.4) or list(trainable)[:6])
@@ -277,7 +277,7 @@ class Task:
 
     @property
     def replica(self) -> nn.Module:
-        """The copy of the model, sharing its tensors, that `loss` and `measure` are called with."""
+        """The copy of the model that is passed to `loss` and `measure`; it shares the model's tensors."""
         return self._require_host().model
 
     @contextmanager
@@ -347,7 +347,7 @@ class Functional:
             return self.task.call(outputs, {**self.fixed, **parameters}, batch)
 
     def output_losses(self, z: Tensor, batch: Batch, count: int) -> Tensor:
-        """Compute ℓ of the `count` examples of a batch from their outputs, shape (count,)."""
+        """Compute the losses ℓ of a batch of `count` examples from their outputs, shape (count,)."""
         output_loss = self.task.output_loss
         assert output_loss is not None
         return _require_one_each(output_loss(z, own_containers(batch)), count, "loss", "example")

@@ -135,7 +135,7 @@ def test_a_glob_of_frozen_parameters_matches_nothing() -> None:
 
 
 def test_a_model_without_trainable_parameters_is_refused() -> None:
-    with pytest.raises(TaskError, match=r"no trainable parameter.*requires_grad=False"):
+    with pytest.raises(TaskError, match=r"no trainable parameters.*requires_grad=False"):
         Task.classifier(_model().requires_grad_(False))
 
 

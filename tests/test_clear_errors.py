@@ -91,7 +91,7 @@ MODELS: dict[str, tuple[Callable[[], Any], str]] = {
     "float8": (in_float8, r"'0.weight' has dtype float8_e4m3fn.* model.float\(\)"),
     "complex128": (lambda: classifier().to(torch.complex128), "'0.weight' is complex128.* use complex64"),
     "sparse": (Embedded, "module 'words' .* sparse gradients.* set sparse=False"),
-    "no module": (lambda: F.relu, "model of a task must be a torch.nn.Module"),
+    "no module": (lambda: F.relu, "task.s model must be a torch.nn.Module"),
 }
 
 
@@ -175,10 +175,10 @@ def test_a_folder_given_as_checkpoint_names_the_file_in_it(tmp_path: Path) -> No
     def simulated() -> None:
         made(checkpoints=[tmp_path])
 
-    with pytest.raises(TaskError, match=r"is a folder, where a .safetensors file is needed; there is none in it"):
+    with pytest.raises(TaskError, match=r"is a folder: give a \.safetensors file \(the folder contains none\)\.$"):
         simulated()
     (tmp_path / "model.safetensors").touch()
-    with pytest.raises(TaskError, match=r"is a folder, .* needed, such as .*model.safetensors\.$"):
+    with pytest.raises(TaskError, match=r"is a folder: give a \.safetensors file, such as .*model\.safetensors\.$"):
         simulated()
     (tmp_path / "second.safetensors").touch()
     with pytest.raises(TaskError, match="one of several: load the model and give its state dict"):

@@ -62,7 +62,7 @@ class Comparison:
         return mean_estimate(_average_runs(table[method]) - _average_runs(table[other]))
 
     def to_json(self) -> dict[str, Any]:
-        """Return plain JSON values, None for what is undefined."""
+        """Return plain JSON values, with None for undefined ones."""
         methods = {}
         for name, costs in self.costs.items():
             found: dict[str, Any] = {"lds": _to_json(self.estimate(name))}

@@ -89,7 +89,7 @@ class DattriTask:
         return torch.exp(-self.one_loss(parameters, sample))
 
     def dattri(self, function: Callable[..., Tensor], states: list[Parameters]) -> Any:
-        """Build dattri's description of a task, which depends on the name of the function's second argument."""
+        """Build dattri's description of a task. dattri looks at the name of the function's second argument."""
 
         def loss_func(params: Parameters, data_target_pair: Any) -> Tensor:
             return function(params, data_target_pair)

@@ -30,10 +30,10 @@ from imprint.tensors.rows import Rows, along, factorable, gradients
 
 @dataclass(frozen=True)
 class ScoreParts:
-    """The parts that scores at one checkpoint are composed of, under any settings.
+    """The parts from which scores at one checkpoint can be computed under any settings.
 
-    queries, examples: gradients on the basis, (queries, directions) and (examples, directions).
-    products: dot products of whole gradients, (queries, examples).
+    queries, examples: gradients projected onto the basis, (queries, directions) and (examples, directions).
+    products: dot products of full gradients, (queries, examples).
     """
 
     frozen: FrozenCurvature

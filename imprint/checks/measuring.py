@@ -51,7 +51,7 @@ def measure_first_queries(functional: Functional, theta: Parameters, batch: Batc
 
 
 def _refuse_dependence(functional: Functional, theta: Parameters, batch: Batch, count: int, values: Tensor) -> None:
-    """Refuse a measurement that is random, or whose value for a query depends on the other queries of its batch."""
+    """Refuse a measurement that is random, or whose value for a query depends on the other queries in the batch."""
     alone = count > 1 and is_columnar(batch, count)
     again = functional.measures(theta, *((map_tensors(lambda t: t[:1], batch), 1) if alone else (batch, count)))
     worst = find_difference(values[: len(again)], again, rounding_tolerance(functional.task))

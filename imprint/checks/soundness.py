@@ -146,9 +146,9 @@ def refuse_random_loss(functional: Functional, theta: Parameters, batch: Batch, 
 def refuse_foreign_tensors(
     task: Task, functional: Functional, theta: Parameters, batch: Batch, count: int, notices: Notices
 ) -> None:
-    """Refuse a loss that uses the user's own model instead of its argument; report other trainable tensors.
+    """Refuse a loss that uses the user's own model instead of its argument, and report other trainable tensors.
 
-    All tensors of the given model are constants here, so whatever requires a gradient came from elsewhere.
+    All tensors of the model passed in are constants here, so anything that requires a gradient came from elsewhere.
     """
     with torch.enable_grad():
         fixed = {name: tensor.detach() for name, tensor in functional.fixed.items()}
@@ -265,8 +265,8 @@ def refuse_caching(
     if (worst := find_difference(fresh, after, rounding_tolerance(task))) is not None:
         raise TaskError(
             "the model keeps state from one call to the next: at other parameters a loss is "
-            f"{float(after[worst]):.4g}, but {float(fresh[worst]):.4g} in a fresh copy of the model. Compute whatever "
-            "depends on weights in each call, instead of caching it."
+            f"{float(after[worst]):.4g}, but {float(fresh[worst]):.4g} in a fresh copy of the model. Compute anything "
+            "that depends on the weights in each call instead of caching it."
         )
 
 
@@ -288,7 +288,7 @@ def report_without_gradient(
     if len(still) == len(moved) and not _depends_on(functional, moved, batch, count):
         raise TaskError(
             "the loss does not depend on the model it is given: no selected parameter changes it on any example. "
-            "Inside loss(model, batch) use the argument `model`, and compute the loss with gradients: without "
+            "Inside loss(model, batch), use the argument `model`, and keep the computation differentiable: no "
             "torch.no_grad, .detach() or NumPy."
         )
     notices.add(
@@ -336,7 +336,7 @@ def _gradient(functional: Functional, theta: Parameters, batch: Batch, count: in
 
 
 def _depends_on(functional: Functional, theta: Parameters, batch: Batch, count: int) -> bool:
-    """Tell whether any loss differs, even in its last bit, between θ and parameters near and far."""
+    """Return whether any loss at θ differs, even in the last bit, from its value at parameters near and far."""
     here = _losses(functional, theta, batch, count)
     far = (move_parameters(theta, distance, 0) for distance in (MOVED, 1.0, 10.0))
     return any(not torch.equal(here, _losses(functional, at, batch, count)) for at in far)

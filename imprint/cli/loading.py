@@ -258,7 +258,7 @@ def _import_package(name: str) -> ModuleType:
 
 
 def user_frames(error: BaseException) -> list[traceback.FrameSummary]:
-    """Return the frames of an error's traceback that lie in the user's own code, outermost first."""
+    """Return the frames of an error's traceback that are in the user's own code, outermost first."""
     frames = traceback.extract_tb(error.__traceback__)
     return [frame for frame in frames if not frame.filename.startswith(_LIBRARY_PREFIXES)]
 

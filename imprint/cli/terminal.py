@@ -40,7 +40,7 @@ def cell(value: Any, style: str = "") -> Text:
 
 
 def render_pairs(title: str, pairs: Iterable[tuple[str, str]]) -> Table:
-    """Render names and their values, one pair to a line."""
+    """Render names and their values, one pair per line."""
     table = Table(title=cell(title), show_header=False, title_justify="left")
     for name, value in pairs:
         table.add_row(name, cell(value))

@@ -157,7 +157,7 @@ def overlap(first: Attribution, second: Attribution, k: int = 10) -> Metric:
     prints = [result.labels.fingerprints.get("queries") for result in (first, second)]
     same = first.queries == second.queries and (None in prints or prints[0] == prints[1])
     if not same or first.labels.source_ids != second.labels.source_ids:
-        raise DataError("overlap needs two attributions of the same queries to the same sources.")
+        raise DataError("overlap needs two attributions with the same queries and the same sources.")
     pairs = zip(first.top(k).indices.tolist(), second.top(k).indices.tolist(), strict=True)
     k = min(k, first.scores.shape[1])
     shares = np.array([len({*a} & {*b}) / k for a, b in pairs])

@@ -86,7 +86,7 @@ def compare_parameters(model: nn.Module, expected: nn.Module) -> str | None:
 
 
 def shapes(model: nn.Module) -> dict[str, tuple[int, ...]]:
-    """Return the shapes of all parameters by name, without the prefix of `torch.compile`."""
+    """Return the shapes of all parameters by name, without the prefix that `torch.compile` adds."""
     return {name.removeprefix("_orig_mod."): tuple(p.shape) for name, p in model.named_parameters()}
 
 

@@ -89,7 +89,7 @@ class Truth:
 
     @cached_property
     def effects(self) -> Tensor:
-        """The change of F by each removal, compared with training on everything, shape (runs, queries, removals)."""
+        """The change in F due to each removal, relative to training on everything, shape (runs, queries, removals)."""
         whole = torch.tensor([not removed for removed in self.subsets.removed])
         if self.subsets.kind != "removal":
             raise DataError(
@@ -121,7 +121,7 @@ class Truth:
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> "Truth":
-        """Read a folder; leave out incomplete runs, with a warning."""
+        """Read a folder of ground truth. Incomplete runs are left out, with a warning."""
         folder = TruthFolder(Path(path))
         request = folder.read_request()
         runs, subsets, count = (request[key] for key in ("runs", "subsets", "queries"))
@@ -252,7 +252,7 @@ class TruthFolder:
         fits = start + len(values) <= about["runs"] * about["subsets"] and values.shape[1] == about["queries"]
         if not (known and fits):
             raise StoreError(
-                f"{file} holds other models than this ground truth has there: delete it to have them made again."
+                f"{file} does not hold the models that this ground truth has there: delete it to train them again."
             )
         return values
 

@@ -133,7 +133,7 @@ def _load(model: nn.Module, state: Parameters) -> None:
 
 
 def adapter_tensors(layers: list[Adapted], parameters: Mapping[str, Tensor]) -> dict[str, tuple[Tensor, Tensor]]:
-    """Return A and s·B of every adapted layer, by its path in the plain model."""
+    """Return A and s·B for every adapted layer, keyed by its path in the plain model."""
     return {layer.path: (parameters[layer.down], layer.scale * parameters[layer.up]) for layer in layers}
 
 

@@ -117,8 +117,8 @@ def _warn_of_head(model: Any, layers: list[Adapted]) -> None:
     head = model.get_output_embeddings()
     if any(model.get_submodule(layer.path) is head for layer in layers):
         logger.warning(
-            "the output head has an adapter, which some engines leave out of the log-probabilities of prompts: compare "
-            "the base adapter with the probes of the export there"
+            "the output head has an adapter, which some engines leave out of the log-probabilities of prompts: in your "
+            "engine, compare the base adapter with the probes of the export"
         )
 
 

@@ -72,7 +72,7 @@ class Documents:
         self._count = owners[-1] + 1
 
     def __len__(self) -> int:
-        """Return how many windows there are: the number of training examples."""
+        """Return the number of windows, which is the number of training examples."""
         return len(self.documents)
 
     def __repr__(self) -> str:

@@ -11,7 +11,7 @@ from imprint.errors import TaskError
 def refuse_unsupported(model: nn.Module) -> None:
     """Refuse scripted models, uninitialised or 8-bit values, and sparse gradients."""
     if not isinstance(model, nn.Module):
-        raise TaskError(f"the model of a task must be a torch.nn.Module, got a {type(model).__name__}.")
+        raise TaskError(f"a task's model must be a torch.nn.Module, got a {type(model).__name__}.")
     if is_scripted(model):
         raise TaskError(
             "the model was scripted by torch.jit, so its parameters cannot be replaced by name: give the nn.Module it "

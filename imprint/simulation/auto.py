@@ -64,13 +64,15 @@ _SHARPER = 1.8  # times the curvature a step was chosen for: below 2, where resp
 
 @dataclass(frozen=True)
 class Look:
-    """What one checkpoint shows.
+    """Measurements at one checkpoint, from which a plan is chosen.
 
-    trace: of the curvature of the loss, without the regulariser's.
-    halves, gradient: along the basis, of half-sums of all gradients with random signs (halves, directions) and of the
-        objective (directions,); `halves_rest` and `gradient_rest` their squared lengths outside.
-    moved: derivatives of the outputs of some examples along the basis, (directions, outputs), and along what each half
-        has outside of it, (halves, outputs), in units of the noise of the outputs.
+    trace: the trace of the curvature of the loss, without the regulariser.
+    halves, gradient: coefficients along the basis of half-sums of all gradients with random signs,
+        (halves, directions), and of the gradient of the objective, (directions,).
+    halves_rest, gradient_rest: squared norms of the parts of these vectors outside the basis.
+    moved: derivatives of the outputs of some examples along the basis, (directions, outputs), in units of the noise of
+        the outputs.
+    moved_rest: the same along the part of each half outside the basis, (halves, outputs).
     """
 
     n: int
@@ -278,8 +280,8 @@ def choose_plan(
             looks.append(look(descent, bar.advance))
             if not looks[-1].values[-1] > 0:
                 raise SimulationError(
-                    f"checkpoint {index} has no curvature to choose a plan from: its outputs do not move "
-                    "with the parameters, or fit the data beyond all rounding. Leave it out, or give a plan."
+                    f"checkpoint {index} has no curvature to choose a plan from: its outputs do not change "
+                    "with the parameters, or fit the data to within rounding. Leave it out, or give a plan."
                 )
             bar.skip((index + 1) * DIRECTIONS - bar.done)  # the space may end before
     dampings = [float(f"{one.damping:.4g}") for one in looks]

@@ -110,7 +110,7 @@ def _unknown(values: Tensor, dtype: torch.dtype) -> float:
 def sum_with_signs(
     task: Functional, theta: Parameters, batches: Iterable[Weighted], generator: torch.Generator
 ) -> Tensor:
-    """Return Σ_i ±g_i with random signs, as one vector: its mean square is Σ_i |g_i|², in any metric."""
+    """Return Σ_i ±g_i with random signs as one vector; its expected squared norm is Σ_i |g_i|² in any metric."""
     flat = Flat(theta)
     total = torch.zeros(flat.size, device=flat.device, dtype=flat.dtype)
     for part in batches:

@@ -106,8 +106,8 @@ class States:
         if not isinstance(moments, Tensor) or moments.shape != parameter.shape or not moments.is_floating_point():
             found = tuple(moments.shape) if isinstance(moments, Tensor) else type(moments).__name__
             raise TaskError(
-                f"the second moments of parameter {name!r} at checkpoint {index} are {found}, where real numbers of "
-                f"shape {tuple(parameter.shape)} are needed."
+                f"the second moments of parameter {name!r} at checkpoint {index} must be real numbers of "
+                f"shape {tuple(parameter.shape)}, got {found}."
             )
         if not bool((moments.isfinite() & (moments >= 0)).all()):
             raise TaskError(
@@ -121,9 +121,9 @@ def _load_tensors(what: str, file: str | os.PathLike[str]) -> dict[str, Tensor]:
     """Load the tensors of a file."""
     if Path(file).is_dir():
         inside = sorted(path.name for path in Path(file).glob("*.safetensors"))
-        hint = f", such as {Path(file) / inside[0]}" if inside else "; there is none in it"
+        hint = f", such as {Path(file) / inside[0]}" if inside else " (the folder contains none)"
         more = " (it is one of several: load the model and give its state dict)" if len(inside) > 1 else ""
-        raise TaskError(f"{what} {file} is a folder, where a .safetensors file is needed{hint}{more}.")
+        raise TaskError(f"{what} {file} is a folder: give a .safetensors file{hint}{more}.")
     if not Path(file).is_file():
         raise TaskError(f"{what} file {file} does not exist.")
     try:

@@ -153,7 +153,7 @@ def recognise_data(known: object, data: Data) -> Likeness:
 
 
 def how_hashed(known: object) -> HashData:
-    """Tell how the data of a fingerprint was hashed."""
+    """Return how the data behind a fingerprint was hashed."""
     prints = _both(known)
     return "all" if prints["all"] else "sampled" if prints["sampled"] else "none"
 

@@ -81,7 +81,10 @@ def _find_extremes(data: Data, few: Batch, looked: Tensor) -> list[int]:
 
 
 def _find_first_of_each(column: Tensor) -> Tensor:
-    """Find the first row of each class, where a row is one class, or several as zeros and ones; else nothing."""
+    """Find the first row of each class; return nothing if the column does not hold classes.
+
+    A row holds either a single class, or one zero or one for each class.
+    """
     rows = column.detach().reshape(len(column), -1)
     if 1 < rows.shape[1] <= CLASSES and bool(((rows == 0) | (rows == 1)).all()):
         has = rows.bool()

@@ -168,7 +168,7 @@ def _attempt(
     parts: list[tuple[int, Batch]],
     count: int,
 ) -> Values:
-    """Compute values away from the checkpoint, where a function may fail or be undefined."""
+    """Try to compute values away from the checkpoint, where a function may fail or be undefined."""
     try:
         found = [_round_finite(value) for value in values(functional, place, parts)]
         return found or [None] * count

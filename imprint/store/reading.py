@@ -135,7 +135,7 @@ class Store:
             self._files.check_again(file)
 
     def verify(self) -> None:
-        """Check every file against its checksum, and the tensors in it against the manifest."""
+        """Check every file against its checksum and its tensors against the manifest."""
         self._files.forget()
         for file in self.manifest.files():
             self._files.check(file)

@@ -97,9 +97,11 @@ class Probed:
 class Request:
     """Everything the imprints depend on, as far as it can be known.
 
-    fixed: hashes of the parameters that are not kept, since training leaves them alone: they are the model's own.
-    states, moments: hashes of the checkpoints, and of the second moments that came with them.
-    modules: the plain settings of the model's modules; regulariser: its values at and around the first checkpoint.
+    fixed: hashes of the parameters that the store does not keep. Training does not change them, so they come from the
+        model.
+    states, moments: hashes of the checkpoints, and of the second moments recorded with them.
+    modules: the plain settings of the model's modules.
+    regulariser: its values at and around the first checkpoint.
     """
 
     n: Count

@@ -49,11 +49,11 @@ _ABOUT = "imprint"  # the name of what is said about a file, in its header
 
 
 class Writer:
-    """The folder of a store in the making.
+    """The folder of a store that is being written.
 
-    request: everything the result depends on. A folder that holds another request is refused, and the first difference
-        named; one that holds the same is resumed, or returned by `finished` if it is complete.
-    evaluate: evaluates the task on some training examples, to compare it with a request that has others for probes.
+    request: everything the result depends on. A folder with a different request is refused, and the error names the
+        first difference. A folder with the same request is resumed or, if it is complete, returned by `finished`.
+    evaluate: evaluates the task on given training examples, to compare it with a request that has different probes.
     check: refuses choices for a checkpoint that no simulation would have made.
     """
 
@@ -181,7 +181,7 @@ class Writer:
         return None
 
     def read(self, name: str, device: torch.device) -> Parameters:
-        """Load the tensors of a file that was written."""
+        """Load the tensors of a file in the folder."""
         try:
             return load_file(self.path / name, str(device))
         except (OSError, SafetensorError, MemoryError) as error:

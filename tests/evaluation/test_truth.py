@@ -876,12 +876,12 @@ def test_values_of_another_truth_or_of_other_models_are_refused(tmp_path: Path) 
         place.write_bytes(wrong.read_bytes())
         for read in (ask, Truth.load):
             with pytest.raises(
-                StoreError, match=r"values-000002\.safetensors holds other models than this ground truth"
+                StoreError, match=r"values-000002\.safetensors does not hold the models that this ground truth has"
             ):
                 read(mine)
     place.write_bytes(own)
     (mine / "values-000010.safetensors").write_bytes((mine / "values-000008.safetensors").read_bytes())
-    with pytest.raises(StoreError, match=r"values-000010\.safetensors holds other models"):
+    with pytest.raises(StoreError, match=r"values-000010\.safetensors does not hold the models"):
         Truth.load(mine)
     (mine / "values-000010.safetensors").unlink()
     assert torch.equal(Truth.load(mine).values, expected)

@@ -314,8 +314,8 @@ def test_moments_that_cannot_be_are_refused(tmp_path: Path) -> None:
     good = named(problem, an_m(problem))
     lacking = {name: tensor for name, tensor in good.items() if name != "2.bias"}
     assert "second moments of checkpoint 0 lack parameter '2.bias'" in str(refused(lacking).value)
-    assert "are (7,), where real numbers of shape (3,)" in str(refused({**good, "2.bias": torch.ones(7)}).value)
-    assert "are list, where real numbers" in str(refused({**good, "2.bias": [1.0]}).value)
+    assert "must be real numbers of shape (3,), got (7,)." in str(refused({**good, "2.bias": torch.ones(7)}).value)
+    assert "must be real numbers of shape (3,), got list." in str(refused({**good, "2.bias": [1.0]}).value)
     for bad in (-1.0, float("nan"), float("inf")):
         wrong = {**good, "2.bias": torch.tensor([1.0, bad, 1.0])}
         assert "'2.bias' at checkpoint 0 are not all finite and at least 0" in str(refused(wrong).value)

@@ -70,7 +70,7 @@ def draw_scatter(outcome: Outcome) -> "Figure":
 
 
 def _label(ax: "Axes", x: Array, y: Array, names: list[str]) -> None:
-    """Write names in a column to the right, in the order of their points and joined to them by thin lines."""
+    """Write names in a column on the right, in the order of their points, with a thin line to each point."""
     bottom, top = ax.get_ylim()
     gap, column = 0.045 * (top - bottom), float(x.max() + 0.1 * np.ptp(x))
     order = np.argsort(y)
@@ -148,7 +148,7 @@ def draw_queries(outcome: Outcome, count: int = 6) -> "Figure":
 
 
 def choose_queries(outcome: Outcome, count: int) -> list[int]:
-    """Choose the queries with the largest predicted effects, one per digit, whether or not these are right."""
+    """Choose the queries with the largest predicted effects, one per digit, even if the predictions are wrong."""
     strength = np.abs(outcome.check.predicted).max(1)
     labels = outcome.setting.queries[1].numpy()
     chosen: list[int] = []

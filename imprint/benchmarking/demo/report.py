@@ -49,7 +49,7 @@ def make_rows(outcome: Outcome) -> list[Row]:
 
 
 def make_statistics(outcome: Outcome) -> list[tuple[str, str, str, str]]:
-    """Return (what, imprint, guess by size, ceiling) for each figure that the demo is judged by."""
+    """Return (name, Imprint, guess by size, ceiling) for each statistic that the demo reports."""
     bad = outcome.setting.mislabeller
     ours, sizes = outcome.check, outcome.by_size
 

@@ -73,7 +73,7 @@ def load_setting(name: str, device: str | torch.device = "cpu") -> BuiltIn:
 
 
 def load_protocol(name: str, device: str | torch.device = "cpu") -> Protocol:
-    """Load the benchmark of a setting, in which every training example is a source."""
+    """Load the benchmark of a setting, where every training example is a source."""
     found = load_setting(name, device)
     if name == "digits":
         few = map_tensors(lambda t: t[:_DIGITS_QUERIES], found.queries)

@@ -177,7 +177,7 @@ def make_columns(ids: Tensor) -> Columns:
 
 
 def remove_speakers(text: str) -> str:
-    r"""Remove the names of speakers: each speech begins with a line such as "First Citizen:".
+    r"""Remove the line with the speaker's name, such as "First Citizen:", that begins each speech.
 
     >>> remove_speakers("ALL:\nSpeak, speak.\n\nFirst Citizen:\nYou are resolved:\nto die?")
     'Speak, speak.\n\nYou are resolved:\nto die?'

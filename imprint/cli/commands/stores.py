@@ -168,7 +168,7 @@ def simulate(
             errors.print("plan or dtype differs from the store: this is a variation, not a repetition")
         experiment = merge_with_store(experiment, recorded, _LOADED, context)
     if experiment.out is None:
-        raise ConfigurationError("no folder is given for the store: add --out runs/NAME.")
+        raise ConfigurationError("no folder was given for the store: add --out runs/NAME.")
     if (Path(experiment.out) / MANIFEST).is_file():
         errors.print(f"{escape_markup(experiment.out)} is complete; only checking that it matches", soft_wrap=True)
     with redirect_prints():

@@ -39,7 +39,7 @@ class PathEngine(Engine):
     requires: ClassVar[tuple[str, ...]] = ("measured.curvature",)
 
     def choose_epsilon(self) -> tuple[float | None, dict[str, float]]:
-        """Return by how much sources are perturbed, and how far ε and 2ε disagree for each that was tried."""
+        """Return the ε to perturb sources by and, for each ε tried, how far imprints at ε and 2ε disagree."""
         return None, {}
 
     def settle(self) -> None:
@@ -92,7 +92,7 @@ class PathEngine(Engine):
         return Spectrum(*self.measured.curvature)
 
     def measure_drift(self, end: Parameters) -> float:
-        """Return how far the unperturbed path leads, relative to the parameters."""
+        """Return how far the unperturbed path moves, relative to the norm of the parameters."""
         return norm(minus(end, self.descent.start)) / scale(self.descent.start, self.descent.task)
 
     @classmethod

@@ -252,9 +252,9 @@ class Spectral(Engine):
         return min(max(fit, min(sources, size // each)), len(self.descent.sources))
 
     def _fit_rows(self, directions: int, layers: tuple[str, ...]) -> int:
-        """Return how many sources fit the memory budget together, beside the basis.
+        """Return how many sources fit into the memory budget at once, next to the basis.
 
-        Factors are multiplied out to be compared with the basis, MULTIPLIED rows at a time, or all where fewer fit.
+        Factors are multiplied out for comparison with the basis, MULTIPLIED rows at a time, or all if fewer fit.
         """
         one = tensor_bytes(self.descent.start)
         room, out = max(self._room(directions), directions * one // _BESIDE), 2 * one if layers else 0
@@ -268,7 +268,7 @@ class Spectral(Engine):
         return allowed - directions * tensor_bytes(self.descent.start)
 
     def cost(self, checkpoints: list[Settings]) -> Cost:
-        """Measure a few products with the curvature, and the gradients of a few sources."""
+        """Estimate the cost by timing a few curvature products and the gradients of a few sources."""
         trying, one_by_one = measure_seconds(self.choose_vectorised)
         finding, layers = measure_seconds(lambda: find_layers(self.descent))
         self.measured = Measured(one_by_one=one_by_one)

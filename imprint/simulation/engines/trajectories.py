@@ -102,7 +102,7 @@ def _ratio(above: Tensor, below: Tensor) -> Tensor:
 
 
 def _descend(descent: Descent, signs: list[float], epsilon: float, hooks: Hooks) -> tuple[Parameters, Parameters]:
-    """Return θ_T⁰ and the perturbed end points, one row for each source and sign."""
+    """Return θ_T⁰ and the perturbed end points, with one row for each source and sign."""
     shift = epsilon / descent.n * torch.tensor(signs, dtype=descent.dtype, device=descent.data.device)
     extra: list[Tensor] = []
 
