@@ -120,7 +120,7 @@ class Plan:
         path of as many steps reaches further. `torch.optim.SGD` with that momentum has lr = (1 − β)η.
     dropout: of the path engines: draw the model's dropout anew in every step, as training does; the same for all
         sources.
-    directions: of "spectral": how many directions of the curvature are told apart.
+    directions: of "spectral": how many directions of the curvature are resolved.
     form: of "spectral": "factored" keeps what the gradients of single examples are made of (groups are kept in full),
         "dense" every value, "projected" only what lies on the `directions`: as many numbers for each source, whatever
         the model's size, and queries that cost the same for any number of sources. What it loses is noted.

@@ -70,7 +70,7 @@ def attribute(
     readout: "jvp" (default), "central", "literal" or "gradient"; see `imprint.readout.kernels`.
     top: keep only this many sources per query, without ever holding all scores; `by` orders them.
     step: relative step of the "central" readout; calibrated by default.
-    memory: what the readout may use, in bytes or as "4GiB"; by default a share of what is free.
+    memory: what the readout may use, in bytes or as "4GiB"; by default a share of what is available.
     progress: True for a line on standard error, False for none, or a function of (done, total).
     """
     settle_child()

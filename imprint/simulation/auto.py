@@ -51,7 +51,7 @@ from imprint.tensors.vectors import Flat, over_rows
 logger = logging.getLogger(__name__)
 
 LEAST, MOST = 0.25, 1.0  # by how much a half may move the outputs, in their own units
-DIRECTIONS = 80  # of the curvature that are told apart to choose; the simulation has more
+DIRECTIONS = 80  # of the curvature that are resolved to choose; the simulation has more
 HALVES = 16
 EXAMPLES = 256  # on which the effect of halves is predicted
 OUTPUTS = 65_536  # of them, where they have more, such as the tokens of a vocabulary

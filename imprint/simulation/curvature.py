@@ -14,7 +14,7 @@ from itertools import islice
 import torch
 from torch import Tensor
 
-from imprint.errors import SimulationError, first_line
+from imprint.errors import SimulationError
 from imprint.plan import Curvature
 from imprint.runtime.memory import activation_bytes, budget
 from imprint.simulation.derivatives import (
@@ -28,6 +28,7 @@ from imprint.simulation.derivatives import (
     regulariser_gradient,
 )
 from imprint.task import Functional, Parameters
+from imprint.tensors.batching import attempt
 from imprint.tensors.vectors import Flat, norm, scale
 
 logger = logging.getLogger(__name__)
@@ -234,27 +235,17 @@ def _linearised(
     each = activation_bytes(lambda: task.outputs(theta, first.batch))
     if _GRAPHS * each * size > budget(memory, first.weights.device) // 4:
         return lambda: (one(part) for part in batches)
-    try:
-        gauss_newton_kept(task, theta, first)(theta)
-        kept = [gauss_newton_kept(task, theta, part) for part in batches]
-    except torch.OutOfMemoryError:
-        raise
-    except (RuntimeError, NotImplementedError):  # a layer whose backward pass has no derivative
-        kept = [one(part) for part in batches]
+    _, reason = attempt(lambda: gauss_newton_kept(task, theta, first)(theta))
+    linearise = one if reason else lambda part: gauss_newton_kept(task, theta, part)  # backward has no derivative
+    kept = [linearise(part) for part in batches]
     return lambda: kept
 
 
 def _forward_mode_works(task: Functional, theta: Parameters, batches: Iterable[Weighted], v: Parameters) -> bool:
-    try:
-        hessian_product(task, theta, islice(batches, 1), v)
-    except torch.OutOfMemoryError:
-        raise
-    except (RuntimeError, NotImplementedError, ValueError) as error:
-        logger.warning(
-            "curvature is measured by differences of gradients: forward mode fails here (%s)", first_line(error)
-        )
-        return False
-    return True
+    _, reason = attempt(lambda: hessian_product(task, theta, islice(batches, 1), v))
+    if reason is not None:
+        logger.warning("curvature is measured by differences of gradients: forward mode fails here (%s)", reason)
+    return reason is None
 
 
 def _by_difference(task: Functional, theta: Parameters, batches: Iterable[Weighted], v: Parameters) -> Parameters:

@@ -86,8 +86,8 @@ class Inputs:
         inputs = cls(task, training, sources, plan or Plan(), States(task, checkpoints), stored_as, hash_data)
         _refuse_plan(task, inputs.plan)
         _refuse_changing(training, hash_data)
-        if told := partly_hashed(hash_data, len(training)):
-            inputs.notices.add(told)
+        if partial_hash := partly_hashed(hash_data, len(training)):
+            inputs.notices.add(partial_hash)
         warn_half_precision(task)
         assert inputs.settings  # a plan with settings for other checkpoints is refused here
         return inputs

@@ -109,5 +109,4 @@ def find_why_not_vmap(descent: Descent, simulate: Callable[[Descent], object]) -
 
 def first_step(descent: Descent, sources: Sources) -> Descent:
     """Return the first step of a descent for some of its sources, as a trial."""
-    plan = replace(descent.plan, accept_drift=descent.plan.variant == "mirrored")
-    return replace(descent, plan=plan, sources=sources, steps=1)
+    return replace(descent, sources=sources, steps=1)

@@ -78,7 +78,7 @@ def simulate(
         plan has the mini-batch), but for the draw of dropout along the path.
     device: where the data goes; it must be the model's device, which is the default.
     dtype: of the stored imprints: that of the parameters by default, bfloat16 to halve it.
-    memory: what the simulation may use, in bytes or as "4GiB"; by default a share of what is free.
+    memory: what the simulation may use, in bytes or as "4GiB"; by default a share of what is available.
     replay: a store, or its folder, to make again: other inputs than it was made from are refused, and what its
         simulation had to decide (step sizes, ε, chunk and batch sizes) is taken from it, so that on the same device
         with as many threads the imprints come out the same to the bit.

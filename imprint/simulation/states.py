@@ -42,7 +42,7 @@ class States:
                     f"checkpoint {index} is a tuple of {len(given)}, where a pair (checkpoint, second moments) may be."
                 )
         self._task = task
-        self._told = False  # that second moments are lacking, which is said of the first checkpoint alone
+        self._warned = False  # that second moments are lacking: once, at the first checkpoint
         self._checkpoints: Sequence[State] = checkpoints if checkpoints is not None else [task.state()]
 
     def __len__(self) -> int:
@@ -83,12 +83,12 @@ class States:
         elif isinstance(given, str | os.PathLike) and moments_beside(Path(given)).is_file():
             found = _load_tensors("second moments", moments_beside(Path(given)))
             if lacking := self._name_lacking(found):
-                if not self._told:
+                if not self._warned:
                     logger.warning(
                         "%s has no second moments of %s: those of all parameters are estimated",
                         *(moments_beside(Path(given)), lacking),
                     )
-                self._told = True
+                self._warned = True
                 return None
         else:
             return None

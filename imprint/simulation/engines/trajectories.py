@@ -7,7 +7,7 @@ a preconditioner divides each step by M, momentum keeps a part of the last one.
 
 import logging
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -60,6 +60,11 @@ class Trajectories(PathEngine):
         drift = self.measure_drift(found.end)
         midpoints = found.midpoints if descent.plan.keep_pair else None
         return Chunk(found.base, found.imprints, drift=drift, midpoints=midpoints, linearity=found.linearity)
+
+    def attempt(self, trial: Descent) -> None:
+        """Run a first step of a few sources; a step is too short to say whether drift is small."""
+        plan = replace(trial.plan, accept_drift=trial.plan.variant == "mirrored")
+        self.simulate(replace(trial, plan=plan), Hooks())
 
     @classmethod
     def rows_per_source(cls, plan: Plan) -> int:
