@@ -20,7 +20,7 @@ from statistics import median
 import torch
 
 from imprint import simulate
-from imprint.benchmarking.settings.catalogue import ready
+from imprint.benchmarking.settings.catalogue import load_setting
 from imprint.runtime.threads import threads_for
 
 CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
@@ -43,7 +43,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--steps", type=int, default=20, help="of the simulation, at each checkpoint; the demo has 300")
     given = parser.parse_args()
-    digits = ready("digits")
+    digits = load_setting("digits")
     size = sum(parameter.numel() for parameter in digits.task.model.parameters())
     settings = {"one thread": 1, "the command line's choice": threads_for(size, CORES), f"{CORES} threads": CORES}
     torch.set_num_threads(1)

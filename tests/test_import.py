@@ -53,7 +53,7 @@ def _graph() -> dict[str, set[str]]:
     graph: dict[str, set[str]] = {}
     for path in PACKAGE.rglob("*.py"):
         name = ".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts)
-        if name == "imprint.__init__":
+        if name in ("imprint.__init__", "imprint.__main__"):
             continue
         part = _part(name)
         graph.setdefault(part, set()).update(map(_part, _imports(ast.parse(path.read_text()))))

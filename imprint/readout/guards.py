@@ -66,8 +66,9 @@ def warn_beyond_range(effect: float, values: Sequence[float], unit: float = 0.0)
         return None
     return ReliabilityWarning(
         f"a removal is predicted to change the measurement by {effect:.3g}, where it is {size:.3g} at most now: so "
-        "large an effect is no prediction, but a simulation that left the region where it holds. Take a smaller lr or "
-        'lr="auto", fewer steps, more damping, or later checkpoints, and compare with retraining (`imprint evaluate`).'
+        "large an effect is no prediction, but a simulation that left the region where it holds. Use a smaller "
+        'lr, no momentum, curvature="gauss-newton", fewer steps, more damping, or later checkpoints, and compare with '
+        "retraining (`imprint evaluate`)."
     )
 
 

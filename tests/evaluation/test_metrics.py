@@ -662,7 +662,7 @@ def test_overlap_is_the_share_of_the_largest_effects_in_common() -> None:
     assert overlap(first, first, 3).estimate.value == 1.0
     assert overlap(first, second, 3).estimate.value == pytest.approx(2 / 3)
     assert overlap(first, second, 50).name == "overlap of the first 5"
-    with pytest.raises(DataError, match="same queries to the same sources"):
+    with pytest.raises(DataError, match="the same queries and the same sources"):
         overlap(first, attribution(second.scores, REMOVALS, source_ids=("a", "b", "c", "d", "e")))
-    with pytest.raises(DataError, match="same queries to the same sources"):
+    with pytest.raises(DataError, match="the same queries and the same sources"):
         overlap(known(first, queries="mine"), known(second, queries="other"))

@@ -560,7 +560,7 @@ def test_a_spectral_run_that_dies_at_a_file_ends_in_the_same_store(
     name: str, plan: Plan, made: Made, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     expected = contents(made(plan))
-    name = "snapshot" if name == "basis" and plan.form == "dense" else name
+    name = "scratch" if name == "basis" and plan.form == "dense" else name
     with monkeypatch.context() as patch:
         patch.setattr(listing, "append", dies_at_file(name))
         with pytest.raises(Killed):
@@ -592,7 +592,7 @@ def test_a_damaged_curvature_of_an_unfinished_run_is_made_again(
         patch.setattr(listing, "append", dies_at_file("imprints-00002"))
         with pytest.raises(Killed):
             run(tmp_path / "store", plan)
-    name = "snapshot" if plan.form == "dense" else "basis"
+    name = "scratch" if plan.form == "dense" else "basis"
     flip(tmp_path / "store" / "checkpoint-000" / f"{name}.safetensors", -3)
     run(tmp_path / "store", plan)
     assert f"{name}.safetensors is damaged: its shard is simulated again" in caplog.text
