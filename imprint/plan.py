@@ -31,13 +31,13 @@ _choosers: list[Callable[..., "Plan"]] = []
 
 @dataclass(frozen=True)
 class EngineRules:
-    """What an engine makes of a plan; engines register theirs.
+    """How an engine reads a plan; each engine registers its rules.
 
-    fields: of a plan, that belong to this engine and to those that name them too.
-    curvature: what `curvature="auto"` stands for; `second_order` says whether it is used at all.
-    infinite: whether it takes infinitely many steps.
+    fields: the fields of a plan that this engine uses and others may not.
+    curvature: what `curvature="auto"` means; `second_order` says whether curvature is used at all.
+    infinite: whether `steps` may be "infinite".
     perturbs: whether sources are up- and down-weighted by an ε.
-    trial: settings with which `check` tries the engine; `tried` are fields of the user's own plan that it tries too.
+    trial: the settings with which `check` tries the engine; `tried` lists fields of the user's plan to try with them.
     """
 
     fields: frozenset[str] = frozenset()
@@ -100,36 +100,35 @@ class Settings:
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """How imprints are simulated.
+    """The settings of a simulation.
 
-    `steps`, `lr`, `damping` and `weight` are one value for all checkpoints, or a tuple with one for each.
+    `steps`, `lr`, `damping` and `weight` take one value for all checkpoints, or a tuple with one for each. Settings
+    that not every engine uses name theirs; the path engines are "tangent" and "trajectories".
 
-    engine: "tangent", the exact response along the path (forward-over-reverse); "trajectories", the perturbed
-        descents themselves, which need first derivatives only and so run on any model; or "spectral", the response in
-        closed form on the curvature at the checkpoint, for sources in the thousands.
-    steps, lr: T and η of the simulated gradient descent; "auto" takes 1/|μ| of the sharpest
-        curvature met along the path. Of "spectral", steps may be "infinite".
-    damping: λ, on the response only; the path itself stays that of plain training.
-    weight: of a checkpoint in the mean over checkpoints; 0 skips it.
-    curvature: that responses see: the "hessian", or the "gauss-newton" matrix, which leaves out how the model itself
-        curves and so has no negative directions; "auto" is the Hessian along paths, and Gauss–Newton for "spectral".
-    preconditioner: of the path engines: "adam" divides every step, of the path and of responses, by √v̂ + 1e-8 with
-        Adam's second moments v̂ at the checkpoint, as they were recorded with it or else estimated from gradients there.
-    momentum: of the path engines: the share β of the last step's direction that a step keeps, as Adam's first moment
-        does: d ← βd + (1 − β)∇, θ ← θ − ηM⁻¹d. Steps may be (1 + β)/(1 − β) times as long, 19 times with 0.9, so that a
-        path of as many steps reaches further. `torch.optim.SGD` with that momentum has lr = (1 − β)η.
-    dropout: of the path engines: draw the model's dropout anew in every step, as training does; the same for all
-        sources.
-    directions: of "spectral": how many directions of the curvature are resolved.
-    form: of "spectral": "factored" keeps what the gradients of single examples are made of (groups are kept in full),
-        "dense" every value, "projected" only what lies on the `directions`: as many numbers for each source, whatever
-        the model's size, and queries that cost the same for any number of sources. What it loses is noted.
-    batch_size: None for the full batch, else mini-batches drawn with `seed` and shared by all sources.
-    source_sample: with mini-batches, how many of a source's members stand for it in each step (None: all).
-    variant: of "trajectories": "two_sided", "one_sided", or the paper's "mirrored", which holds at an optimum only
-        and refuses elsewhere unless `accept_drift`.
-    epsilon: of "trajectories": by how much a source is up- and down-weighted; "auto" chooses by self-agreement.
-    keep_pair: of "trajectories": keep both perturbed end points, for the `literal` readout.
+    engine: "tangent" computes the exact response along the path by forward-over-reverse differentiation. "trajectories"
+        runs the perturbed descents themselves; it needs only first derivatives, so it works with any model. "spectral"
+        computes the response in closed form from the curvature at the checkpoint, for thousands of sources.
+    steps: the number of gradient steps; "spectral" also accepts "infinite".
+    lr: the step size; "auto" uses 1/|μ|, where μ is the sharpest curvature along the path.
+    damping: added to the curvature that responses see; the path itself stays that of plain training.
+    weight: how much a checkpoint counts in the average; 0 skips it.
+    curvature: what responses see: the "hessian", or the "gauss-newton" matrix, which leaves out the curvature of the
+        model itself and so has no negative directions. "auto" is the Hessian for path engines, else Gauss–Newton.
+    preconditioner: (path engines) "adam" divides each step by √v̂ + 1e-8, where v̂ are Adam's second moments at the
+        checkpoint, recorded or else estimated from gradients.
+    momentum: (path engines) the share β of the previous direction that a step keeps: d ← βd + (1 − β)∇, θ ← θ − lr·d.
+        Stable steps are (1 + β)/(1 − β) times longer. `torch.optim.SGD(lr=a, momentum=β)` is lr = a/(1 − β) here.
+    dropout: (path engines) draw the model's dropout in every step, as training does, the same for all sources.
+    directions: ("spectral") how many directions of the curvature are resolved.
+    form: ("spectral") "factored" stores the factors of per-example gradients (and groups in full); "dense" stores every
+        value; "projected" stores only the part along the `directions`: the same few numbers per source for any model
+        size, and queries that cost the same for any number of sources. The store records what a projection loses.
+    batch_size: (path engines) the size of mini-batches, drawn with `seed` and shared by all sources; None takes all.
+    source_sample: (path engines) how many members represent a source in each mini-batch step; None uses all of them.
+    variant: ("trajectories") "two_sided", "one_sided", or the paper's "mirrored", which is valid only at an optimum and
+        is refused elsewhere unless `accept_drift` is set.
+    epsilon: ("trajectories") by how much a source is up- and down-weighted; "auto" takes the most self-consistent.
+    keep_pair: ("trajectories") store both perturbed end points, for the `literal` readout.
 
     >>> Plan(steps=(100, 200), lr=0.1).at(1, 2)
     Settings(steps=200, lr=0.1, damping=0.0, weight=1.0)
