@@ -11,7 +11,7 @@ from typing import assert_never, get_args
 import torch
 from torch import Tensor
 
-from imprint.batches import is_columnar, length, map_tensors
+from imprint.batches import describe_batch, is_columnar, length, map_tensors
 from imprint.checks.measuring import SILENT, check_derivative, measure_first_queries, natural_scale
 from imprint.errors import ReadoutError
 from imprint.readout.base import Base
@@ -145,7 +145,9 @@ class Reader:
         count = stop - start
         with forward_only(self.task):
             if not is_columnar(batch, count):
-                raise ReadoutError("a diagonal readout needs batches of tensors with one row per query.")
+                raise ReadoutError(
+                    f"a diagonal readout needs batches of tensors with one row per query, got {describe_batch(batch)}."
+                )
             self._prepare(batch, count)
             self._check_unchanged(start, stop)
             if self.readout not in ("jvp", "central"):

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import grad, vmap
 
-from imprint.batches import is_columnar, map_tensors
+from imprint.batches import describe_batch, is_columnar, map_tensors
 from imprint.errors import TaskError
 from imprint.runtime.turns import jvp
 from imprint.task import Batch, Functional, Parameters, Task
@@ -258,7 +258,7 @@ def _dense(values: Values, theta: Parameters, batch: Batch, count: int, names: S
         return values({**others, **chosen}, sample, 1)[0]
 
     if not is_columnar(batch, count):
-        raise TypeError("examples of this data cannot be taken one by one")
+        raise TypeError(f"a batch of this data does not split into examples: {describe_batch(batch)}")
     each: Parameters = vmap(grad(one), in_dims=(None, 0))(chosen, map_tensors(lambda t: t.unsqueeze(1), batch))
     return each
 
