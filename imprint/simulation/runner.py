@@ -106,8 +106,8 @@ def simulate(
         writer = Writer(out, request, inputs.seen, check_choices)
         if writer.finished:
             return writer.finished
-        if partial := partly_hashed(how_hashed(vars(writer.request.data)), len(inputs.data)):
-            inputs.notices.add(partial)  # of what is resumed, too
+        if warning := partly_hashed(how_hashed(vars(writer.request.data)), len(inputs.data)):
+            inputs.notices.add(warning)  # of what is resumed, too
         resumed = writer.settled(inputs.first) is not None
         with _resumable(writer), closing(_count_work(inputs, progress)) as bar:
             inputs.examine()
@@ -118,29 +118,17 @@ def simulate(
             for index, settings in enumerate(inputs.settings):
                 done = (*done, run.checkpoint(index, settings))
             inputs.notice(check_weights([c.weight for c in done], [c.measured.norms for c in done]))
-            cost = Cost(time.monotonic() - started, peak.bytes, resumed)
-            return writer.finish(_manifest(inputs, writer, done, run.probes(done), cost, note))
-
-
-def _manifest(
-    inputs: Inputs,
-    writer: Writer,
-    checkpoints: tuple[Checkpoint, ...],
-    probes: Probes | None,
-    cost: Cost,
-    note: Any,
-) -> Manifest:
-    """Put together everything that is known of a finished simulation."""
-    return Manifest(
-        request=writer.request,
-        sources=writer.sources(inputs.sources),
-        probes=probes,
-        checkpoints=checkpoints,
-        execution=Execution(str(inputs.task.device), torch.get_num_threads(), inputs.data.batch_size),
-        cost=cost,
-        note=note,
-        warnings=inputs.notices.messages,
-    )
+            manifest = Manifest(
+                request=writer.request,
+                sources=writer.sources(sources),
+                probes=run.probes(done),
+                checkpoints=done,
+                execution=Execution(str(task.device), torch.get_num_threads(), inputs.data.batch_size),
+                cost=Cost(time.monotonic() - started, peak.bytes, resumed),
+                note=note,
+                warnings=inputs.notices.messages,
+            )
+            return writer.finish(manifest)
 
 
 @contextmanager
