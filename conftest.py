@@ -26,7 +26,7 @@ _WIDE = re.compile(
     "|".join(
         (
             r"tests/(language|export)/.*\[.*llama",
-            r"tests/export/test_(onnx|reading|peft)\.py",
+            r"tests/export/test_(onnx|reading|peft|command)\.py",
             r"tests/language/test_page\.py",
             r"tests/test_pages\.py::.*\[docs/(?!quickstart|concepts)",
             r"tests/cli/test_app\.py::test_(every_command_of_the_page_works|no_traceback_reaches_the_terminal)",
