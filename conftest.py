@@ -26,11 +26,11 @@ _WIDE = re.compile(
     "|".join(
         (
             r"tests/(language|export)/.*\[.*llama",
-            r"tests/export/test_(onnx|reading|peft)\.py",
+            r"tests/export/test_(onnx|reading|peft|command)\.py",
             r"tests/language/test_page\.py",
             r"tests/test_pages\.py::.*\[docs/(?!quickstart|concepts)",
             r"tests/cli/test_app\.py::test_(every_command_of_the_page_works|no_traceback_reaches_the_terminal)",
-            r"tests/test_checking\.py::test_check_says.*\[(?!mlp_tanh|batch_norm|transformer_layer|dict_batch\])",
+            r"tests/checking/test_outcome\.py::test_check_says.*\[(?!mlp_tanh|batch_norm|transformer_layer|dict_batch\])",
             r"tests/(test_zoo|readout/test_factored)\.py::.*\[(mlp_relu|in_place|dict_batch_with|seeded|preallocated)",
             r"tests/(test_zoo|readout/test_factored)\.py::.*\[(always_float64|scalar|custom|biases|causal)",
             r"tests/simulation/test_(resume|momentum|preconditioner)\.py::.*(automatic|mini-batches|in full|projected)",

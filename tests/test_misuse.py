@@ -35,14 +35,8 @@ from imprint.attribution.labels import Labels
 from imprint.cli.app import app, main
 from imprint.readout import base, kernels
 from imprint.store.probing import REGULARISERS
+from tests.mistakes import SOURCES, classifier, columns, store_of
 from tests.problems import known
-
-SOURCES = Sources.by_label([i % 4 for i in range(16)])
-
-
-def columns(n: int = 16) -> tuple[Tensor, Tensor]:
-    generator = torch.Generator().manual_seed(n)
-    return torch.randn(n, 3, generator=generator), torch.randint(0, 3, (n,), generator=generator)
 
 
 def made(model: nn.Module | None = None, **options: Any) -> tuple[Task, imprint.Store]:
@@ -176,17 +170,6 @@ def test_errors_on_the_command_line_are_one_line_with_all_their_words(
     assert "imprint-attribution[report]" in capsys.readouterr().err.replace("\n", "")
 
 
-def store_of(out: Path | None = None, task: Task | None = None, **options: Any) -> Store:
-    plan = options.pop("plan", Plan(steps=2, lr=0.1))
-    given = {"sources": SOURCES, "data": columns(), "progress": False, **options}
-    return simulate(task or classifier(), given.pop("data"), plan=plan, out=out, **given)
-
-
-def classifier(**options: Any) -> Task:
-    torch.manual_seed(0)
-    return Task.classifier(nn.Linear(3, 3), **options)
-
-
 @pytest.mark.parametrize(
     ("error", "options", "says"),
     [
@@ -292,132 +275,6 @@ def test_self_influence_takes_the_folder_of_a_store_and_memory_any_number(tmp_pa
     store_of(tmp_path / "store", sources=Sources.per_example(16))
     values = self_influence(classifier(), tmp_path / "store", columns(), memory=2e9, progress=False)  # type: ignore[arg-type]
     assert values.shape == (16,)
-
-
-# --- what goes wrong in what the user gave
-
-
-@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
-@pytest.mark.parametrize("example", [0, 9])
-def test_a_loss_that_is_not_finite_is_found_before_the_simulation(bad: float, example: int, tmp_path: Path) -> None:
-    x, y = columns()
-    weights = torch.ones(16)
-    weights[example] = bad
-
-    def loss(model: nn.Module, batch: Any) -> Tensor:
-        losses: Tensor = F.cross_entropy(model(batch[0]), batch[1], reduction="none") * batch[2]
-        return losses
-
-    with pytest.raises(SimulationError, match=rf"the loss of training example {example} \(source '{example % 4}'\) is"):
-        store_of(tmp_path / "store", Task(nn.Linear(3, 3), loss), data=(x, y, weights))
-    assert not (tmp_path / "store").exists()
-
-
-def test_an_example_of_no_source_is_named_alone() -> None:
-    x, y = columns()
-    x[0] = torch.nan
-    with pytest.raises(SimulationError, match="the loss of training example 0 is nan: look for NaN"):
-        store_of(data=(x, y), sources=Sources.groups({"a": [1, 2]}))
-
-
-def test_a_regulariser_that_is_not_finite_is_found_before_the_simulation(tmp_path: Path) -> None:
-    def undefined(model: Any) -> Any:
-        return model.weight.log().sum()
-
-    with pytest.raises(SimulationError, match="the regulariser is nan at or near the first checkpoint"):
-        store_of(tmp_path / "store", classifier(regulariser=undefined))
-    assert not (tmp_path / "store").exists()
-
-
-def test_a_failing_loss_says_how_it_was_called_and_with_what() -> None:
-    def loss(model: nn.Module, batch: Any) -> Tensor:
-        return F.cross_entropy(model(batch["x"]), batch["y"], reduction="none")
-
-    says = r"failed on a few examples, called as loss\(model, batch\) with batch = \(float32 \(8, 3\), int64 \(8,\)\): "
-    with pytest.raises(TaskError, match=says):
-        store_of(task=Task(nn.Linear(3, 3), loss))
-
-
-def test_float64_from_numpy_comes_with_a_hint() -> None:
-    x, y = columns()
-    with pytest.raises(TaskError, match=r"numbers of numpy are float64.*\.astype\('float32'\)"):
-        store_of(data=(x.numpy().astype("float64"), y.numpy()))
-
-
-def test_a_failing_collate_function_is_told_from_samples_that_want_one() -> None:
-    samples = [(x, int(y)) for x, y in zip(*columns(), strict=True)]
-
-    def collate(samples: list[Any]) -> Any:
-        raise KeyError("tokens")
-
-    with pytest.raises(DataError, match=r"^the collate_fn failed: KeyError: 'tokens'\.$"):
-        store_of(data=samples, collate_fn=collate)
-    with pytest.raises(DataError, match=r"samples could not be collated.*give a collate_fn"):
-        store_of(data=[(torch.zeros(i + 1), 0) for i in range(16)])
-
-
-def test_a_column_that_holds_no_numbers_is_named() -> None:
-    x, y = (column.numpy() for column in columns())
-    with pytest.raises(DataError, match=r"column 'text' of the data has dtype <U1: give numbers"):
-        store_of(data={"x": x, "text": np.array(["a"] * 16)})
-    with pytest.raises(DataError, match=r"column 1 of the data has dtype object: give numbers"):
-        store_of(data=(x, np.array([object()] * 16)))
-    with pytest.raises(
-        DataError, match=r"a mapping must hold tensors with one row per example; 'names' is not a tensor"
-    ):
-        store_of(data={"x": x, "y": y, "names": ["a"] * 16})
-
-
-def test_groups_of_a_list_are_refused() -> None:
-    with pytest.raises(SourcesError, match=r"groups must map names .*, got a list: Sources\.by_label"):
-        Sources.groups(["a", "b"])  # type: ignore[arg-type]
-
-
-def test_identical_checkpoints_are_warned_of() -> None:
-    state = classifier().state()
-    half = {name: tensor / 2 for name, tensor in state.items()}
-    with pytest.warns(UserWarning, match=r"checkpoints 0 and 2 have the same weights: .* must be cloned"):
-        store_of(checkpoints=[state, half, state])
-
-
-@pytest.mark.filterwarnings("error")
-def test_different_checkpoints_are_not_warned_of() -> None:
-    state = classifier().state()
-    store_of(checkpoints=[state, {name: tensor / 2 for name, tensor in state.items()}])
-
-
-def test_a_seed_that_no_generator_takes_is_refused() -> None:
-    assert Plan(seed=2**63 - 1).seed == 2**63 - 1
-    with pytest.raises(PlanError, match="seed must be a whole number from 0 to 2⁶³ − 1"):
-        Plan(seed=2**63)
-
-
-# --- replays
-
-
-def test_a_replay_takes_the_batch_size_and_the_plan_of_its_store(tmp_path: Path) -> None:
-    first = store_of(tmp_path / "first", batch_size=5)
-    for replay in (first, tmp_path / "first", str(tmp_path / "first")):
-        again = store_of(plan=None, replay=replay)
-        assert again.manifest.execution == first.manifest.execution
-        assert again.manifest.plan == first.manifest.plan
-        shards = (again.checkpoints[0].imprints, first.checkpoints[0].imprints)
-        assert shards[0] == shards[1]
-
-
-def test_a_folder_with_other_choices_is_not_replayed_into(tmp_path: Path) -> None:
-    plan = Plan(steps=3)
-    first = store_of(tmp_path / "first", plan=plan, memory="1kB")
-
-    def stop(done: int, total: int) -> None:
-        if done:  # the step is chosen
-            raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):  # all sources at once here, one at a time there
-        store_of(tmp_path / "second", plan=plan, progress=stop)
-    with pytest.raises(StoreError, match=r"second holds an unfinished simulation that chose other steps than .*first"):
-        store_of(tmp_path / "second", plan=plan, replay=first)
-    assert len(store_of(tmp_path / "second", plan=plan)) == 4  # what was there is as it was
 
 
 def test_self_influence_takes_the_training_data_in_its_order() -> None:

@@ -15,6 +15,18 @@ from torch.nn import functional as F
 from imprint import Sources, Task
 from imprint.data import Collate
 from imprint.task import Batch
+from tests.zoo_models import (
+    Attention,
+    Branching,
+    Encoder,
+    MeanOfTokens,
+    Noisy,
+    Preallocating,
+    Residual,
+    Tempered,
+    Tied,
+    WithoutForwardMode,
+)
 
 
 class Member(NamedTuple):
@@ -148,75 +160,22 @@ def biases_before_batch_norm(device: torch.device, dtype: torch.dtype) -> Member
     return member
 
 
-class _Residual(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.block, self.last = nn.Linear(4, 5), nn.Linear(5, 5), nn.Linear(5, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        h: Tensor = self.first(x).tanh()
-        out: Tensor = self.block(h)
-        out += h
-        return self.last(out)  # type: ignore[no-any-return]
-
-
 @_member()
 def in_place_residual(device: torch.device, dtype: torch.dtype) -> Member:
-    return _classifier(_Residual, (4,), device, dtype)
-
-
-class _Tied(nn.Module):
-    """Predicts a token from the one before it; the output head is the embedding."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(5, 4)
-        self.mix = nn.Linear(4, 4)
-        self.head = nn.Linear(4, 5, bias=False)
-        self.head.weight = self.embedding.weight
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        return self.head(self.mix(self.embedding(tokens)).tanh())  # type: ignore[no-any-return]
+    return _classifier(Residual, (4,), device, dtype)
 
 
 @_member()
 def tied_weights(device: torch.device, dtype: torch.dtype) -> Member:
     data = _whole(5, EXAMPLES, seed=1, device=device), _whole(5, EXAMPLES, seed=2, device=device)
     queries = _whole(5, QUERIES, seed=3, device=device), _whole(5, QUERIES, seed=4, device=device)
-    task = Task.classifier(_built(_Tied, device, dtype), measure="logprob")
+    task = Task.classifier(_built(Tied, device, dtype), measure="logprob")
     return Member(task, data, Sources.by_label(_GROUPS), queries)
-
-
-class _Encoder(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        # GELU, since the layer's default is ReLU; dropout, since evaluation mode must turn it off
-        self.layer = nn.TransformerEncoderLayer(4, 2, 6, dropout=0.5, activation="gelu", batch_first=True)
-        self.head = nn.Linear(4, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(self.layer(x).mean(1))  # type: ignore[no-any-return]
 
 
 @_member()
 def transformer_layer(device: torch.device, dtype: torch.dtype) -> Member:
-    return _classifier(_Encoder, (3, 4), device, dtype)
-
-
-class _Attention(nn.Module):
-    """One causal attention block over embedded tokens."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.tokens, self.places = nn.Embedding(5, 4), nn.Embedding(3, 4)
-        self.norm, self.qkv, self.out = nn.LayerNorm(4), nn.Linear(4, 12), nn.Linear(4, 4)
-        self.head = nn.Linear(4, 5)
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        h = self.tokens(tokens) + self.places(torch.arange(tokens.shape[-1], device=tokens.device))
-        q, k, v = (part.unflatten(-1, (2, 2)).transpose(-3, -2) for part in self.qkv(self.norm(h)).chunk(3, -1))
-        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        return self.head(h + self.out(mixed.transpose(-3, -2).flatten(-2)))  # type: ignore[no-any-return]
+    return _classifier(Encoder, (3, 4), device, dtype)
 
 
 @_member()
@@ -231,7 +190,7 @@ def causal_attention(device: torch.device, dtype: torch.dtype) -> Member:
 
     data = _whole(5, EXAMPLES, 3, seed=1, device=device), _whole(5, EXAMPLES, 3, seed=2, device=device)
     queries = _whole(5, QUERIES, 3, seed=3, device=device), _whole(5, QUERIES, 3, seed=4, device=device)
-    return Member(Task(_built(_Attention, device, dtype), loss), data, Sources.by_label(_GROUPS), queries)
+    return Member(Task(_built(Attention, device, dtype), loss), data, Sources.by_label(_GROUPS), queries)
 
 
 @_member()
@@ -261,30 +220,9 @@ def frozen_trunk(device: torch.device, dtype: torch.dtype) -> Member:
     return _classifier(make, (4,), device, dtype)
 
 
-class _Tempered(nn.Module):
-    """A classifier with a temperature, which is a parameter without dimensions."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.temperature, self.last = nn.Parameter(torch.tensor(1.5)), nn.Linear(4, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.last(x) / self.temperature  # type: ignore[no-any-return]
-
-
 @_member()
 def scalar_parameter(device: torch.device, dtype: torch.dtype) -> Member:
-    return _classifier(_Tempered, (4,), device, dtype)
-
-
-class _MeanOfTokens(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.embedding, self.head = nn.Embedding(6, 4), nn.Linear(4, 3)
-
-    def forward(self, tokens: Tensor, mask: Tensor) -> Tensor:
-        h = (self.embedding(tokens) * mask.unsqueeze(-1)).sum(-2) / mask.sum(-1, keepdim=True)
-        return self.head(h.tanh())  # type: ignore[no-any-return]
+    return _classifier(Tempered, (4,), device, dtype)
 
 
 def _texts(count: int, first: int, device: torch.device) -> list[dict[str, Any]]:
@@ -305,7 +243,7 @@ def _texts_member(device: torch.device, dtype: torch.dtype, *, titles: bool) -> 
         return {**batch, "titles": [s["title"] for s in samples]} if titles else batch
 
     task = Task(
-        _built(_MeanOfTokens, device, dtype),
+        _built(MeanOfTokens, device, dtype),
         outputs=lambda model, batch: model(batch["tokens"], batch["mask"]),
         output_loss=lambda z, batch: F.cross_entropy(z, batch["labels"], reduction="none"),
         measure="margin",
@@ -326,83 +264,21 @@ def dict_batch_with_titles(device: torch.device, dtype: torch.dtype) -> Member:
     return _texts_member(device, dtype, titles=True)
 
 
-class _Branching(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.last = nn.Linear(4, 5), nn.Linear(5, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        h: Tensor = self.first(x).tanh()
-        if h.detach().abs().max().item() > 2:  # never, but only a number can tell
-            h = h / 2
-        return self.last(h)  # type: ignore[no-any-return]
-
-
 @_member(vectorises=False)
 def data_dependent_branch(device: torch.device, dtype: torch.dtype) -> Member:
-    return _classifier(_Branching, (4,), device, dtype)
-
-
-class _Preallocating(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.last = nn.Linear(4, 5), nn.Linear(5, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        out = x.new_empty(len(x), 3)
-        out[:, :2] = self.last(self.first(x).tanh())[:, :2]
-        out[:, 2] = 0
-        return out
+    return _classifier(Branching, (4,), device, dtype)
 
 
 @_member(vectorises=False)
 def preallocated_output(device: torch.device, dtype: torch.dtype) -> Member:
-    return _classifier(_Preallocating, (4,), device, dtype)
-
-
-class _Noisy(nn.Module):
-    """The same noise in every call, from a seed of its own."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.last = nn.Linear(4, 5), nn.Linear(5, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        noise = torch.rand(5, generator=torch.Generator().manual_seed(7))
-        return self.last(self.first(x).tanh() * noise.to(x))  # type: ignore[no-any-return]
+    return _classifier(Preallocating, (4,), device, dtype)
 
 
 @_member(vectorises=False, vectorises_tangents=False)
 def seeded_noise(device: torch.device, dtype: torch.dtype) -> Member:
-    return _classifier(_Noisy, (4,), device, dtype)
-
-
-class _Cubed(torch.autograd.Function):
-    """x³ with a backward rule and no other."""
-
-    @staticmethod
-    def forward(x: Tensor) -> Tensor:
-        return x**3
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Tensor], output: Tensor) -> None:
-        ctx.save_for_backward(*inputs)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
-        (x,) = ctx.saved_tensors
-        return gradients[0] * 3 * x**2  # type: ignore[no-any-return]
-
-
-class _WithoutForwardMode(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.last = nn.Linear(4, 5), nn.Linear(5, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.last(_Cubed.apply(self.first(x)))  # type: ignore[no-any-return, no-untyped-call]
+    return _classifier(Noisy, (4,), device, dtype)
 
 
 @_member(vectorises=False, forward_mode=False)
 def custom_function(device: torch.device, dtype: torch.dtype) -> Member:
-    return _classifier(_WithoutForwardMode, (4,), device, dtype)
+    return _classifier(WithoutForwardMode, (4,), device, dtype)

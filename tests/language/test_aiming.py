@@ -14,8 +14,8 @@ from transformers.pytorch_utils import Conv1D
 from imprint import Plan, PlanError, Sources, SourcesError, Store, StoreError, Task, TaskError, export, simulate
 from imprint.language import Completions, aim, task
 from imprint.language.presets import blocks
+from tests.language.adapters import fine_tuned
 from tests.language.models import LABELS, MODELS, VOCABULARY, documents, gpt2, llama, tokenizer
-from tests.language.test_presets import fine_tuned
 from tests.language.test_task import close, imprints, scores
 
 RANK = 3
