@@ -32,7 +32,7 @@ from tests.problems import (
     tanh_mlp,
     unconverged_mlp,
 )
-from tests.simulation.test_resume import Killed, contents, dies_after
+from tests.simulation.killing import Killed, contents, dies_after
 
 EXACT = 1e-10
 PLANS = {

@@ -15,7 +15,7 @@ import torch
 
 from imprint import Sources, StoreError
 from imprint.simulation import snapshot
-from tests.simulation.test_resume import contents
+from tests.simulation.killing import contents
 from tests.store.making import N, both, make
 
 
