@@ -1,4 +1,4 @@
-"""A store that nothing has happened to, and a copy to which something may."""
+"""Stores that nothing has happened to, and a copy to which something may."""
 
 import shutil
 from pathlib import Path
@@ -8,6 +8,7 @@ from torch import Tensor
 
 from imprint import Store
 from tests.store.making import both, make
+from tests.store.sharded import new_task, simulated
 
 
 @pytest.fixture(scope="module")
@@ -24,3 +25,9 @@ def right(sound: Path) -> Tensor:
 @pytest.fixture
 def copied(sound: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(sound, tmp_path / "store"))
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Store:
+    """A store of five sources in shards of one, at two checkpoints; not to be changed."""
+    return simulated(new_task(), tmp_path_factory.mktemp("made") / "store", memory="1B", batch_size=5)
