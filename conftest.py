@@ -35,7 +35,7 @@ _WIDE = re.compile(
             r"tests/(test_zoo|readout/test_factored)\.py::.*\[(mlp_relu|in_place|dict_batch_with|seeded|preallocated)",
             r"tests/(test_zoo|readout/test_factored)\.py::.*\[(always_float64|scalar|custom|biases|causal)",
             r"tests/simulation/test_((spectral_)?resume|processes)\.py::.*(automatic|mini-batches|in full|projected)",
-            r"tests/simulation/test_(momentum|preconditioner)\.py::.*(automatic|mini-batches|in full|projected)",
+            r"tests/simulation/test_(mom\w+|preconditioner)\.py::.*(automatic|mini-batches|in full|projected)",
             r"tests/simulation/test_resume\.py::.*, with a snapshot",
             r"tests/simulation/test_auto\.py::.*dtype1",
             r"tests/benchmarking/settings/test_shakespeare\.py",

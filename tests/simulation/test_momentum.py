@@ -31,7 +31,7 @@ from tests.problems import (
     unconverged_mlp,
 )
 from tests.simulation.killing import Killed, contents, dies_after
-from tests.simulation.test_preconditioner import an_m, badly_scaled, check_trajectories, run, two_checkpoints
+from tests.simulation.preconditioning import an_m, badly_scaled, check_trajectories, run, two_checkpoints
 
 EXACT = 1e-10
 PLANS = {
