@@ -30,8 +30,8 @@ from tests.problems import (
     softmax_regression,
     unconverged_mlp,
 )
-from tests.simulation.test_preconditioner import an_m, badly_scaled, check_trajectories, run, two_checkpoints
-from tests.simulation.test_resume import Killed, contents, dies_after
+from tests.simulation.killing import Killed, contents, dies_after
+from tests.simulation.preconditioning import an_m, badly_scaled, check_trajectories, run, two_checkpoints
 
 EXACT = 1e-10
 PLANS = {

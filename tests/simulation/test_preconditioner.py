@@ -1,26 +1,16 @@
 """Paths that follow Adam: every step is divided by M = diag(√v̂ + 1e-8), and nothing else changes."""
 
 import json
-import logging
-import random
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import save_file
-from torch import Tensor, nn
-from torch.func import grad, jacrev
+from torch import Tensor
+from torch.func import jacrev
 
-from imprint import Plan, PlanError, SimulationError, Sources, Store, StoreError, Task, TaskError, check, simulate
-from imprint.cli.inspection import inspect_store
-from imprint.plan import State
-from imprint.simulation import snapshot
-from imprint.simulation.descent import minibatches
-from imprint.simulation.moments import BATCHES
+from imprint import Plan, PlanError, check
 from tests.problems import (
-    Problem,
     base,
     descents,
     imprints,
@@ -29,54 +19,9 @@ from tests.problems import (
     relative_error,
     slope,
     softmax_regression,
-    tanh_mlp,
     unconverged_mlp,
 )
-from tests.simulation.test_resume import Killed, contents, dies_after
-
-EXACT = 1e-10
-PLANS = {
-    "full batch": Plan(steps=7, lr=0.3, preconditioner="adam"),
-    "damped": Plan(steps=7, lr=0.3, damping=0.2, preconditioner="adam"),
-    "mini-batches": Plan(steps=7, lr=0.3, batch_size=6, preconditioner="adam"),
-}
-every_plan = pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS.keys())
-
-
-def named(problem: Problem, flat: Tensor) -> dict[str, Tensor]:
-    """A vector by parameters."""
-    parameters = dict(problem.task.model.named_parameters())
-    pieces = torch.split(flat, [p.numel() for p in parameters.values()])
-    return {name: piece.reshape(p.shape) for (name, p), piece in zip(parameters.items(), pieces, strict=True)}
-
-
-def an_m(problem: Problem) -> Tensor:
-    """M of a training: a value for each parameter, from a third to three."""
-    draw = torch.rand(len(problem.theta), generator=torch.Generator().manual_seed(1), dtype=torch.float64)
-    return 3 ** (2 * draw - 1)
-
-
-def with_m(problem: Problem, m: Tensor) -> list[State]:
-    """The model as it is, with the second moments that M is made of."""
-    return [(problem.task.state(), named(problem, (m - 1e-8).square()))]
-
-
-def run(problem: Problem, plan: Plan, m: Tensor | None = None, **options: Any) -> Store:
-    checkpoints = None if m is None else with_m(problem, m)
-    given = {"checkpoints": checkpoints, "batch_size": 512, "memory": "1GiB", "progress": False, **options}
-    return simulate(problem.task, problem.data, problem.sources, plan, **given)
-
-
-def check_trajectories(problem: Problem, plan: Plan, variant: Any, m: Tensor | None) -> None:
-    """Simulated trajectories of a variant are the descents written out."""
-    plan = replace(plan, engine="trajectories", variant=variant, accept_drift=variant == "mirrored")
-    store = run(problem, plan, m)
-    bottom, end = descents(problem, plan, m)
-    share = 1 / problem.n
-    for column, one in enumerate(torch.eye(len(problem.sources), dtype=torch.float64)):
-        other = {"two_sided": end(-share * one), "one_sided": bottom, "mirrored": problem.theta}[variant]
-        expected = (end(share * one) - other) / (2 * share if variant == "two_sided" else share)
-        assert relative_error(imprints(store)[:, column], expected) < EXACT
+from tests.simulation.preconditioning import EXACT, PLANS, an_m, badly_scaled, check_trajectories, every_plan, run
 
 
 @every_plan
@@ -189,19 +134,6 @@ def test_a_step_that_is_too_long_for_the_preconditioned_curvature_is_warned_of()
         run(problem, replace(plain, preconditioner="adam"), small)
 
 
-def badly_scaled() -> Problem:
-    """Linear regression on columns of sizes from 0.1 to 10, at its optimum."""
-    generator = torch.Generator().manual_seed(0)
-    sizes = torch.logspace(-1, 1, 6, dtype=torch.float64)
-    x = torch.randn(40, 6, generator=generator, dtype=torch.float64) * sizes
-    y = torch.randn(40, 1, generator=generator, dtype=torch.float64)
-    model = nn.Linear(6, 1, bias=False, dtype=torch.float64)
-    with torch.no_grad():
-        model.weight.copy_(torch.linalg.lstsq(x, y).solution.T)
-    sources = Sources.groups({"few": range(5), "some": range(3, 20), "one": [30]})
-    return Problem(Task.regression(model), (x, y), (x[:3], y[:3]), sources, lr=0.01)
-
-
 @pytest.mark.curvature
 def test_where_scales_differ_the_preconditioned_path_is_stable_and_gets_further() -> None:
     problem = badly_scaled()
@@ -211,126 +143,6 @@ def test_where_scales_differ_the_preconditioned_path_is_stable_and_gets_further(
     assert adam.checkpoints[0].measured.moments == "estimated"
     assert relative_error(imprints(plain), influence) > 0.9
     assert relative_error(imprints(adam), influence) < 0.2
-
-
-# --- where moments come from
-
-
-def by_hand(problem: Problem, size: int) -> Tensor:
-    """The mean of squared gradients of the objective over mini-batches."""
-    total = torch.zeros_like(problem.theta)
-    drawn = minibatches(problem.n, size, 0)
-    for _ in range(BATCHES):
-        weights = torch.zeros(problem.n, dtype=torch.float64)
-        weights[next(drawn)] = 1 / size
-        total += grad(problem.objective)(problem.theta, weights).square() / BATCHES
-    return total
-
-
-@pytest.mark.parametrize("batch_size", [None, 6, 20])
-def test_without_moments_they_are_estimated_from_mini_batches(batch_size: int | None) -> None:
-    """A batch of all examples would not do: at an optimum its gradient vanishes."""
-    problem = tanh_mlp()
-    plan = Plan(steps=3, lr=0.01, batch_size=batch_size, preconditioner="adam")
-    store = run(problem, plan)
-    estimated = by_hand(problem, 6 if batch_size == 6 else problem.n // 4)
-    assert store.checkpoints[0].measured.moments == "estimated"
-    expected = run(problem, plan, estimated.sqrt() + 1e-8)
-    assert expected.checkpoints[0].measured.moments == "recorded"
-    assert relative_error(imprints(store), imprints(expected)) < 1e-8
-
-
-def test_moments_are_taken_as_a_dict_or_a_file_or_from_beside_the_checkpoint(tmp_path: Path) -> None:
-    problem, plan = unconverged_mlp(), PLANS["full batch"]
-    state, moments = problem.task.state(), named(problem, an_m(problem))
-    alone, beside, apart = tmp_path / "alone.safetensors", tmp_path / "beside.safetensors", tmp_path / "v.safetensors"
-    save_file(state, alone)
-    save_file(state, beside)
-    save_file(moments, apart)
-    save_file(moments, tmp_path / "beside.moments.safetensors")
-    pairs: list[State] = [(state, moments), (state, str(apart)), (alone, apart), (str(alone), moments), beside]
-    expected, *others = (run(problem, plan, checkpoints=[pair]) for pair in pairs)
-    for store in others:
-        assert torch.equal(imprints(store), imprints(expected))
-        assert store.checkpoints[0].measured.moments == "recorded"
-    estimated = run(problem, plan, checkpoints=[alone])
-    assert estimated.checkpoints[0].measured.moments == "estimated"
-    assert relative_error(imprints(estimated), imprints(expected)) > 0.1
-    plain = run(problem, Plan(steps=7, lr=0.3), checkpoints=[beside])  # which asks for no moments
-    assert torch.equal(imprints(plain), imprints(run(problem, Plan(steps=7, lr=0.3))))
-    assert plain.checkpoints[0].measured.moments is None
-
-
-def test_moments_beside_a_checkpoint_that_are_of_other_parameters_are_estimated(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    problem, place = unconverged_mlp(), tmp_path / "adapted.safetensors"
-    save_file(problem.task.state(), place)
-    save_file({"0.weight": torch.ones(4, 3)}, tmp_path / "adapted.moments.safetensors")
-    store = run(problem, PLANS["full batch"], checkpoints=[place])
-    assert store.checkpoints[0].measured.moments == "estimated"
-    assert "has no second moments of parameter '0.bias' and 2 more" in caplog.text
-
-
-def test_where_adam_has_seen_no_gradient_nothing_moves() -> None:
-    problem, plan = unconverged_mlp(), PLANS["damped"]
-    m = an_m(problem)
-    moments = (m - 1e-8).square()
-    moments[:5] = 0.0
-    store = run(problem, plan, checkpoints=[(problem.task.state(), named(problem, moments))])
-    assert store.checkpoints[0].measured.unmoved == pytest.approx(5 / len(m))
-    assert torch.equal(base(store)[:5], problem.theta[:5])
-    assert not imprints(store)[:5].any()
-    still = m.clone()
-    still[:5] = 1e12
-    assert relative_error(imprints(store), imprints(run(problem, plan, still))) < 1e-8
-
-
-def test_estimating_is_said_and_recorded(caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.INFO, "imprint"):
-        store = run(unconverged_mlp(), PLANS["full batch"])
-    assert "checkpoint 0: second moments are estimated from the gradients of 16 batches" in caplog.text
-    assert inspect_store(store)["checkpoints"][0]["measured"]["moments"] == "estimated"
-
-
-def test_half_of_the_moments_may_be_in_half_precision() -> None:
-    """Moments come in what the optimiser keeps; M has the precision of the parameters."""
-    problem = unconverged_mlp()
-    m = an_m(problem)
-    moments = {name: tensor.bfloat16() for name, tensor in named(problem, (m - 1e-8).square()).items()}
-    store = run(problem, PLANS["full batch"], checkpoints=[(problem.task.state(), moments)])
-    assert relative_error(imprints(store), imprints(run(problem, PLANS["full batch"], m))) < 1e-2
-
-
-def refused(moments: Any) -> pytest.ExceptionInfo[TaskError]:
-    problem = unconverged_mlp()
-    with pytest.raises(TaskError) as error:
-        run(problem, PLANS["full batch"], checkpoints=[(problem.task.state(), moments)])
-    return error
-
-
-def test_moments_that_cannot_be_are_refused(tmp_path: Path) -> None:
-    problem = unconverged_mlp()
-    good = named(problem, an_m(problem))
-    lacking = {name: tensor for name, tensor in good.items() if name != "2.bias"}
-    assert "second moments of checkpoint 0 lack parameter '2.bias'" in str(refused(lacking).value)
-    assert "must be real numbers of shape (3,), got (7,)." in str(refused({**good, "2.bias": torch.ones(7)}).value)
-    assert "must be real numbers of shape (3,), got list." in str(refused({**good, "2.bias": [1.0]}).value)
-    for bad in (-1.0, float("nan"), float("inf")):
-        wrong = {**good, "2.bias": torch.tensor([1.0, bad, 1.0])}
-        assert "'2.bias' at checkpoint 0 are not all finite and at least 0" in str(refused(wrong).value)
-    assert "second moments file nowhere.safetensors does not exist" in str(refused("nowhere.safetensors").value)
-    assert "have type Adam, where" in str(refused(torch.optim.Adam(problem.task.model.parameters())).value)
-    with pytest.raises(SimulationError, match="the recorded second moments are all 0"):
-        run(problem, PLANS["full batch"], torch.full_like(problem.theta, 1e-8))
-    with pytest.raises(PlanError, match="checkpoint 0 is a tuple of 3"):
-        run(problem, PLANS["full batch"], checkpoints=[(problem.task.state(), good, good)])
-    save_file(good, tmp_path / "checkpoint-000001.moments.safetensors")
-    with pytest.raises(TaskError, match="holds the second moments of a checkpoint, not its weights"):
-        run(problem, Plan(steps=1, lr=0.1), checkpoints=[tmp_path / "checkpoint-000001.moments.safetensors"])
-
-
-# --- plans, stores
 
 
 def test_only_paths_can_be_preconditioned() -> None:
@@ -348,82 +160,3 @@ def test_a_preconditioned_simulation_can_be_checked_before() -> None:
     found = check(problem.task, problem.data, problem.sources, Plan(steps=5, preconditioner="adam"))
     assert found.ok, str(found)
     assert {engine.name for engine in found.engines if engine.works} == {"tangent", "trajectories", "spectral"}
-
-
-RESUMED = {
-    "automatic step on mini-batches": Plan(steps=6, batch_size=7, preconditioner="adam"),
-    "two-sided": Plan(engine="trajectories", steps=6, lr=0.05, keep_pair=True, preconditioner="adam"),
-}
-
-
-def small_task() -> Task:
-    torch.manual_seed(0)
-    return Task.classifier(nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3)))
-
-
-def moments_of(state: dict[str, Tensor], scale: float = 1.0) -> dict[str, Tensor]:
-    return {name: scale * (0.1 + tensor.square()) for name, tensor in state.items()}
-
-
-def two_checkpoints(out: Path, plan: Plan, scale: float = 1.0, **options: Any) -> Store:
-    """One with moments and one without, several shards to die between."""
-    generator = torch.Generator().manual_seed(0)
-    data = torch.randn(24, 4, generator=generator), torch.randint(0, 3, (24,), generator=generator)
-    state = small_task().state()
-    checkpoints: list[State] = [(state, moments_of(state, scale)), {name: t / 2 for name, t in state.items()}]
-    memory = "12kB" if plan.batch_size else "56kB"
-    given = {"checkpoints": checkpoints, "memory": memory, "progress": False, **options}
-    return simulate(small_task(), data, Sources.by_label([i % 6 for i in range(24)]), plan, out=out, **given)
-
-
-@pytest.mark.parametrize("plan", RESUMED.values(), ids=RESUMED.keys())
-def test_a_run_that_dies_again_and_again_ends_in_the_same_store(
-    plan: Plan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(snapshot, "SECONDS", 0.0)
-    whole = two_checkpoints(tmp_path / "whole", plan)
-    expected = contents(whole.path)
-    assert sum("imprints-" in name for name in expected) > 3
-    assert [c.measured.moments for c in whole.checkpoints] == ["recorded", "estimated"]
-    draw = random.Random(0)
-    for _ in range(100):
-        try:
-            two_checkpoints(tmp_path / "broken", plan, progress=dies_after(draw.randrange(1, 60)))
-            break
-        except Killed:
-            continue
-    assert contents(tmp_path / "broken") == expected
-    again = two_checkpoints(tmp_path / "again", plan, replay=whole)
-    assert contents(again.path) == expected
-
-
-def test_other_moments_are_noticed(tmp_path: Path) -> None:
-    plan, changed = RESUMED["two-sided"], "the second moments of checkpoint 0 changed"
-    with pytest.raises(Killed):
-        two_checkpoints(tmp_path / "broken", plan, progress=dies_after(20))
-    with pytest.raises(StoreError, match=f"unfinished simulation of something else: {changed}"):
-        two_checkpoints(tmp_path / "broken", plan, scale=1.5)
-    whole = two_checkpoints(tmp_path / "whole", plan)
-    with pytest.raises(StoreError, match=f"made otherwise: {changed}"):
-        two_checkpoints(tmp_path / "whole", plan, scale=1.5)
-    with pytest.raises(StoreError, match=f"cannot be replayed: {changed}"):
-        two_checkpoints(tmp_path / "again", plan, scale=1.5, replay=whole)
-
-
-def test_moments_that_appear_or_vanish_are_noticed(tmp_path: Path) -> None:
-    plan, state = RESUMED["two-sided"], small_task().state()
-    place, beside = tmp_path / "state.safetensors", tmp_path / "state.moments.safetensors"
-    save_file(state, place)
-    two_checkpoints(tmp_path / "store", plan, checkpoints=[place])
-    save_file(moments_of(state), beside)
-    with pytest.raises(StoreError, match="the second moments of checkpoint 0 changed"):
-        two_checkpoints(tmp_path / "store", plan, checkpoints=[place])
-    beside.unlink()
-    two_checkpoints(tmp_path / "store", plan, checkpoints=[place])
-
-
-def test_where_no_plan_asks_for_moments_they_do_not_matter(tmp_path: Path) -> None:
-    plan = Plan(steps=3, lr=0.05)
-    store = two_checkpoints(tmp_path / "store", plan)
-    assert store.manifest.request.moments == (None, None)
-    assert two_checkpoints(tmp_path / "store", plan, scale=1.5).manifest == store.manifest

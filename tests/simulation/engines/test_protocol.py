@@ -16,7 +16,7 @@ from imprint.simulation.descent import Descent
 from imprint.simulation.engines import Chunk, Engine, register, registered, unregister
 from imprint.simulation.path import Hooks
 from imprint.simulation.source_gradients import source_gradients
-from tests.simulation.test_resume import Killed, contents, dies_after
+from tests.simulation.killing import Killed, contents, dies_after
 
 
 class Downhill(Engine):

@@ -1,0 +1,65 @@
+"""What `bench` and `sweep` leave, and what they refuse."""
+
+import json
+import re
+import shlex
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+from imprint.benchmarking.sweep import GRID
+from tests.cli.commands import Command
+
+
+def test_a_benchmark_leaves_a_table_a_picture_and_json(command: Command, empty: Path, small_digits: None) -> None:
+    found = command("bench", "digits", "--runs", 1, "--out", "bench/digits", "--json").values
+    assert found == json.loads(Path("bench/digits/results.json").read_text())
+    assert found["benchmark"] == "digits" and list(found["methods"]) == ["Imprint"]
+    assert found["methods"]["Imprint"]["lds"]["low"] < found["methods"]["Imprint"]["lds"]["value"] < 1
+    assert "| Imprint |" in Path("bench/digits/results.md").read_text()
+    assert Path("bench/digits/results.png").read_bytes().startswith(b"\x89PNG")
+
+    shown = command("bench", "digits", "--runs", 1, "-o", "bench/digits")  # all is there
+    assert shown.code == 0 and "Imprint" in shown.out and "A perfect predictor would reach" in shown.out
+    assert "Written to bench/digits: results.md, results.png, results.json." in shown.err
+
+    swept = command("sweep", "digits", "--checkpoint", 1, "--directions", 5, "-o", "bench/digits", "--json").values
+    assert len(swept) == len(GRID) and {point["steps"] for point in swept} >= {1, 3000, None}
+    assert Path("bench/digits/sweep-1-5.png").read_bytes().startswith(b"\x89PNG")
+    best = command("sweep", "digits", "--checkpoint", 1, "--directions", 5, "-o", "bench/digits")
+    assert re.match(rf"The best of {len(GRID)} settings has an LDS of [\d.]+: ", best.out)
+
+
+@pytest.mark.parametrize(
+    ("line", "says"),
+    [
+        ("bench cifar -o new", "setting 'cifar' is unknown: use one of digits, mnist-mlp, mnist-lr."),
+        ("sweep cifar -o new", "setting 'cifar' is unknown: use one of digits, mnist-mlp, mnist-lr."),
+        ("sweep digits --checkpoint 9 -o new", "digits has checkpoints 0 to 4, not 9."),
+        ("bench digits --path -o new", "digits has no plan for a path: omit --path."),
+        ("bench digits -o other", "other holds another benchmark: its bench.json describes none. Give a new folder."),
+        ("bench digits -o file", "file is a file: give a folder for the benchmark."),
+    ],
+)
+def test_a_benchmark_that_cannot_be_made_is_refused_at_once(
+    line: str, says: str, command: Command, empty: Path
+) -> None:
+    Path("other").mkdir()
+    Path("other/bench.json").write_text("{}")
+    Path("file").touch()
+    failed = command(*shlex.split(line))
+    assert (failed.code, failed.out, failed.err) == (1, "", f"error: {says}\n")
+
+
+@pytest.mark.skipif(not find_spec("dattri"), reason="dattri is not installed")
+def test_peers_are_asked_for(
+    command: Command, empty: Path, small_digits: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from imprint.benchmarking import peers
+
+    cheap = ("TracIn", "Grad-Dot")
+    every = peers.peers
+    monkeypatch.setattr(peers, "peers", lambda bench: {name: every(bench)[name] for name in cheap})
+    found = command("bench", "digits", "--runs", 1, "--peers", "-o", "bench/digits", "--json").values
+    assert set(found["methods"]) == {"Imprint", *cheap}

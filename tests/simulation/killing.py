@@ -1,0 +1,102 @@
+"""Simulations that die, of every kind of plan, and what they leave."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from imprint import Plan, Sources, Store, Task, simulate
+from imprint.runtime.progress import Advance
+
+N, STEPS = 24, 6
+DIRECTIONS = 10
+PATHS = {
+    "tangent": Plan(steps=STEPS, lr=0.2),
+    "automatic step": Plan(steps=STEPS),
+    "mini-batches": Plan(steps=STEPS, lr=0.2, batch_size=7, source_sample=3),
+    "two-sided": Plan(engine="trajectories", steps=STEPS, lr=0.2, keep_pair=True),
+    "one-sided mini-batches": Plan(engine="trajectories", variant="one_sided", steps=STEPS, lr=0.2, batch_size=7),
+    "automatic epsilon": Plan(engine="trajectories", epsilon="auto", steps=STEPS, lr=0.2),
+}
+PLANS = {
+    **PATHS,
+    "spectral": Plan(engine="spectral", steps=STEPS, lr=0.2, directions=DIRECTIONS),
+    "spectral, projected": Plan(
+        engine="spectral", steps="infinite", damping=0.1, directions=DIRECTIONS, form="projected"
+    ),
+    "spectral in full": Plan(engine="spectral", steps="infinite", damping=0.1, directions=DIRECTIONS, form="dense"),
+    "spectral, complete": Plan(engine="spectral", curvature="hessian", steps=STEPS, directions=1000),
+}
+every_plan = pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS.keys())
+
+
+class Killed(BaseException):
+    """Stands for whatever ends a process."""
+
+
+def dies_after(steps: int, how: type[BaseException] = Killed) -> Advance:
+    """Progress that ends the run it is told of, at the call after so many."""
+    calls = iter(range(steps))
+
+    def die(done: int, total: int, /) -> None:
+        if next(calls, None) is None:
+            raise how
+
+    return die
+
+
+def dies_at(share: float) -> Advance:
+    """The same, once so much of the work is done."""
+
+    def die(done: int, total: int, /) -> None:
+        if done >= share * total:
+            raise Killed
+
+    return die
+
+
+def data() -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    return torch.randn(N, 4, generator=generator), torch.randint(0, 3, (N,), generator=generator)
+
+
+def task() -> Task:
+    torch.manual_seed(0)
+    return Task.classifier(nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3)))
+
+
+def run(out: Path, plan: Plan, **changes: Any) -> Store:
+    """Two checkpoints, six sources, two at a time: several shards to die between."""
+    states = [{name: scale * t for name, t in task().state().items()} for scale in (1.0, 0.5)]
+    groups = Sources.by_label([i % 6 for i in range(N)])
+    given = {
+        "sources": Sources.per_example(N).rows(0, 6) if plan.engine == "spectral" else groups,
+        "checkpoints": states,
+        "progress": False,
+        **changes,
+    }
+    full = "30kB" if plan.engine == "tangent" else "56kB"
+    room = "600B" if plan.engine == "spectral" else "12kB" if plan.batch_size else full
+    memory = given.pop("memory", room)  # so that there are several files
+    return simulate(given.pop("task", task()), given.pop("data", data()), plan=plan, out=out, memory=memory, **given)
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    """Every file of a store, hidden ones too; of the manifest all but when it was made and what that took."""
+    files = {str(p.relative_to(folder)): p.read_bytes() for p in sorted(folder.rglob("*")) if p.is_file()}
+    manifest = json.loads(files["manifest.json"])
+    del manifest["created"], manifest["cost"], manifest["sha256"]
+    return {**files, "manifest.json": json.dumps(manifest).encode()}
+
+
+Made = Callable[[Plan], Path]
+
+
+def flip(place: Path, position: int) -> None:
+    content = bytearray(place.read_bytes())
+    content[position] ^= 1
+    place.write_bytes(content)
