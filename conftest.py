@@ -19,16 +19,15 @@ os.environ.setdefault("MPLBACKEND", "Agg")
 os.environ.pop("COLUMNS", None)  # workers of pytest-xdist have it, and a console would keep what it was made with
 
 _BEGAN = time.monotonic()
-# Cases that repeat a claim on a second architecture of language models, on more members of the zoo, along more plans
-# or on every page of the docs. `make test` keeps a case of each claim, but for exports and the Shakespeare setting,
-# which take minutes.
+# What `make test` leaves to `make test-system`: most tests of the packages that need extras (language models, exports,
+# benchmarks), and cases that repeat a claim on more members of the zoo, along more plans or on every page of the docs.
 _WIDE = re.compile(
     "|".join(
         (
-            r"tests/(language|export)/.*\[.*llama",
-            r"tests/export/test_(onnx|reading|peft|command)\.py",
-            r"tests/language/test_page\.py",
-            r"tests/test_pages\.py::.*\[docs/(?!quickstart|concepts)",
+            r"tests/(language|export|benchmarking)/(?!test_data|test_tokens|test_task|test_lexical|demo)",
+            r"tests/language/.*\[.*llama",
+            r"tests/evaluation/test_brittleness\.py",
+            r"tests/test_pages\.py::.*\[docs/(?!quickstart)",
             r"tests/cli/test_page\.py::test_every_command_of_the_page_works",
             r"tests/cli/test_processes\.py::test_no_traceback_reaches_the_terminal",
             r"tests/checking/test_outcome\.py::test_check_says.*\[(?!mlp_tanh|batch_norm|transformer_layer|dict_batch\])",
@@ -36,9 +35,9 @@ _WIDE = re.compile(
             r"tests/(test_zoo|readout/test_factored)\.py::.*\[(always_float64|scalar|custom|biases|causal)",
             r"tests/simulation/test_((spectral_)?resume|processes)\.py::.*(automatic|mini-batches|in full|projected)",
             r"tests/simulation/test_(mom\w+|preconditioner)\.py::.*(automatic|mini-batches|in full|projected)",
+            r"tests/simulation/test_(mom\w+|preconditioner)\.py::.*(one_sided|two_sided|mirrored|trajectories)",
             r"tests/simulation/test_resume\.py::.*, with a snapshot",
-            r"tests/simulation/test_auto\.py::.*dtype1",
-            r"tests/benchmarking/settings/test_shakespeare\.py",
+            r"tests/simulation/test_auto\w*\.py::.*(dtype1|plentiful|unit_of_the_targets|probed|the_trace_is)",
         )
     )
 )
