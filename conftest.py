@@ -24,7 +24,7 @@ _BEGAN = time.monotonic()
 _WIDE = re.compile(
     "|".join(
         (
-            r"tests/(language|export|benchmarking)/(?!test_data|test_tokens|test_task|test_lexical|demo)",
+            r"tests/(language|export|benchmarking)/(?!test_data|test_tokens|test_lexical|demo)",
             r"tests/language/.*\[.*llama",
             r"tests/evaluation/test_brittleness\.py",
             r"tests/test_pages\.py::.*\[docs/(?!quickstart)",
@@ -35,7 +35,7 @@ _WIDE = re.compile(
             r"tests/(test_zoo|readout/test_factored)\.py::.*\[(always_float64|scalar|custom|biases|causal)",
             r"tests/simulation/test_((spectral_)?resume|processes)\.py::.*(automatic|mini-batches|in full|projected)",
             r"tests/simulation/test_(mom\w+|preconditioner)\.py::.*(automatic|mini-batches|in full|projected)",
-            r"tests/simulation/test_(mom\w+|preconditioner)\.py::.*(one_sided|two_sided|mirrored|trajectories)",
+            r"tests/simulation/test_(mom\w+|preconditioner)\.py::.*(one_sided|two_sided|mirrored|trajectories|many_steps)",
             r"tests/simulation/test_resume\.py::.*, with a snapshot",
             r"tests/simulation/test_auto\w*\.py::.*(dtype1|plentiful|unit_of_the_targets|probed|the_trace_is)",
         )
