@@ -232,8 +232,7 @@ class _Run:
             found = shard is not None
             if shard is None:
                 chunk, snapshots = self._simulate(engine, place, sources, fit)
-                _refuse_misfit(engine, sources, chunk)
-                shard = self._write(place, state, chunk)
+                shard = self._write(place, state, chunk, _measure_norms(engine, sources, chunk))
                 for snapshot in snapshots:
                     snapshot.clear()
             self._reach(engine.units(engine.plan, engine.work.settings, sources), fresh=not found)
@@ -249,14 +248,13 @@ class _Run:
             chunks.append(engine.simulate(engine.descent.with_sources(sources.rows(first, first + fit)), hooks))
         return engines.join(chunks), snapshots
 
-    def _write(self, place: "_Place", state: Parameters, chunk: Chunk) -> "_Shard":
+    def _write(self, place: "_Place", state: Parameters, chunk: Chunk, norms: list[float]) -> "_Shard":
         """Write the imprints of a file. They come last: where they are, all of it is."""
         base, midpoints = None, None
         if place.number == 0:
             base = place.files.write("base", self.inputs.without_fixed({**state, **chunk.base}))
         if chunk.midpoints is not None:
             midpoints = place.files.write(place.name("midpoints"), self._cast(chunk.midpoints), place.rows)
-        norms = row_norms(chunk.imprints).tolist() if chunk.norms is None else chunk.norms
         # six digits: the last ones depend on where tensors lie in memory, and a resumed store is the same to the bit
         (drift,) = six_digits([chunk.drift])
         figures = ShardFigures(drift, *(tuple(six_digits(values)) for values in (norms, chunk.linearity, chunk.whole)))
@@ -301,8 +299,8 @@ class _Run:
         return self.writer.probes(batch, evaluate_probes(*at_base, batch, len(examples)))
 
 
-def _refuse_misfit(engine: Engine, sources: Sources, chunk: Chunk) -> None:
-    """Refuse what an engine returns for some sources if it could not be read again, or is no number."""
+def _measure_norms(engine: Engine, sources: Sources, chunk: Chunk) -> list[float]:
+    """Return the norms of some imprints; refuse those that are no numbers, or could not be read again."""
     norms = row_norms(chunk.imprints).tolist() if chunk.norms is None else chunk.norms
     for identity, norm in zip(sources.ids, norms, strict=True):
         if not math.isfinite(norm):
@@ -313,6 +311,7 @@ def _refuse_misfit(engine: Engine, sources: Sources, chunk: Chunk) -> None:
             f"the {engine.name} engine must return one row per source for each selected parameter: {len(sources)} "
             f"sources came as { {name: tuple(tensor.shape) for name, tensor in chunk.imprints.items()} }."
         )
+    return norms
 
 
 def _summarise(engine: Engine, shards: "list[_Shard]") -> Measured:
@@ -326,7 +325,7 @@ def _summarise(engine: Engine, shards: "list[_Shard]") -> Measured:
         drift=shards[0].figures.drift,
         norms=Spread.of(norms),
         linearity=Spread.of(linearity) if linearity else None,
-        lost=engine.measure_loss(norms, whole),
+        lost=engine.measure_share_lost(norms, whole),
     )
 
 

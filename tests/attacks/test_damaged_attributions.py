@@ -5,7 +5,6 @@ tensor other numbers, shapes and types. Nothing here knows what the fields are c
 itself, and what is no such file at all, is in `test_made_up_attributions`.
 """
 
-import copy
 import json
 import math
 import re
@@ -24,6 +23,7 @@ from torch import Tensor
 from imprint import Attribution, ImprintError
 from tests.attacks.judging import UNPRINTABLE
 from tests.attacks.saved import is_same, joined, parts
+from tests.store.manifests import changed, places
 
 pytestmark = pytest.mark.long
 
@@ -116,22 +116,6 @@ def test_no_damaged_bytes_give_another_attribution(
 
 
 # --- JSON
-
-
-def places(values: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
-    """Where a JSON document has values."""
-    yield path
-    if isinstance(values, dict | list):
-        for key in values if isinstance(values, dict) else range(len(values)):
-            yield from places(values[key], (*path, key))
-
-
-def changed(values: Any, path: tuple[Any, ...], change: Callable[[Any], Any]) -> Any:
-    if not path:
-        return change(values)
-    found = copy.copy(values)
-    found[path[0]] = changed(values[path[0]], path[1:], change)
-    return found
 
 
 def rewritten(content: bytes, change: Callable[[Any], Any]) -> Iterator[bytes]:

@@ -1,6 +1,7 @@
 """Simulations that die, of every kind of plan, and what they leave."""
 
 import json
+import random
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -47,6 +48,17 @@ def dies_after(steps: int, how: type[BaseException] = Killed) -> Advance:
             raise how
 
     return die
+
+
+def die_until_done(attempt: Callable[[Advance], object], longest: int) -> None:
+    """Make the same attempt again and again, each time killed before so many steps, until one comes to its end."""
+    draw = random.Random(0)
+    for _ in range(100):
+        try:
+            attempt(dies_after(draw.randrange(1, longest)))
+            return
+        except Killed:
+            continue
 
 
 def dies_at(share: float) -> Advance:

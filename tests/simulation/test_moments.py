@@ -1,7 +1,6 @@
 """Where the moments of a preconditioned path come from, and what a store remembers of them."""
 
 import logging
-import random
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +24,7 @@ from tests.problems import (
     tanh_mlp,
     unconverged_mlp,
 )
-from tests.simulation.killing import Killed, contents, dies_after
+from tests.simulation.killing import Killed, contents, die_until_done, dies_after
 from tests.simulation.preconditioning import PLANS, an_m, moments_of, named, run, small_task, two_checkpoints
 
 
@@ -158,13 +157,7 @@ def test_a_run_that_dies_again_and_again_ends_in_the_same_store(
     expected = contents(whole.path)
     assert sum("imprints-" in name for name in expected) > 3
     assert [c.measured.moments for c in whole.checkpoints] == ["recorded", "estimated"]
-    draw = random.Random(0)
-    for _ in range(100):
-        try:
-            two_checkpoints(tmp_path / "broken", plan, progress=dies_after(draw.randrange(1, 60)))
-            break
-        except Killed:
-            continue
+    die_until_done(lambda progress: two_checkpoints(tmp_path / "broken", plan, progress=progress), 60)
     assert contents(tmp_path / "broken") == expected
     again = two_checkpoints(tmp_path / "again", plan, replay=whole)
     assert contents(again.path) == expected

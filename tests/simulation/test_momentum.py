@@ -2,7 +2,6 @@
 
 import json
 import math
-import random
 import re
 import warnings
 from bisect import bisect_left
@@ -30,7 +29,7 @@ from tests.problems import (
     softmax_regression,
     unconverged_mlp,
 )
-from tests.simulation.killing import Killed, contents, dies_after
+from tests.simulation.killing import contents, die_until_done
 from tests.simulation.preconditioning import an_m, badly_scaled, check_trajectories, run, two_checkpoints
 
 EXACT = 1e-10
@@ -265,13 +264,7 @@ def test_a_run_that_dies_again_and_again_ends_in_the_same_store(
     whole = two_checkpoints(tmp_path / "whole", plan)
     expected = contents(whole.path)
     assert sum("imprints-" in name for name in expected) > 3
-    draw = random.Random(0)
-    for _ in range(100):
-        try:
-            two_checkpoints(tmp_path / "broken", plan, progress=dies_after(draw.randrange(1, 30)))
-            break
-        except Killed:
-            continue
+    die_until_done(lambda progress: two_checkpoints(tmp_path / "broken", plan, progress=progress), 30)
     assert contents(tmp_path / "broken") == expected
     assert contents(two_checkpoints(tmp_path / "again", plan, replay=whole).path) == expected
 

@@ -2,7 +2,6 @@
 
 import logging
 import os
-import random
 from pathlib import Path
 
 import pytest
@@ -10,7 +9,19 @@ import torch
 
 from imprint import Plan, StoreError
 from imprint.runtime.progress import Progress
-from tests.simulation.killing import PATHS, PLANS, STEPS, Killed, Made, contents, dies_after, dies_at, every_plan, run
+from tests.simulation.killing import (
+    PATHS,
+    PLANS,
+    STEPS,
+    Killed,
+    Made,
+    contents,
+    die_until_done,
+    dies_after,
+    dies_at,
+    every_plan,
+    run,
+)
 
 pytestmark = pytest.mark.usefixtures("snapshots_at_every_step")
 
@@ -19,13 +30,8 @@ pytestmark = pytest.mark.usefixtures("snapshots_at_every_step")
 def test_a_run_that_dies_again_and_again_ends_in_the_same_store(plan: Plan, made: Made, tmp_path: Path) -> None:
     expected = contents(made(plan))
     assert sum("imprints-" in name for name in expected) > 3  # there is something to die between
-    draw, longest = random.Random(0), 60 if plan.engine == "spectral" else 18
-    for _ in range(100):
-        try:
-            run(tmp_path / "broken", plan, progress=dies_after(draw.randrange(1, longest)))
-            break
-        except Killed:
-            continue
+    longest = 60 if plan.engine == "spectral" else 18
+    die_until_done(lambda progress: run(tmp_path / "broken", plan, progress=progress), longest)
     assert contents(tmp_path / "broken") == expected
 
 

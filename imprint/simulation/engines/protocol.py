@@ -164,7 +164,7 @@ class Engine(ABC):
         """Return the tensors that a file of so many imprints holds; None where that is known only by their rows."""
         return layout(self.descent.start, rows, self.work.stored)
 
-    def measure_loss(self, norms: list[float], whole: list[float]) -> float | None:
+    def measure_share_lost(self, norms: list[float], whole: list[float]) -> float | None:
         """Return the share of squared length that imprints lost on the way into the store, where they lose some."""
         return None
 

@@ -159,7 +159,7 @@ class Spectral(Engine):
                     "fewer steps, or some damping."
                 )
 
-    def measure_loss(self, norms: list[float], whole: list[float]) -> float | None:
+    def measure_share_lost(self, norms: list[float], whole: list[float]) -> float | None:
         if not self._projected:
             return None
         kept, before = (sum(length**2 for length in lengths) for lengths in (norms, whole))
