@@ -197,7 +197,7 @@ class _Run:
         if settings.weight == 0:
             return Checkpoint.planned(settings)
         state, files = self.inputs.state(index), CheckpointFiles(self.writer, index)
-        engine = engines.at_checkpoint(self.inputs, index, state, self.memory, files, self.bar.advance, self.bar.skip)
+        engine = engines.at_checkpoint(self.inputs, index, state, self.memory, files, self.bar.advance)
         settled = self.writer.settled(index)
         if settled is None:
             engine.settle()

@@ -37,7 +37,7 @@ class Work:
 
     first: whether no other checkpoint comes before it.
     files: of the checkpoint, for what outlives a killed run; None where nothing is to be kept.
-    advance, skip: of the progress, in the engine's unit; what is skipped does not count for the speed.
+    advance: called with the work that is done, in the engine's unit.
     """
 
     index: int
@@ -48,7 +48,6 @@ class Work:
     memory: int | str | None = None
     files: CheckpointFiles | None = None
     advance: Callable[[int], None] = lambda amount: None
-    skip: Callable[[int], None] = lambda amount: None
 
 
 @dataclass(frozen=True)
@@ -253,12 +252,11 @@ def at_checkpoint(
     memory: int | str | None = None,
     files: CheckpointFiles | None = None,
     advance: Callable[[int], None] = lambda amount: None,
-    skip: Callable[[int], None] = lambda amount: None,
 ) -> Engine:
     """Make the engine of a plan ready for one of its checkpoints."""
     descent, stored = inputs.descent(index, state), DTYPES[inputs.stored_as]
     first, settings = index == inputs.first, inputs.settings[index]
-    return get(inputs.plan)(Work(index, settings, descent, stored, first, memory, files, advance, skip))
+    return get(inputs.plan)(Work(index, settings, descent, stored, first, memory, files, advance))
 
 
 def join(chunks: list[Chunk]) -> Chunk:
