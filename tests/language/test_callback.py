@@ -138,10 +138,8 @@ def test_without_the_extra_the_package_imports_and_says_what_it_lacks() -> None:
         "except MissingExtra as error: print(error)"
     )
     told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
-    assert (
-        told
-        == 'language.CheckpointCallback needs an optional dependency: pip install "imprint-attribution[language]"\n'
-    )
+    lacking = 'language.CheckpointCallback needs an optional dependency: pip install "imprint-attribution[language]"'
+    assert told == f"{lacking}\n"
 
 
 def test_steps_that_the_training_never_had_are_told(tmp_path: Path) -> None:
