@@ -25,7 +25,7 @@ from imprint.simulation.guards import check_moments_scale, check_unfelt_moments
 from imprint.simulation.moments import BATCHES, COMPARED, estimate_moments
 from imprint.simulation.preconditioner import Preconditioner, compare
 from imprint.simulation.preflight import Result, check_device, own, refuse_nonfinite, warn_half_precision
-from imprint.simulation.recorded import check_run, choose_plan_for, complete_end, find_changed_buffers
+from imprint.simulation.recorded import check_run, choose_plan_for, complete_end, find_begin, find_changed_buffers
 from imprint.simulation.states import States
 from imprint.sources import Sources, require_sources
 from imprint.store.fingerprint import of_data, of_sources, of_tensors, partly_hashed
@@ -112,8 +112,12 @@ class Inputs:
 
     @property
     def settings(self) -> list[Settings]:
-        """What the plan says about each checkpoint."""
-        return [self.plan.at(k, len(self.states)) for k in range(len(self.states))]
+        """What the plan says about each checkpoint; the steps to a recorded end are those that are repeated."""
+        planned = [self.plan.at(k, len(self.states)) for k in range(len(self.states))]
+        if self.run is None:
+            return planned
+        steps = len(self.run.steps) - find_begin(self.run, self.plan.start)
+        return [replace(settings, steps=steps) for settings in planned]
 
     @property
     def first(self) -> int:

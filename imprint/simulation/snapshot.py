@@ -136,7 +136,9 @@ class Snapshot:
             return None
         try:
             with safe_open(self._path, framework="pt") as file:
-                about = parsed(file.metadata()["imprint"].encode(), self._path).record("step", "start", "note", "sha256")
+                about = parsed(file.metadata()["imprint"].encode(), self._path).record(
+                    "step", "start", "note", "sha256"
+                )
                 step, start, checksum = about["step"].whole(), about["start"].whole(), about["sha256"].checksum()
                 note = about["note"].text()
                 tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118

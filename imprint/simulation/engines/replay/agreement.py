@@ -170,8 +170,8 @@ class Watch:
     """Keeps the first step at which the loss of each row was not finite, and refuses such a row by its name."""
 
     def __init__(self, names: Sequence[str]) -> None:
-        self._names, self._first, self._unread = names, None, 0
-        self._first: Tensor | None
+        self._names, self._unread = names, 0
+        self._first: Tensor | None = None
 
     def add(self, number: int, losses: Tensor) -> None:
         """Take the loss of each row at a step."""

@@ -1,4 +1,4 @@
-"""Replays the rows of a chunk to their end: the run without each source, and runs from slightly other starts.
+"""Replays the rows of a line-up to their end: the run without each source, and runs from slightly other starts.
 
 Interrupted, they resume from their last snapshot. A row's end holds the trained parameters and all buffers.
 """
@@ -28,7 +28,7 @@ _NOISE = 1e-3  # of a parameter: by how much the start of a noise row differs
 
 
 @dataclass(frozen=True)
-class Chunk:
+class Lineup:
     """The rows of some sources and, with the first of a checkpoint, of perturbed starts.
 
     seed: of the perturbed starts; None for no such rows.
@@ -64,19 +64,19 @@ def _perturb(start: Parameters, trained: tuple[str, ...], draw: torch.Generator)
     return {name: perturb(start[name]) for name in trained}
 
 
-def replay_together(repetition: Repetition, chunk: Chunk, hooks: Hooks) -> list[Parameters]:
-    """Replay all rows of a chunk as one stack; return where each ends."""
-    rows, start = chunk.rows, repetition.start()
-    starts = chunk.starts(start, repetition.trained)
+def replay_together(repetition: Repetition, lineup: Lineup, hooks: Hooks) -> list[Parameters]:
+    """Replay all rows of a line-up as one stack; return where each ends."""
+    rows, start = lineup.rows, repetition.start()
+    starts = lineup.starts(start, repetition.trained)
     together = {name: torch.stack([each[name] for each in starts]) for name in repetition.trained}
     with as_recorded(repetition.run.circumstances, repetition.data.device):
         stack = Stack(repetition, rows, together)
         del together, starts
         done, watch = _restore_stack(stack, hooks.snapshot), Watch(rows.names)
-        hooks.skip(done * len(chunk.sources))
+        hooks.skip(done * len(lineup.sources))
         for number in repetition.steps[done:]:
             watch.add(number, stack.step(number))
-            hooks.advance(len(chunk.sources))
+            hooks.advance(len(lineup.sources))
             if hooks.snapshot:
                 hooks.snapshot.keep_tensors(number + 1 - repetition.begin, lambda: _pack_stack(stack))
         watch.check()
@@ -110,24 +110,24 @@ def _restore_stack(stack: Stack, snapshot: Snapshot | None) -> int:
     return found.step
 
 
-def replay_one_by_one(repetition: Repetition, chunk: Chunk, hooks: Hooks, *, leaves_out: bool) -> list[Parameters]:
-    """Replay the rows of a chunk one after the other; return where each ends."""
-    rows, starts = chunk.rows, chunk.starts(repetition.start(), repetition.trained)
-    ends, left = _restore_ends(repetition, len(rows), hooks.snapshot)
+def replay_one_by_one(repetition: Repetition, lineup: Lineup, hooks: Hooks, *, leaves_out: bool) -> list[Parameters]:
+    """Replay the rows of a line-up one after the other; return where each ends."""
+    rows, starts = lineup.rows, lineup.starts(repetition.start(), repetition.trained)
+    ends, left = restore_ends(repetition, len(rows), hooks.snapshot)
     for index in range(len(ends)):
-        hooks.skip(len(repetition.steps) * (index < len(chunk.sources)))
+        hooks.skip(len(repetition.steps) * (index < len(lineup.sources)))
     for index in range(len(ends), len(rows)):
         excluded: Excluded = np.zeros(repetition.run.n, dtype=bool)
         excluded[rows.without[index]] = True
 
-        def hear(number: int, seen: Seen, counts: bool = index < len(chunk.sources)) -> None:
+        def hear(number: int, seen: Seen, counts: bool = index < len(lineup.sources)) -> None:
             hooks.advance(int(counts))
 
         training = Training(repetition, excluded, leaves_out=leaves_out)
         load_tensors(training.model, starts[index])
         keeping = Keeping(hooks.snapshot, ends, left)
         done = follow(training, keeping, hear, watch=Watch((rows.names[index],)))
-        hooks.skip(done * (index < len(chunk.sources)))
+        hooks.skip(done * (index < len(lineup.sources)))
         left = None
         ends.append({name: tensor.clone() for name, tensor in training.state().items()})
     return ends
@@ -177,9 +177,7 @@ def _pack_training(training: Training, ends: list[Parameters]) -> tuple[Paramete
     return {**kept, **memory, **{f"now/{name}": tensor for name, tensor in training.state().items()}}, text
 
 
-def _restore_ends(
-    repetition: Repetition, rows: int, snapshot: Snapshot | None
-) -> tuple[list[Parameters], Found | None]:
+def restore_ends(repetition: Repetition, rows: int, snapshot: Snapshot | None) -> tuple[list[Parameters], Found | None]:
     """Return the ends of rows that an earlier run has finished, and what it has left of the one after them."""
     found = snapshot.read_tensors(repetition.data.device) if snapshot else None
     if found is None or snapshot is None:

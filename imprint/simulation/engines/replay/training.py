@@ -169,7 +169,7 @@ class Training:
             if index == 0 and self.repetition.task.regulariser is not None:
                 objective = objective + self.repetition.task.regulariser(self.model)
             if objective.requires_grad:
-                objective.backward()  # type: ignore[no-untyped-call]
+                objective.backward()
             loss = loss + objective.detach()
         parameters = list(self.parameters.values())
         for name, p in self.parameters.items():
@@ -247,4 +247,5 @@ def _warn_of_fresh_draws(reason: str) -> None:
 def total_norm(gradients: list[Tensor]) -> Tensor:
     """Return the Euclidean norm of all gradients together."""
     wide = (g.float() if g.dtype.itemsize < 4 else g for g in gradients)
-    return torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(g) for g in wide]))
+    total: Tensor = torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(g) for g in wide]))
+    return total

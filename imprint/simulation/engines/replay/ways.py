@@ -1,4 +1,4 @@
-"""How the runs without a source can be made: together as a stack, or one by one; at weight 0, or left out of batches."""
+"""How the runs without a source are made: as a stack, or one by one; at weight 0, or left out of batches."""
 
 import logging
 from collections.abc import Iterator
@@ -48,7 +48,7 @@ def find_dependence(repetition: Repetition) -> str | None:
     """Return why the loss of an example depends on which others are in its batch; None if it does not."""
     model, run = repetition.make_model(), repetition.run
     if trains_batch_norm(model):
-        return "batch normalisation lets the examples of a batch see each other, so that sources are left out of batches"
+        return "batch normalisation lets examples of a batch see each other, so that sources are left out of batches"
     step, index, micro = next(_larger_batches(repetition), (0, 0, None))
     if micro is None:
         return None
