@@ -13,6 +13,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 from rich.text import Text
 
+from imprint.attribution.labels import Labels
 from imprint.attribution.top import Credit, Top, explain_marks
 from imprint.checking import Check, format_plan, format_size
 from imprint.cli.experiment import read_note
@@ -213,9 +214,7 @@ def _effect_cell(credit: Credit) -> Text:
     return Text(credit.format_effect(digits=4), style="dim" if credit.distinguishable is False else "")
 
 
-def render_demo(
-    rows: "list[Row]", statistics: Sequence[tuple[str, ...]], warnings: Iterable[str] = ()
-) -> RenderableType:
+def render_demo(rows: "list[Row]", statistics: Sequence[tuple[str, ...]], labels: Labels) -> RenderableType:
     """Render the demo's contributors, with predicted and actual effects and how well they agree."""
     table = Table(title="Change of the mean held-out loss (nats) if the contributor were removed")
     for column in ("contributor", "examples", "predicted", "actual", "training loss", "by prediction"):
@@ -229,7 +228,7 @@ def render_demo(
     figures = Table("", "imprint", "guess by size", "ceiling", title="Predicted against actual, 95% intervals")
     for line in statistics:
         figures.add_row(*map(cell, line))
-    return Group(table, figures, *_render_warnings(warnings))
+    return Group(table, cell(labels.meaning, "italic"), figures, *_render_warnings(labels.warnings))
 
 
 def render_truth(truth: "Truth", path: Path) -> RenderableType:
