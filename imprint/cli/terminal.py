@@ -3,6 +3,7 @@
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, redirect_stdout
+from itertools import chain, islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,7 +13,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 from rich.text import Text
 
-from imprint.attribution.top import Top
+from imprint.attribution.labels import Labels
+from imprint.attribution.top import Credit, Top, explain_marks
 from imprint.checking import Check, format_plan, format_size
 from imprint.cli.experiment import read_note
 from imprint.display import count_of, for_terminal, name_some
@@ -182,31 +184,37 @@ def render_mean(top: Top) -> RenderableType:
     """Render the top sources of the mean over queries."""
     table = Table("source", "effect of removal, mean over queries")
     for credit in top[0]:
-        table.add_row(cell(credit.name), f"{credit.removal_effect:+.4g}")
-    return table
+        table.add_row(cell(credit.name), _effect_cell(credit))
+    return Group(table, *map(cell, explain_marks(top[0])))
 
 
 def render_top(top: Top) -> RenderableType:
     """Render the top sources of each query."""
     unit = top.labels.unit[0].upper() + top.labels.unit[1:]
     table = Table("query", "source", "effect of removal")
-    for credits in list(top)[:_MOST_QUERIES]:
+    shown = list(islice(top, _MOST_QUERIES))
+    for credits in shown:
         for position, credit in enumerate(credits):
             last = position == len(credits) - 1
             number = str(credit.query) if position == 0 else ""
-            table.add_row(cell(number), cell(credit.name), f"{credit.removal_effect:+.4g}", end_section=last)
+            table.add_row(cell(number), cell(credit.name), _effect_cell(credit), end_section=last)
     more = len(top) - _MOST_QUERIES
     return Group(
         cell(unit, "italic"),
+        cell(top.labels.meaning, "italic"),
         table,
+        *map(cell, explain_marks(chain.from_iterable(shown))),
         *([Text(f"… and {more:,} more queries: write all of them with --out.")] if more > 0 else []),
         *_render_warnings(top.warnings),
     )
 
 
-def render_demo(
-    rows: "list[Row]", statistics: Sequence[tuple[str, ...]], warnings: Iterable[str] = ()
-) -> RenderableType:
+def _effect_cell(credit: Credit) -> Text:
+    """Return an effect with its marks; one that does not stand out from the noise is dim."""
+    return Text(credit.format_effect(digits=4), style="dim" if credit.distinguishable is False else "")
+
+
+def render_demo(rows: "list[Row]", statistics: Sequence[tuple[str, ...]], labels: Labels) -> RenderableType:
     """Render the demo's contributors, with predicted and actual effects and how well they agree."""
     table = Table(title="Change of the mean held-out loss (nats) if the contributor were removed")
     for column in ("contributor", "examples", "predicted", "actual", "training loss", "by prediction"):
@@ -220,7 +228,7 @@ def render_demo(
     figures = Table("", "imprint", "guess by size", "ceiling", title="Predicted against actual, 95% intervals")
     for line in statistics:
         figures.add_row(*map(cell, line))
-    return Group(table, figures, *_render_warnings(warnings))
+    return Group(table, cell(labels.meaning, "italic"), figures, *_render_warnings(labels.warnings))
 
 
 def render_truth(truth: "Truth", path: Path) -> RenderableType:
