@@ -23,6 +23,8 @@ Curvature = Literal["hessian", "gauss-newton"]
 Form = Literal["factored", "dense", "projected"]
 Steps = int | Literal["infinite"]
 Variant = Literal["two_sided", "mirrored", "one_sided"]
+Question = Literal["this_run", "expected"]
+"""What a score answers: what removing a source does to the model of this very run, or to a model trained like it."""
 Tensors = Mapping[str, Tensor] | str | os.PathLike[str]
 State = Tensors | tuple[Tensors, Tensors]
 """A checkpoint: a state dict or a .safetensors file; or a pair of one and of Adam's second moments, given likewise."""

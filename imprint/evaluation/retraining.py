@@ -367,6 +367,7 @@ def _describe_request(
         fingerprints |= {"initial model": of_tensors(initial.state())}
     request = {
         "schema": SCHEMA,
+        "question": "expected",
         **{
             "kind": subsets.kind,
             "n": subsets.n,
