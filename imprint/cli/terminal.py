@@ -265,8 +265,8 @@ def render_metrics(metrics: "Sequence[Metric]", truth: "Truth") -> RenderableTyp
         for m in metrics
         if m.undefined
     ]
-    if across := {m.scores_question for m in metrics} - {None, truth.question}:
-        asked, known = describe_question(across.pop()), describe_question(truth.question)
+    for question in sorted({m.scores_question for m in metrics if m.scores_question} - {truth.question}):
+        asked, known = describe_question(question), describe_question(truth.question)
         remarks.append(f"The scores answer {asked}, the ground truth {known}.")
     if truth.question == "this_run":
         remarks.append("There is no ceiling: the ground truth is this one run, without noise from other seeds.")
