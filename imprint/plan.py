@@ -39,6 +39,9 @@ class EngineRules:
     curvature: what `curvature="auto"` means; `second_order` says whether curvature is used at all.
     infinite: whether `steps` may be "infinite".
     perturbs: whether sources are up- and down-weighted by an ε.
+    question: what its scores answer. An engine for "this_run" needs a recorded run, whose steps and learning rates it
+        follows instead of the plan's.
+    removes: whether imprints are finite removals, N(θ − θ₋b), which must not be differentiated along.
     trial: the settings with which `check` tries the engine; `tried` lists fields of the user's plan to try with them.
     """
 
@@ -47,6 +50,8 @@ class EngineRules:
     second_order: bool = True
     infinite: bool = False
     perturbs: bool = False
+    question: Question = "expected"
+    removes: bool = False
     trial: Mapping[str, Any] = field(default_factory=dict)
     tried: tuple[str, ...] = ()
 
@@ -77,6 +82,14 @@ def unregister_rules(name: str) -> None:
 def engine_names() -> tuple[str, ...]:
     """Return the names of all engines."""
     return tuple(_engines)
+
+
+def engine_for(question: Question) -> str:
+    """Return the name of the first engine whose scores answer a question."""
+    for name, rules in _engines.items():
+        if rules.question == question:
+            return name
+    raise PlanError(f"no engine answers the question {question!r}.")
 
 
 def first_order_engine() -> str:
@@ -131,6 +144,7 @@ class Plan:
         is refused elsewhere unless `accept_drift` is set.
     epsilon: ("trajectories") by how much a source is up- and down-weighted; "auto" takes the most self-consistent.
     keep_pair: ("trajectories") store both perturbed end points, for the `literal` readout.
+    start: ("replay") repeat only the steps from this one on, for runs that are too long to repeat in full.
 
     >>> Plan(steps=(100, 200), lr=0.1).at(1, 2)
     Settings(steps=200, lr=0.1, damping=0.0, weight=1.0)
@@ -154,6 +168,7 @@ class Plan:
     epsilon: float | Literal["auto"] = 1.0
     accept_drift: bool = False
     keep_pair: bool = False
+    start: int = 0
 
     def __post_init__(self) -> None:
         for name, value in vars(self).copy().items():
@@ -175,6 +190,7 @@ class Plan:
         for name in ("batch_size", "source_sample"):
             size = getattr(self, name)
             _require(size is None or (_whole(size) and size >= 1), name, size, "None or at least 1")
+        _require(_whole(self.start) and self.start >= 0, "start", self.start, "a whole number of at least 0")
         _require(_whole(self.seed) and 0 <= self.seed < 2**63, "seed", self.seed, "a whole number from 0 to 2⁶³ − 1")
         _require(
             self.epsilon == "auto" or _number(self.epsilon, above=0),
@@ -188,6 +204,7 @@ class Plan:
             if getattr(self, name) != getattr(type(self), name):
                 owners = " or ".join(f'engine="{each}"' for each, rules in _engines.items() if name in rules.fields)
                 raise PlanError(f"{name} belongs to {owners}; the {self.engine} engine does not use it.")
+        self._refuse_own_steps()
         _one_of("curvature", self.curvature, ("auto", *get_args(Curvature)))
         _require(self.preconditioner in (None, "adam"), "preconditioner", self.preconditioner, 'None or "adam"')
         _require(_number(self.momentum) and self.momentum < 1, "momentum", self.momentum, "at least 0 and below 1")
@@ -202,6 +219,15 @@ class Plan:
         lengths = {name: len(value) for name, value in vars(self).items() if isinstance(value, tuple)}
         if len(set(lengths.values())) > 1:
             raise PlanError(f"settings per checkpoint must be equally many, got {lengths}.")
+
+    def _refuse_own_steps(self) -> None:
+        """Refuse settings of a descent where the engine follows a recorded run."""
+        for name in ("steps", "lr", "damping") if self.rules.question == "this_run" else ():
+            if getattr(self, name) != getattr(type(self), name):
+                raise PlanError(
+                    f"{name} is not for the {self.engine} engine, which repeats the steps of a recorded run as they "
+                    "were: leave it out."
+                )
 
     @property
     def rules(self) -> EngineRules:

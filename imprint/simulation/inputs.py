@@ -17,6 +17,7 @@ from imprint.data import Collate, Data, HashData, spread_examples
 from imprint.errors import DataError, PlanError, ReliabilityWarning, SimulationError
 from imprint.model.dropout import dropouts
 from imprint.plan import Plan, Settings, State
+from imprint.recording.records import Run
 from imprint.runtime.notices import Notices
 from imprint.simulation.curvature_check import report_curvature
 from imprint.simulation.descent import Descent
@@ -24,12 +25,13 @@ from imprint.simulation.guards import check_moments_scale, check_unfelt_moments
 from imprint.simulation.moments import BATCHES, COMPARED, estimate_moments
 from imprint.simulation.preconditioner import Preconditioner, compare
 from imprint.simulation.preflight import Result, check_device, own, refuse_nonfinite, warn_half_precision
+from imprint.simulation.recorded import check_run, choose_plan_for, complete_end, find_changed_buffers
 from imprint.simulation.states import States
 from imprint.sources import Sources, require_sources
 from imprint.store.fingerprint import of_data, of_sources, of_tensors, partly_hashed
 from imprint.store.probe_examples import choose_probes
 from imprint.store.probing import ProbeValues, describe_modules, evaluate_probes, evaluate_regulariser
-from imprint.store.request import DTYPES, DataHashes, Probed, Request, specify
+from imprint.store.request import DTYPES, DataHashes, ParameterSpec, Probed, Request, specify
 from imprint.task import Functional, Parameters, Task, require_task
 
 logger = logging.getLogger(__name__)
@@ -48,6 +50,7 @@ class Inputs:
     stored_as: str
     hash_data: HashData = "all"
     notices: Notices = field(default_factory=Notices)
+    run: Run | None = None
 
     @classmethod
     def checked(
@@ -63,6 +66,7 @@ class Inputs:
         device: torch.device | str | None,
         dtype: torch.dtype | None,
         hash_data: HashData = "all",
+        run: Run | None = None,
     ) -> "Inputs":
         """Check the inputs of a simulation; refuse what does not fit together."""
         if plan is not None and not isinstance(plan, Plan):
@@ -72,18 +76,24 @@ class Inputs:
             )
         require_sources(sources)
         require_task(task)
+        plan = choose_plan_for(plan, run)
         task.refuse_changes()
         check_device(task, device)
         size = (LARGE_BATCH if task.device.type == "cuda" else BATCH) if batch_size is None else batch_size
         training = Data(data, device=task.device, batch_size=size, collate_fn=collate_fn)
         sources.check(len(training))
-        if plan and plan.source_sample is not None and (plan.batch_size or 0) >= len(training):
+        if plan.source_sample is not None and (plan.batch_size or 0) >= len(training):
             raise PlanError(
                 f"source_sample belongs to mini-batches, and batch_size={plan.batch_size} is all of the "
                 f"{len(training)} training examples: leave one of them out."
             )
+        if run is not None:
+            check_run(run, task, len(training), plan)
+            if checkpoints is not None:
+                raise PlanError("a recorded run is repeated to its end: give run= or checkpoints=, not both.")
+            checkpoints = [complete_end(run, task)]
         stored_as = _stored_dtype(task, dtype)
-        inputs = cls(task, training, sources, plan or Plan(), States(task, checkpoints), stored_as, hash_data)
+        inputs = cls(task, training, sources, plan, States(task, checkpoints), stored_as, hash_data, run=run)
         _refuse_plan(task, inputs.plan)
         _refuse_changing(training, hash_data)
         if partial_hash := partly_hashed(hash_data, len(training)):
@@ -117,6 +127,11 @@ class Inputs:
         return state
 
     @cached_property
+    def buffers(self) -> dict[str, ParameterSpec]:
+        """The floating-point buffers that the recorded run changed, which imprints displace like parameters."""
+        return {} if self.run is None else find_changed_buffers(self.run, self.task)
+
+    @cached_property
     def fixed(self) -> Parameters:
         """The model's own parameters that all checkpoints share with it, of those that training leaves alone."""
         shared = self.task.own(self.task.fixed)
@@ -137,6 +152,7 @@ class Inputs:
     def descent(self, index: int, state: Parameters) -> Descent:
         """Return the descent of all sources from a checkpoint; a step size that the plan leaves open is 1."""
         functional, theta = self.task.at(state)
+        theta |= {name: state[name] for name in self.buffers}
         settings = self.settings[index]
         step = 1.0 if settings.lr == "auto" else settings.lr
         descent = Descent(
@@ -198,6 +214,8 @@ class Inputs:
             probes=Probed(examples, seen),
             modules=describe_modules(self.task.model),
             regulariser=tuple(pulls),
+            buffers=self.buffers,
+            recording=None if self.run is None else self.run.sha256,
         )
 
     @cached_property

@@ -18,11 +18,13 @@ class Hooks:
     """What the runner hears while sources are simulated, and where their state is kept meanwhile.
 
     advance, skip: called with the number of rows that made a step, or had made it in an earlier run.
+    first: whether these are the first sources of a checkpoint, with which an engine measures what it measures once.
     """
 
     advance: Callable[[int], None] = lambda rows: None
     skip: Callable[[int], None] = lambda rows: None
     snapshot: Snapshot | None = None
+    first: bool = False
 
 
 def follow(

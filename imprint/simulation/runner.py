@@ -5,7 +5,7 @@ import logging
 import math
 import os
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -17,6 +17,7 @@ import torch
 from imprint.data import Collate, HashData
 from imprint.errors import SimulationError, StoreError, first_line
 from imprint.plan import Plan, Settings, State
+from imprint.recording.records import Run
 from imprint.runtime.memory import Peak
 from imprint.runtime.progress import Advance, Progress
 from imprint.runtime.turns import settle_child
@@ -26,6 +27,7 @@ from imprint.simulation.engines import Chunk, Engine
 from imprint.simulation.guards import check_weights
 from imprint.simulation.inputs import Inputs
 from imprint.simulation.path import Hooks
+from imprint.simulation.recorded import open_run
 from imprint.simulation.sizing import fit_batches, refit
 from imprint.simulation.snapshot import Snapshot
 from imprint.simulation.taking_over import check_choices
@@ -54,13 +56,14 @@ def simulate(
     plan: Plan | Literal["auto"] | None = None,
     *,
     checkpoints: Sequence[State] | None = None,
+    run: Run | None = None,
     out: str | os.PathLike[str] | None = None,
     batch_size: int | None = None,
     collate_fn: Collate | None = None,
     device: torch.device | str | None = None,
     dtype: torch.dtype | None = None,
     memory: int | str | None = None,
-    replay: Store | str | os.PathLike[str] | None = None,
+    repeat: Store | str | os.PathLike[str] | None = None,
     hash_data: HashData = "all",
     note: Any = None,
     progress: bool | Advance = True,
@@ -72,6 +75,8 @@ def simulate(
     checkpoints: state dicts or .safetensors files; by default the model as it is. A pair (checkpoint, moments) brings
         Adam's second moments for a plan with that preconditioner, as a dict by parameter or a .safetensors file; those
         that a `Recorder` has kept beside a file are found without being named.
+    run: the recorded training run, in place of checkpoints. Without a plan it is repeated once per source, with that
+        source at weight 0: scores then answer what removing it does to the model of this very run.
     out: folder of the store; without it the store is temporary and vanishes with the returned object. The
         same call again resumes an interrupted simulation, and returns a finished one.
     batch_size: how many examples are evaluated at once, by default 1,024, on a GPU 8,192; memory and speed only (the
@@ -79,7 +84,7 @@ def simulate(
     device: where the data goes; it must be the model's device, which is the default.
     dtype: of the stored imprints: that of the parameters by default, bfloat16 to halve it.
     memory: what the simulation may use, in bytes or as "4GiB"; by default a share of what is available.
-    replay: a store, or its folder, to make again: other inputs than it was made from are refused, and what its
+    repeat: a store, or its folder, to make again: other inputs than it was made from are refused, and what its
         simulation had to decide (step sizes, ε, chunk and batch sizes) is taken from it, so that on the same device
         with as many threads the imprints come out the same to the bit.
     hash_data: how the data is hashed, by which changed data is refused later. "sampled" hashes 1,024 examples, for data
@@ -89,14 +94,15 @@ def simulate(
     progress: True for a line on standard error, False for none, or a function of (done, total).
     """
     settle_child()
-    if replay is not None:
-        replay = Store.of(replay)
-        plan = replay.manifest.plan if plan is None else plan
-        batch_size = replay.manifest.execution.batch_size if batch_size is None else batch_size
+    run = open_run(run)
+    if repeat is not None:
+        repeat = Store.of(repeat)
+        plan = repeat.manifest.plan if plan is None else plan
+        batch_size = repeat.manifest.execution.batch_size if batch_size is None else batch_size
     options: dict[str, Any] = {"batch_size": batch_size, "collate_fn": collate_fn, "hash_data": hash_data}
     if plan == "auto":
         plan = Plan.auto(task, data, sources, checkpoints, progress=progress, **options)
-    inputs = Inputs.checked(task, data, sources, plan, checkpoints, device=device, dtype=dtype, **options)
+    inputs = Inputs.checked(task, data, sources, plan, checkpoints, device=device, dtype=dtype, run=run, **options)
     _refuse_note(note)
     started, peak = time.monotonic(), Peak(task.device)
     with task.evaluating():
@@ -111,20 +117,21 @@ def simulate(
         resumed = writer.settled(inputs.first) is not None
         with _resumable(writer), closing(_count_work(inputs, progress)) as bar:
             inputs.examine()
-            if replay is not None:
-                _take_over(replay, request, writer, inputs)
-            run = _Run(inputs, memory, writer, bar)
+            if repeat is not None:
+                _take_over(repeat, request, writer, inputs)
+            work = _Work(inputs, memory, writer, bar)
             done: tuple[Checkpoint, ...] = ()
             for index, settings in enumerate(inputs.settings):
-                done = (*done, run.checkpoint(index, settings))
+                done = (*done, work.checkpoint(index, settings))
             inputs.notice(check_weights([c.weight for c in done], [c.measured.norms for c in done]))
             manifest = Manifest(
                 request=writer.request,
                 sources=writer.sources(sources),
-                probes=run.probes(done),
+                probes=work.probes(done),
                 checkpoints=done,
                 execution=Execution(str(task.device), torch.get_num_threads(), inputs.data.batch_size),
                 cost=Cost(time.monotonic() - started, peak.bytes, resumed),
+                question=inputs.plan.rules.question,
                 note=note,
                 warnings=inputs.notices.messages,
             )
@@ -164,28 +171,28 @@ def _refuse_note(note: Any) -> None:
         raise StoreError(f"note must be made of JSON values: {first_line(error)}.") from error
 
 
-def _take_over(replay: Store, request: Request, writer: Writer, inputs: Inputs) -> None:
+def _take_over(repeat: Store, request: Request, writer: Writer, inputs: Inputs) -> None:
     """Settle every checkpoint as an earlier simulation of the same request did."""
-    before = replace(replay.manifest.request, fixed=request.fixed)  # which does not change what is simulated
+    before = replace(repeat.manifest.request, fixed=request.fixed)  # which does not change what is simulated
     if different := difference(before, request, inputs.seen):
-        raise StoreError(f"{replay.path} cannot be replayed: {different}.")
+        raise StoreError(f"{repeat.path} cannot be repeated: {different}.")
     compare_training_data(before, request).warn()
-    for index, checkpoint in enumerate(replay.checkpoints):
+    for index, checkpoint in enumerate(repeat.checkpoints):
         found = writer.settled(index)
         if checkpoint.weight == 0:
             continue
-        plain = parsed(json.dumps(asdict(checkpoint)).encode(), replay.path / MANIFEST)
+        plain = parsed(json.dumps(asdict(checkpoint)).encode(), repeat.path / MANIFEST)
         check_choices(checkpoint, index, before, replace(plain, field=f"checkpoints[{index}]"))
         if found is None:
-            writer.settle(index, replace(checkpoint, base=None, imprints=(), midpoints=(), basis=None))
+            writer.settle(index, replace(checkpoint, base=None, imprints=(), midpoints=(), basis=None, noise=None))
         elif found.choices != checkpoint.choices:
             raise StoreError(
-                f"{writer.path} holds an unfinished simulation that chose other steps than {replay.path}: give another "
+                f"{writer.path} holds an unfinished simulation that chose other steps than {repeat.path}: give another "
                 "folder."
             )
 
 
-class _Run:
+class _Work:
     """A simulation under way: every checkpoint, every chunk of sources."""
 
     def __init__(self, inputs: Inputs, memory: int | str | None, writer: Writer, bar: Progress) -> None:
@@ -215,11 +222,12 @@ class _Run:
         return replace(
             Checkpoint.planned(settings),
             decided=engine.choices,
-            measured=_summarise(engine, shards),
+            measured=_summarise(engine, shards, self.inputs.notices.add),
             base=shards[0].base,
             imprints=tuple(shard.imprints for shard in shards),
             midpoints=tuple(shard.midpoints for shard in shards if shard.midpoints is not None),
             basis=basis,
+            noise=shards[0].noise,
         )
 
     def _shards(self, engine: Engine, files: CheckpointFiles, state: Parameters, fit: int) -> "Iterator[_Shard]":
@@ -244,28 +252,32 @@ class _Run:
         for first in range(0, len(sources), fit):
             if path := self.writer.snapshot(place.files.folder):
                 snapshots.append(Snapshot(path, place.rows[0] + first))
-            hooks = Hooks(self.bar.advance, self.bar.skip, snapshots[-1] if snapshots else None)
+            begins = place.number == 0 and first == 0
+            hooks = Hooks(self.bar.advance, self.bar.skip, snapshots[-1] if snapshots else None, begins)
             chunks.append(engine.simulate(engine.descent.with_sources(sources.rows(first, first + fit)), hooks))
         return engines.join(chunks), snapshots
 
     def _write(self, place: "_Place", state: Parameters, chunk: Chunk, norms: list[float]) -> "_Shard":
         """Write the imprints of a file. They come last: where they are, all of it is."""
-        base, midpoints = None, None
+        base = midpoints = noise = None
         if place.number == 0:
             base = place.files.write("base", self.inputs.without_fixed({**state, **chunk.base}))
+            noise = place.files.write("noise", self._cast(chunk.noise)) if chunk.noise is not None else None
         if chunk.midpoints is not None:
             midpoints = place.files.write(place.name("midpoints"), self._cast(chunk.midpoints), place.rows)
-        # six digits: the last ones depend on where tensors lie in memory, and a resumed store is the same to the bit
-        (drift,) = six_digits([chunk.drift])
-        figures = ShardFigures(drift, *(tuple(six_digits(values)) for values in (norms, chunk.linearity, chunk.whole)))
+        figures = _round_figures(chunk, norms)
         tensors = self._cast(chunk.imprints, chunk.exact)
         imprints = place.files.write(place.name("imprints"), tensors, place.rows, asdict(figures))
-        return _Shard(imprints, figures, base, midpoints)
+        return _Shard(imprints, figures, base, midpoints, noise)
 
     def _find(self, engine: Engine, place: "_Place", state: Parameters) -> "_Shard | None":
         """Find what an earlier run has left of a file of imprints, if it finished it."""
         count, keeps_pair = place.rows[1] - place.rows[0], self.inputs.plan.keep_pair
-        base = midpoints = None
+        base = midpoints = noise = None
+        noise_rows = engine.choices.noise_rows if place.number == 0 else 0
+        if noise_rows:
+            stack = layout(engine.descent.start, noise_rows, engine.work.stored)
+            noise = place.files.find("noise", None, stack, Value.mapping)
         if place.number == 0:
             whole = layout(self.inputs.without_fixed({**state, **engine.descent.start}))
             base = place.files.find("base", None, whole, Value.mapping)
@@ -277,7 +289,9 @@ class _Run:
         )
         if imprints is None or (place.number == 0) != bool(base) or keeps_pair != bool(midpoints):
             return None
-        return _Shard(*imprints, base[0] if base else None, midpoints[0] if midpoints else None)
+        if bool(noise_rows) != bool(noise):
+            return None
+        return _Shard(*imprints, *(found[0] if found else None for found in (base, midpoints, noise)))
 
     def _reach(self, units: int, *, fresh: bool) -> None:
         """Bring the progress to where so much more work is behind."""
@@ -305,6 +319,7 @@ def _measure_norms(engine: Engine, sources: Sources, chunk: Chunk) -> list[float
     for identity, norm in zip(sources.ids, norms, strict=True):
         if not math.isfinite(norm):
             raise SimulationError(f"the imprint of source {identity!r} by the {engine.name} engine is not finite.")
+    _refuse_noise(engine, chunk)
     expected = engine.layout(len(sources))
     if expected is not None and layout(chunk.imprints, dtype=engine.work.stored) != expected:
         raise SimulationError(
@@ -314,19 +329,51 @@ def _measure_norms(engine: Engine, sources: Sources, chunk: Chunk) -> list[float
     return norms
 
 
-def _summarise(engine: Engine, shards: "list[_Shard]") -> Measured:
+def _round_figures(chunk: Chunk, norms: list[float]) -> ShardFigures:
+    """Return the figures of some sources as their file has them.
+
+    Six digits: the last ones depend on where tensors lie in memory, and a resumed store is the same to the bit.
+    """
+
+    def one(value: float | None) -> float | None:
+        return None if value is None else six_digits([value])[0]
+
+    return ShardFigures(
+        drift=six_digits([chunk.drift])[0],
+        norms=tuple(six_digits(norms)),
+        linearity=tuple(six_digits(chunk.linearity)),
+        whole=tuple(six_digits(chunk.whole)),
+        effects=tuple(six_digits(chunk.effects)),
+        noise_effect=one(chunk.noise_effect),
+        deviation=one(chunk.deviation),
+    )
+
+
+def _refuse_noise(engine: Engine, chunk: Chunk) -> None:
+    """Refuse rows of perturbed starts that are no numbers, or not those that were decided."""
+    if chunk.noise is None:
+        return
+    if not bool(row_norms(chunk.noise).isfinite().all()):
+        raise SimulationError(f"a run of the {engine.name} engine with a slightly perturbed start is not finite.")
+    wanted = layout(engine.descent.start, engine.choices.noise_rows, engine.work.stored)
+    if layout(chunk.noise, dtype=engine.work.stored) != wanted:
+        raise SimulationError(f"the {engine.name} engine decided on {engine.choices.noise_rows} rows of noise.")
+
+
+def _summarise(engine: Engine, shards: "list[_Shard]", notice: Callable[[str], None]) -> Measured:
     """Add what was measured on the imprints to what was measured before."""
     norms, linearity, whole = (
         [value for shard in shards for value in getattr(shard.figures, name)]
         for name in ("norms", "linearity", "whole")
     )
-    return replace(
+    measured = replace(
         engine.measured,
         drift=shards[0].figures.drift,
         norms=Spread.of(norms),
         linearity=Spread.of(linearity) if linearity else None,
         lost=engine.measure_share_lost(norms, whole),
     )
+    return engine.conclude(measured, [shard.figures for shard in shards], notice)
 
 
 @dataclass(frozen=True)
@@ -349,3 +396,4 @@ class _Shard:
     figures: ShardFigures
     base: File | None
     midpoints: File | None
+    noise: File | None

@@ -1,6 +1,6 @@
 """Checks what an earlier run has decided about a checkpoint, before a simulation takes it over.
 
-The choices come from the journal of an unfinished simulation, or from the manifest of a store that is replayed. Both
+The choices come from the journal of an unfinished simulation, or from the manifest of a store that is repeated. Both
 are files that anybody may have written: what a simulation cannot have chosen is refused.
 """
 

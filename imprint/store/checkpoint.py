@@ -57,6 +57,7 @@ class Decided:
     epsilon: by how much a source was up- and down-weighted, where it was.
     directions: how many directions of the curvature the imprints rest on, where they do.
     layers: the linear layers whose parts are kept as products, in factored imprints (see `imprint.tensors.rows`).
+    noise_rows: how many runs with a perturbed start are kept beside the imprints.
     """
 
     lr: NotNegative
@@ -66,6 +67,7 @@ class Decided:
     epsilon: Positive | None = None
     directions: Count | None = None
     layers: tuple[str, ...] = ()
+    noise_rows: int = 0
 
 
 @dataclass(frozen=True)
@@ -82,6 +84,9 @@ class Measured:
     drift: how far the unperturbed path leads, relative to the parameters.
     norms, linearity: of the imprints, and how far the two sides of each are from mirroring each other.
     lost: the share of squared length that a projection lost.
+    chaos, deviation: of removals: how far a perturbed start moves F, and how far the unperturbed replay ends from the
+        recorded end, each as a share of the root mean square effect of a removal on training examples.
+    start_lost: the share of a removal's effect that is lost where a replay begins after the first step.
     """
 
     curvature: tuple[float, float] | None = None
@@ -97,6 +102,9 @@ class Measured:
     norms: Spread | None = None
     linearity: Spread | None = None
     lost: float | None = None
+    chaos: NotNegative | None = None
+    deviation: NotNegative | None = None
+    start_lost: NotNegative | None = None
 
 
 @dataclass(frozen=True)
@@ -104,6 +112,7 @@ class Checkpoint:
     """One checkpoint: its settings, what was decided and measured, and its files. One of weight 0 has settings alone.
 
     basis: directions that imprints are combinations of, where they are kept factored or projected.
+    noise: rows of runs whose start was perturbed, as many as were decided.
     """
 
     weight: NotNegative
@@ -115,6 +124,7 @@ class Checkpoint:
     imprints: tuple[File, ...] = ()
     midpoints: tuple[File, ...] = ()
     basis: File | None = None
+    noise: File | None = None
 
     @classmethod
     def planned(cls, settings: Settings) -> "Checkpoint":
@@ -129,22 +139,29 @@ class Checkpoint:
 
     def files(self) -> tuple[File, ...]:
         """All files of the checkpoint."""
-        return (*(file for file in (self.base, self.basis) if file is not None), *self.imprints, *self.midpoints)
+        shared = (file for file in (self.base, self.basis, self.noise) if file is not None)
+        return (*shared, *self.imprints, *self.midpoints)
 
 
 @dataclass(frozen=True)
 class ShardFigures:
-    """What the file of some sources says about their imprints: one number for each source, or none."""
+    """What the file of some sources says about their imprints: one number for each source, or none.
+
+    noise_effect, deviation: as in a `Chunk`, with the first sources.
+    """
 
     drift: float
     norms: tuple[float, ...]
     linearity: tuple[float, ...]
     whole: tuple[float, ...]
+    effects: tuple[NotNegative, ...] = ()
+    noise_effect: NotNegative | None = None
+    deviation: NotNegative | None = None
 
 
 def read_figures(about: Value, count: int) -> ShardFigures:
     """Read the figures of a file of so many sources."""
     found = read(ShardFigures, about)
-    if len(found.norms) != count or {len(found.linearity), len(found.whole)} - {0, count}:
+    if len(found.norms) != count or {len(found.linearity), len(found.whole), len(found.effects)} - {0, count}:
         about.fail(f"its figures must be of {count} sources")
     return found

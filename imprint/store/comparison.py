@@ -34,6 +34,10 @@ def difference(before: Request, now: Request, evaluate: Evaluate) -> str | None:
         return f"there were {len(before.states)} checkpoints, are {len(now.states)}"
     if (index := _find_changed(before.states, now.states)) is not None:
         return f"the weights of checkpoint {index} changed"
+    if different := _compare_fields("the buffer", before.buffers, now.buffers):
+        return different
+    if before.recording != now.recording:
+        return "the recorded run is another"
     if before.fixed != now.fixed:
         return "the frozen parameters that the model shares with all checkpoints changed"
     if (index := _find_changed(before.moments, now.moments)) is not None:

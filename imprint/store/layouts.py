@@ -51,17 +51,22 @@ def coefficients_dtype(stored: torch.dtype) -> torch.dtype:
 
 def base_layout(manifest: Manifest) -> Layout:
     """Return what the base of a checkpoint must hold; buffers may come with it."""
-    return {name: (about.shape, _NAMES[about.torch_dtype]) for name, about in manifest.parameters.items()}
+    return {name: (about.shape, _NAMES[about.torch_dtype]) for name, about in manifest.request.displaced.items()}
 
 
 def _stacked_layout(manifest: Manifest, rows: int) -> Layout:
     dtype = _NAMES[DTYPES[manifest.dtype]]
-    return {name: ((rows, *about.shape), dtype) for name, about in manifest.parameters.items()}
+    return {name: ((rows, *about.shape), dtype) for name, about in manifest.request.displaced.items()}
 
 
 def basis_layout(manifest: Manifest, checkpoint: int) -> Layout:
     """Return what the basis of a checkpoint must hold."""
     return _stacked_layout(manifest, manifest.checkpoints[checkpoint].choices.directions or 0)
+
+
+def noise_layout(manifest: Manifest, checkpoint: int) -> Layout:
+    """Return what the file of runs with a perturbed start must hold."""
+    return _stacked_layout(manifest, manifest.checkpoints[checkpoint].choices.noise_rows)
 
 
 def imprints_layout(manifest: Manifest, checkpoint: int, rows: int) -> Layout:

@@ -18,7 +18,7 @@ from typing import Annotated, Any
 import torch
 
 from imprint.errors import PlanError, StoreError
-from imprint.plan import Plan
+from imprint.plan import Plan, Question
 from imprint.store.checkpoint import Checkpoint, File
 from imprint.store.probing import ProbeValues
 from imprint.store.records import Count, NotNegative, read
@@ -26,7 +26,7 @@ from imprint.store.request import ParameterSpec, Request, check_values
 from imprint.store.values import Value, read_json, sealed, shown
 from imprint.tensors.rows import parameters_of
 
-SCHEMA = 7
+SCHEMA = 8
 MANIFEST = "manifest.json"
 JOURNAL = "unfinished.json"  # in its place while the simulation runs
 SOURCES = "sources.json"
@@ -92,6 +92,7 @@ def versions() -> dict[str, str]:
 class Manifest:
     """Everything about a store but its tensors.
 
+    question: what scores read from the store answer.
     note: whatever the caller wanted to keep, as JSON.
     warnings: what a reader must know before believing the imprints; repeated with every result.
     """
@@ -102,6 +103,7 @@ class Manifest:
     checkpoints: tuple[Checkpoint, ...]
     execution: Execution
     cost: Cost
+    question: Question = "expected"
     note: Any = None
     warnings: tuple[str, ...] = ()
     versions: dict[str, str] = field(default_factory=versions)
@@ -176,7 +178,28 @@ def _unseal(value: Value) -> Value:
 
 
 _FIRST = 7  # the schema of version 0.1
-_UPGRADES: dict[int, Callable[[Value], dict[str, Any]]] = {}
+
+
+def _add_removals(value: Value) -> dict[str, Any]:
+    """Return a manifest of schema 7, which knew no recorded runs, as schema 8 has it."""
+    content = value.record("request", "checkpoints", *(set(value.mapping()) - {"request", "checkpoints"}))
+    checkpoints = []
+    for checkpoint in content["checkpoints"].items():
+        parts = checkpoint.mapping()
+        for name, added in (("decided", {"noise_rows": 0}), ("measured", _UNMEASURED)):
+            if name in parts and parts[name].content is not None:
+                parts[name] = Value({**added, **_plain(parts[name])}, value.file)
+        checkpoints.append({"noise": None, **{name: part.content for name, part in parts.items()}})
+    request = {"buffers": {}, "recording": None, **_plain(content["request"])}
+    return {"question": "expected", **value.content, "request": request, "checkpoints": checkpoints}
+
+
+def _plain(value: Value) -> dict[str, Any]:
+    return {name: item.content for name, item in value.mapping().items()}
+
+
+_UNMEASURED = {"chaos": None, "deviation": None, "start_lost": None}
+_UPGRADES: dict[int, Callable[[Value], dict[str, Any]]] = {7: _add_removals}
 """For each earlier schema a function that returns the content of a manifest as the next schema has it."""
 
 
@@ -185,6 +208,8 @@ def _check_whole(manifest: Manifest, values: dict[str, Value]) -> None:
     checkpoints, request = values["checkpoints"], manifest.request
     if "torch" not in manifest.versions:
         values["versions"].fail("versions.torch is missing")
+    if manifest.question != request.plan.rules.question:
+        values["question"].refuse(f"{request.plan.rules.question!r}, which the engine of the plan answers")
     if len(request.states) != len(manifest.checkpoints):
         checkpoints.fail("checkpoints and request.states are not equally many")
     if not 0 < sum(checkpoint.weight for checkpoint in manifest.checkpoints) < math.inf:
@@ -251,7 +276,9 @@ def _check_files(checkpoint: Checkpoint, plan: Plan, value: Value) -> None:
     for name, want in wanted.items():
         if bool(getattr(checkpoint, name)) != want:
             value.fail(f"{value.field}.{name} {'is missing' if want else 'has no place in this plan'}")
-    for name in ("base", "basis"):
+    if bool(checkpoint.noise) != bool(checkpoint.decided and checkpoint.decided.noise_rows):
+        value.fail(f"{value.field}.noise and {value.field}.decided.noise_rows belong together")
+    for name in ("base", "basis", "noise"):
         if (file := getattr(checkpoint, name)) is not None and file.rows is not None:
             value.fail(f"{value.field}.{name}.rows must be null: a {name} holds no sources")
     layers = checkpoint.decided.layers if checkpoint.decided else ()

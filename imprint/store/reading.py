@@ -12,10 +12,11 @@ from pathlib import Path
 import torch
 
 from imprint.errors import StoreError
+from imprint.plan import Question
 from imprint.store.checkpoint import Checkpoint, File
 from imprint.store.compatibility import Compatibility
 from imprint.store.files import sha256
-from imprint.store.layouts import base_layout, basis_layout, imprints_layout
+from imprint.store.layouts import base_layout, basis_layout, imprints_layout, noise_layout
 from imprint.store.manifest import JOURNAL, MANIFEST, Manifest
 from imprint.store.opening import Files
 from imprint.store.values import read_json
@@ -71,6 +72,16 @@ class Store:
         return self.manifest.checkpoints
 
     @property
+    def question(self) -> Question:
+        """What scores read from the store answer."""
+        return self.manifest.question
+
+    @property
+    def removes(self) -> bool:
+        """Whether imprints are finite removals, N(θ − θ₋b)."""
+        return self.manifest.plan.rules.removes
+
+    @property
     def warnings(self) -> tuple[str, ...]:
         """What to know before believing the imprints."""
         return self.manifest.warnings
@@ -103,12 +114,20 @@ class Store:
         """Load u_b of the sources from `start` up to `stop`, in the precision of the parameters."""
         if self.checkpoints[checkpoint].basis is not None:
             rows = self.factored(checkpoint, start, stop, self.basis(checkpoint, device), device)
-            return rows.multiplied_out({name: torch.empty(0) for name in self.manifest.parameters})
+            return rows.multiplied_out({name: torch.empty(0) for name in self._dtypes})
         return self._load_rows(checkpoint, self.checkpoints[checkpoint].imprints, start, stop, device, self._dtypes)
 
     def midpoints(self, checkpoint: int, start: int, stop: int, device: torch.device) -> Parameters:
         """Load (θ⁺ + θ⁻)/2 − base of the sources from `start` up to `stop`."""
         return self._load_rows(checkpoint, self.checkpoints[checkpoint].midpoints, start, stop, device, self._dtypes)
+
+    def noise(self, checkpoint: int, device: torch.device) -> Parameters | None:
+        """Load N(θ − θ') of the runs whose start was perturbed, stacked; None where there are none."""
+        file = self.checkpoints[checkpoint].noise
+        if file is None:
+            return None
+        with self._files.open(file, noise_layout(self.manifest, checkpoint)) as tensors:
+            return {name: tensors.get_tensor(name).to(device, dtype) for name, dtype in self._dtypes.items()}
 
     def basis(self, checkpoint: int, device: torch.device) -> Parameters:
         """Load the directions that factored imprints are combinations of, stacked."""
@@ -131,7 +150,7 @@ class Store:
         """
         about = self.checkpoints[checkpoint]
         rows = (file for files in (about.imprints, about.midpoints) for file in _find_overlapping(files, start, stop))
-        for file in (*(f for f in (about.base, about.basis) if f is not None), *rows):
+        for file in (*(f for f in (about.base, about.basis, about.noise) if f is not None), *rows):
             self._files.check_again(file)
 
     def verify(self) -> None:
@@ -144,6 +163,8 @@ class Store:
                 self._files.check_layout(checkpoint.base, base_layout(self.manifest))
             if checkpoint.basis is not None:
                 self._files.check_layout(checkpoint.basis, basis_layout(self.manifest, index))
+            if checkpoint.noise is not None:
+                self._files.check_layout(checkpoint.noise, noise_layout(self.manifest, index))
             for file in (*checkpoint.imprints, *checkpoint.midpoints):
                 first, last = file.rows or (0, 0)
                 self._files.check_layout(file, imprints_layout(self.manifest, index, last - first))
@@ -170,7 +191,7 @@ class Store:
 
     @property
     def _dtypes(self) -> dict[str, torch.dtype]:
-        return {name: about.torch_dtype for name, about in self.manifest.parameters.items()}
+        return {name: about.torch_dtype for name, about in self.manifest.request.displaced.items()}
 
     def _load_rows(
         self,

@@ -1,10 +1,10 @@
 """The request of a store: everything its imprints depend on, as far as it can be known.
 
-A store is resumed, reused and replayed for the same request only; `imprint.store.comparison` names the difference.
+A store is resumed, reused and repeated for the same request only; `imprint.store.comparison` names the difference.
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Annotated, Any
 
 import torch
@@ -102,6 +102,9 @@ class Request:
     states, moments: hashes of the checkpoints, and of the second moments recorded with them.
     modules: the plain settings of the model's modules.
     regulariser: its values at and around the first checkpoint.
+    buffers: the floating-point buffers that a recorded run changed, such as running statistics: rows of imprints have
+        them beside the parameters.
+    recording: identifies the recorded run that was repeated.
     """
 
     n: Count
@@ -116,6 +119,13 @@ class Request:
     probes: Probed
     modules: dict[str, dict[str, Any]]
     regulariser: tuple[float, ...]
+    buffers: dict[str, ParameterSpec] = field(default_factory=dict)
+    recording: Checksum | None = None
+
+    @property
+    def displaced(self) -> dict[str, ParameterSpec]:
+        """Everything that imprints displace: the selected parameters, and buffers."""
+        return {**self.parameters, **self.buffers}
 
     @classmethod
     def from_json(cls, value: Value) -> "Request":
@@ -124,6 +134,10 @@ class Request:
             values["parameters"].refuse("at least one parameter")
         if both := request.fixed.keys() & request.parameters.keys():
             values["fixed"].fail(f"fixed has {min(both)!r}, which has imprints")
+        if both := request.buffers.keys() & {*request.parameters, *request.fixed}:
+            values["buffers"].fail(f"buffers has {min(both)!r}, which is a parameter")
+        if (request.plan.rules.question == "this_run") != (request.recording is not None):
+            values["recording"].refuse("there for engines that repeat a recorded run, and for no others")
         if len(request.moments) != len(request.states):
             values["moments"].refuse("one for each checkpoint")
         for module in values["modules"].mapping().values():

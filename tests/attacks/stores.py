@@ -76,7 +76,7 @@ READ = (*CALLS, *SHOWING)
 JSON = (command("inspect", "gift", "--json"), command("attribute", "gift", *TASK, "--json"))
 WRITE = ("simulate gift", command("simulate", "model.py:task", "--out", "gift", "--no-check"))
 EXPLICIT = ("model.py:task", "--data", "data", "--sources", "sources", "-c", "model.py:checkpoints")
-REPLAY = (command("simulate", *EXPLICIT, "--from", "gift", "--out", "again", "--no-check"),)
+REPEAT = (command("simulate", *EXPLICIT, "--repeat", "gift", "--out", "again", "--no-check"),)
 
 
 @dataclass

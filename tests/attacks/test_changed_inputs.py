@@ -140,10 +140,10 @@ def test_one_changed_label_is_found_in_every_form_of_data(form: str, tmp_path: P
 
 @pytest.mark.long
 @pytest.mark.parametrize("change", ["one label", "two rows swapped", "the sign of one value"])
-def test_a_replay_on_changed_data_is_refused(change: str, tmp_path: Path) -> None:
+def test_a_repeat_on_changed_data_is_refused(change: str, tmp_path: Path) -> None:
     store = simulated(rows(), tmp_path / "store")
     with pytest.raises(ImprintError):
-        simulated(CHANGES[change](rows()), tmp_path / "again", replay=store)
+        simulated(CHANGES[change](rows()), tmp_path / "again", repeat=store)
 
 
 @pytest.mark.long

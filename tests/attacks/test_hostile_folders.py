@@ -16,7 +16,7 @@ import pytest
 
 from tests.attacks.journals import journal, listed
 from tests.attacks.judging import attacked
-from tests.attacks.stores import READ, REPLAY, TASK, WRITE, Attack, Bases, Scene, command, entries
+from tests.attacks.stores import READ, REPEAT, TASK, WRITE, Attack, Bases, Scene, command, entries
 
 pytestmark = pytest.mark.long
 
@@ -164,7 +164,7 @@ def gift(make: Make) -> Attack:
         shutil.rmtree(scene.gift)
         make(scene, scene.gift)
 
-    return Attack(change, (*READ, command("attribute", "gift", *TASK), *REPLAY))
+    return Attack(change, (*READ, command("attribute", "gift", *TASK), *REPEAT))
 
 
 STORES = {
@@ -289,8 +289,8 @@ RESULTS = {
             ("a folder", FOLDER),
         )
     },
-    "a replay into a link": Attack(
-        lambda scene: (scene.folder / "again").symlink_to(scene.outside / "folder"), REPLAY),
+    "a repeat into a link": Attack(
+        lambda scene: (scene.folder / "again").symlink_to(scene.outside / "folder"), REPEAT),
 }  # fmt: skip
 
 

@@ -99,7 +99,7 @@ PLACES: dict[str, Callable[[str], Callable[[Scene], None]]] = {
     "an unknown field": put(key=True, value=lambda text: 1),
     "the schema": put("schema"),
 }
-NOTED = (command("attribute", "gift"), command("simulate", "--from", "gift", "--out", "again", "--no-check"))
+NOTED = (command("attribute", "gift"), command("simulate", "--repeat", "gift", "--out", "again", "--no-check"))
 SHOWN = ("attribute gift", command("verify", "gift"), *SHOWING, *NOTED)
 MANIFESTS = {
     f"{place}: {name}": Attack(change(SEQUENCES[name]), SHOWN, forged=True)

@@ -19,13 +19,13 @@ pytestmark = pytest.mark.long
 
 ALONE = (
     command("attribute", "gift"),
-    command("simulate", "--from", "gift", "--out", "again", "--no-check"),
+    command("simulate", "--repeat", "gift", "--out", "again", "--no-check"),
 )
 PARTLY = (
     command("attribute", "gift", *TASK),
     command("attribute", "gift", "--queries", "model.py:queries"),
-    command("simulate", "model.py:task", "--from", "gift", "--out", "again", "--no-check"),
-    command("simulate", "--from", "gift/manifest.json", "--out", "other", "--no-check"),
+    command("simulate", "model.py:task", "--repeat", "gift", "--out", "again", "--no-check"),
+    command("simulate", "--repeat", "gift/manifest.json", "--out", "other", "--no-check"),
 )
 EXPORTED = (command("export", "gift", "--out", "adapters"), command("export", "gift", *TASK, "--out", "adapters"))
 OURS = {"task": "model.py:task", "data": "data", "sources": "sources", "queries": "queries"}

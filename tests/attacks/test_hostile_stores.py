@@ -29,7 +29,7 @@ FIELDS: dict[tuple[Any, ...], tuple[Any, ...]] = {
     ("request", "n"): (0, -12, 2**63, "12", None, 1e300, True),
     ("request", "dtype"): ("int8", "torch.float32", "complex64", "float64", None),
     ("request", "plan"): ([], None, {"engine": "tangent"}, {"steps": {"__class__": "os"}}),
-    ("request", "plan", "engine"): ("replay", "__import__", "", 5),
+    ("request", "plan", "engine"): ("replayed", "__import__", "", 5),
     ("request", "plan", "steps"): (0, 10**9, [2, 2, 10**18], "infinite"),
     ("request", "plan", "lr"): (-1, 1e308, "auto", [0.1, 0.1, "auto"]),
     ("request", "plan", "weight"): (0, [1e308, 0.0, 1e308], [1.0, 0.0], [-1.0, 0.0, 2.0]),

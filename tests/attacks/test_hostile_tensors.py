@@ -2,7 +2,7 @@
 
 Damage without a new checksum must change nothing or be refused; where everything was sealed again, scores may be
 others, but they are numbers, and no header makes the library crash or eat the memory. The last ones are read by a
-replay, which believes what a store says about how it was made.
+repeat, which believes what a store says about how it was made.
 """
 
 import json
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from tests.attacks.judging import attacked
-from tests.attacks.stores import READ, REPLAY, Attack, Bases, Scene, doubled, entries, set_field, shards
+from tests.attacks.stores import READ, REPEAT, Attack, Bases, Scene, doubled, entries, set_field, shards
 
 pytestmark = pytest.mark.long
 LITERAL = (*READ, "literal gift")
@@ -232,7 +232,7 @@ def test_hostile_tensors_harm_nothing(attack: Attack, bases: Bases, tmp_path: Pa
     assert not attacked(attack, bases, tmp_path)
 
 
-# --- what a factored store adds, and what a replay believes
+# --- what a factored store adds, and what a repeat believes
 
 
 def factored(*path: Any, value: Any) -> Attack:
@@ -281,27 +281,27 @@ OTHERS = {
     ),
     "one file for all": Attack(first_entry_of("imprints")),
     "the base for all": Attack(first_entry_of("base")),
-    "a billion threads": Attack(set_field(("execution", "threads"), 10**9), steps=REPLAY, forged=True),
-    "2⁶³ − 1 threads": Attack(set_field(("execution", "threads"), 2**63 - 1), steps=REPLAY, forged=True),
-    "threads as text": Attack(set_field(("execution", "threads"), "2"), steps=REPLAY, forged=True),
-    "an enormous batch": Attack(set_field(("execution", "batch_size"), 2**62), steps=REPLAY, forged=True),
-    "a batch as text": Attack(set_field(("execution", "batch_size"), "5"), steps=REPLAY, forged=True),
-    "rows at once, of a replay": Attack(
-        set_field((*CHECKPOINT, "decided", "rows_at_once"), 2**62), steps=REPLAY, forged=True
+    "a billion threads": Attack(set_field(("execution", "threads"), 10**9), steps=REPEAT, forged=True),
+    "2⁶³ − 1 threads": Attack(set_field(("execution", "threads"), 2**63 - 1), steps=REPEAT, forged=True),
+    "threads as text": Attack(set_field(("execution", "threads"), "2"), steps=REPEAT, forged=True),
+    "an enormous batch": Attack(set_field(("execution", "batch_size"), 2**62), steps=REPEAT, forged=True),
+    "a batch as text": Attack(set_field(("execution", "batch_size"), "5"), steps=REPEAT, forged=True),
+    "rows at once, of a repeat": Attack(
+        set_field((*CHECKPOINT, "decided", "rows_at_once"), 2**62), steps=REPEAT, forged=True
     ),
-    "no rows at once, of a replay": Attack(set_field((*CHECKPOINT, "decided"), {}), steps=REPLAY, forged=True),
-    "vectorised as text, of a replay": Attack(
-        set_field((*CHECKPOINT, "decided", "vectorised"), "no"), steps=REPLAY, forged=True
+    "no rows at once, of a repeat": Attack(set_field((*CHECKPOINT, "decided"), {}), steps=REPEAT, forged=True),
+    "vectorised as text, of a repeat": Attack(
+        set_field((*CHECKPOINT, "decided", "vectorised"), "no"), steps=REPEAT, forged=True
     ),
-    "an enormous curvature, of a replay": Attack(
-        set_field((*CHECKPOINT, "measured", "curvature"), [-1e308, 1e308]), steps=REPLAY, forged=True
+    "an enormous curvature, of a repeat": Attack(
+        set_field((*CHECKPOINT, "measured", "curvature"), [-1e308, 1e308]), steps=REPEAT, forged=True
     ),
-    "an enormous lr, of a replay": Attack(set_field((*CHECKPOINT, "decided", "lr"), 1e308), steps=REPLAY, forged=True),
+    "an enormous lr, of a repeat": Attack(set_field((*CHECKPOINT, "decided", "lr"), 1e308), steps=REPEAT, forged=True),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("attack", OTHERS.values(), ids=OTHERS.keys())
-def test_a_hostile_store_that_is_factored_or_replayed_harms_nothing(
+def test_a_hostile_store_that_is_factored_or_repeated_harms_nothing(
     attack: Attack, bases: Bases, tmp_path: Path
 ) -> None:
     assert not attacked(attack, bases, tmp_path)

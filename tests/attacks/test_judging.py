@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from tests.attacks.judging import attacked
-from tests.attacks.stores import JSON, READ, REPLAY, WRITE, Attack, Bases, Scene, command
+from tests.attacks.stores import JSON, READ, REPEAT, WRITE, Attack, Bases, Scene, command
 
 pytestmark = pytest.mark.long
 
@@ -16,7 +16,7 @@ def nothing(scene: Scene) -> None:
 
 @pytest.mark.parametrize("base", ["dense", "factored"])
 def test_an_untouched_store_passes_and_every_call_succeeds(base: str, bases: Bases, tmp_path: Path) -> None:
-    steps = (*READ, *JSON, *(("literal gift",) if base == "dense" else ()), *WRITE, *REPLAY)
+    steps = (*READ, *JSON, *(("literal gift",) if base == "dense" else ()), *WRITE, *REPEAT)
     assert attacked(Attack(nothing, steps, base=base), bases, tmp_path) == []
     for step in steps:
         found = bases.untouched(base, step)

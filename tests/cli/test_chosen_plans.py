@@ -36,7 +36,7 @@ def test_auto_goes_over_the_plan_of_a_file_or_a_store(command: Command, here: Pa
     from_store = (
         "simulate",
         "model.py:task",
-        "--from",
+        "--repeat",
         "runs/news",
         "--no-check",
         "-p",

@@ -19,7 +19,7 @@ def test_a_store_made_by_python_asks_for_the_task(command: Command, here: Path, 
     simulate(model.task, model.data, model.sources, model.plan, out=tmp_path / "store", progress=False)
     for arguments in (
         ("attribute", tmp_path / "store"),
-        ("simulate", "--from", tmp_path / "store", "-o", tmp_path / "b"),
+        ("simulate", "--repeat", tmp_path / "store", "-o", tmp_path / "b"),
     ):
         refused = command(*arguments)
         flag = "--task " if arguments[0] == "attribute" else ""
@@ -30,7 +30,7 @@ def test_a_store_made_by_python_asks_for_the_task(command: Command, here: Path, 
 
 ERRORS = {
     "a store that is not there": ("inspect nowhere", "there is no folder nowhere"),
-    "a manifest that is not there": ("simulate model.py:task --from nowhere -o x", "there is no folder nowhere"),
+    "a manifest that is not there": ("simulate model.py:task --repeat nowhere -o x", "there is no folder nowhere"),
     "no task": ("check", "no task is named"),
     "no folder": ("simulate model.py:task", "--out runs/NAME"),
     "no colon": ("check model.py", "'model.py' is neither an import string"),

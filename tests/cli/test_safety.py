@@ -42,7 +42,7 @@ def test_nothing_that_a_store_names_is_loaded(kind: str, tmp_path: Path, monkeyp
     lines = {
         "attribute": ["attribute", "gift"],
         "export": ["export", "gift", "-o", "exported"],
-        "simulate": ["simulate", "--from", "gift", "-o", "again", "--no-check"],
+        "simulate": ["simulate", "--repeat", "gift", "-o", "again", "--no-check"],
     }
     wants = {"attribute": {"task", "queries", "collate_fn"}, "export": {"task", "queries"}}
     for name, words in lines.items():
@@ -64,7 +64,7 @@ def test_the_command_to_copy_is_complete_and_works(tmp_path: Path, monkeypatch: 
     assert run.invoke(app, ["simulate", *given]).exit_code == 0
     for words in (
         ["attribute", "runs/a b", "--top", "2", "--json"],
-        ["simulate", "--from", "runs/a b", "--no-check", "-o", "again"],
+        ["simulate", "--repeat", "runs/a b", "--no-check", "-o", "again"],
     ):
         refused = run.invoke(app, words)
         assert refused.exit_code == 1
@@ -94,7 +94,7 @@ def test_a_manifest_cannot_ask_for_a_billion_threads(tmp_path: Path, monkeypatch
     for threads, expected in ((10**9, []), (2, [2])):
         asked.clear()
         forge(tmp_path / "a", lambda values, threads=threads: values["execution"].update(threads=threads))  # type: ignore[misc]
-        again = ["simulate", "model.py:task", "--from", "a", "-o", f"again{threads}", "--no-check"]
+        again = ["simulate", "model.py:task", "--repeat", "a", "-o", f"again{threads}", "--no-check"]
         assert CliRunner().invoke(app, again).exit_code == 0
         assert asked == expected
 

@@ -147,5 +147,5 @@ def test_a_ready_made_setting_is_checked_simulated_and_attributed_by_its_name(co
     assert "using the task that the store was made with: digits" in found.err
     again = command("simulate", "digits", *small, "--out", "runs/digits")
     assert again.code == 0 and "only checking that it matches" in again.err  # its model is the same every time
-    assert command("simulate", "--from", "runs/digits", "--no-check", "--out", "runs/again").code == 0
+    assert command("simulate", "--repeat", "runs/digits", "--no-check", "--out", "runs/again").code == 0
     assert imprints("runs/again") == imprints("runs/digits")

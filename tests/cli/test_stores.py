@@ -38,7 +38,7 @@ def test_a_note_may_say_anything(note: Any, command: Command, empty: Path) -> No
     shown = command("inspect", "store")
     assert shown.code == 0 and "took" in shown.out and "estimated" not in shown.out
     assert command("attribute", "store", "--task", "model.py:task").code == 0
-    assert command("simulate", "model.py:task", "--from", "store", "-o", "again", "--no-check").code == 0
+    assert command("simulate", "model.py:task", "--repeat", "store", "-o", "again", "--no-check").code == 0
     assert imprints("again") == imprints("store")
 
 

@@ -159,7 +159,7 @@ def test_a_run_that_dies_again_and_again_ends_in_the_same_store(
     assert [c.measured.moments for c in whole.checkpoints] == ["recorded", "estimated"]
     die_until_done(lambda progress: two_checkpoints(tmp_path / "broken", plan, progress=progress), 60)
     assert contents(tmp_path / "broken") == expected
-    again = two_checkpoints(tmp_path / "again", plan, replay=whole)
+    again = two_checkpoints(tmp_path / "again", plan, repeat=whole)
     assert contents(again.path) == expected
 
 
@@ -172,8 +172,8 @@ def test_other_moments_are_noticed(tmp_path: Path) -> None:
     whole = two_checkpoints(tmp_path / "whole", plan)
     with pytest.raises(StoreError, match=f"made otherwise: {changed}"):
         two_checkpoints(tmp_path / "whole", plan, scale=1.5)
-    with pytest.raises(StoreError, match=f"cannot be replayed: {changed}"):
-        two_checkpoints(tmp_path / "again", plan, scale=1.5, replay=whole)
+    with pytest.raises(StoreError, match=f"cannot be repeated: {changed}"):
+        two_checkpoints(tmp_path / "again", plan, scale=1.5, repeat=whole)
 
 
 def test_moments_that_appear_or_vanish_are_noticed(tmp_path: Path) -> None:

@@ -266,7 +266,7 @@ def test_a_run_that_dies_again_and_again_ends_in_the_same_store(
     assert sum("imprints-" in name for name in expected) > 3
     die_until_done(lambda progress: two_checkpoints(tmp_path / "broken", plan, progress=progress), 30)
     assert contents(tmp_path / "broken") == expected
-    assert contents(two_checkpoints(tmp_path / "again", plan, replay=whole).path) == expected
+    assert contents(two_checkpoints(tmp_path / "again", plan, repeat=whole).path) == expected
 
 
 def test_directions_that_are_kept_are_counted_in_memory_and_on_disk() -> None:

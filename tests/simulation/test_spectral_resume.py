@@ -92,8 +92,8 @@ def test_a_spectral_run_goes_on_with_less_memory(
 
 
 @every_spectral_plan
-def test_a_spectral_store_is_replayed_to_the_bit(plan: Plan, made: Made, tmp_path: Path) -> None:
+def test_a_spectral_store_is_repeated_to_the_bit(plan: Plan, made: Made, tmp_path: Path) -> None:
     store = Store(made(plan))
-    again = run(tmp_path / "again", plan, replay=store, memory="1GB")
+    again = run(tmp_path / "again", plan, repeat=store, memory="1GB")
     assert again.checkpoints == store.checkpoints
     assert contents(again.path) == contents(store.path)

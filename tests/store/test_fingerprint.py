@@ -91,10 +91,10 @@ def test_a_run_is_not_resumed_with_one_label_changed(tmp_path: Path) -> None:
         run(tmp_path / "store", one_label_changed(), memory="200B")
 
 
-def test_a_store_is_not_replayed_with_one_label_changed(tmp_path: Path) -> None:
+def test_a_store_is_not_repeated_with_one_label_changed(tmp_path: Path) -> None:
     store = run(tmp_path / "store")
-    with pytest.raises(StoreError, match=r"cannot be replayed: the training data changed\.$"):
-        run(tmp_path / "again", one_label_changed(), replay=store)
+    with pytest.raises(StoreError, match=r"cannot be repeated: the training data changed\.$"):
+        run(tmp_path / "again", one_label_changed(), repeat=store)
 
 
 def test_self_influence_is_not_read_with_one_label_changed() -> None:
@@ -132,7 +132,7 @@ def test_a_sampled_hash_is_an_option_that_every_comparison_names(tmp_path: Path)
     with pytest.warns(ReliabilityWarning, match=sampled):
         run(tmp_path / "store")
     with pytest.warns(ReliabilityWarning, match=sampled):
-        run(tmp_path / "again", replay=store)
+        run(tmp_path / "again", repeat=store)
     with pytest.raises(StoreError, match=rf"the training data changed \({sampled}\)"):
         run(tmp_path / "store", one_label_changed(min(DRAWN)))
     each = run(None, sources=Sources.per_example(N), hash_data="sampled")

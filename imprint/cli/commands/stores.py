@@ -135,7 +135,7 @@ def simulate(
     manifest: Annotated[
         Path | None,
         typer.Option(
-            "--from",
+            "--repeat",
             help="Repeat the simulation that made a store, given its folder or manifest.json. The plan and precision "
             "come from the store; give the task, and anything else it names, again.",
         ),
@@ -158,13 +158,13 @@ def simulate(
 
     - `imprint simulate --config news.toml`
 
-    - `imprint simulate my_model.py:task --from runs/news --out runs/again`, to repeat a simulation bit for bit
+    - `imprint simulate my_model.py:task --repeat runs/news --out runs/again`, to repeat a simulation bit for bit
     """
     experiment = _read_experiment(context)
     recorded = None if manifest is None else imprint.Store(manifest.parent if manifest.is_file() else manifest)
-    replay = recorded if recorded is not None and not experiment.plan and experiment.dtype is None else None
+    repeat = recorded if recorded is not None and not experiment.plan and experiment.dtype is None else None
     if recorded is not None:
-        if replay is None:
+        if repeat is None:
             errors.print("plan or dtype differs from the store: this is a variation, not a repetition")
         experiment = merge_with_store(experiment, recorded, _LOADED, context)
     if experiment.out is None:
@@ -174,8 +174,8 @@ def simulate(
     with redirect_prints():
         objects = Objects(experiment)
         _ = objects.task  # which sets the number of threads
-    if replay is not None:
-        _use_threads_of(replay)
+    if repeat is not None:
+        _use_threads_of(repeat)
     note: dict[str, Any] = {"command": experiment.to_json()}
     shown: tuple[str, ...] = ()
     if checking and not Path(experiment.out).exists():
@@ -200,7 +200,7 @@ def simulate(
             objects.plan,
             out=experiment.out,
             note={NOTE: note},
-            replay=replay,
+            repeat=repeat,
             progress=advance,
             **objects.options,
         )

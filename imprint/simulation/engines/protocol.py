@@ -6,8 +6,9 @@ better: how a checkpoint is settled, what all sources share (`prepare`), what it
 what `prepare` made overrides `attempt` and `cost` too, which come before.
 """
 
+import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
@@ -15,6 +16,7 @@ import torch
 
 from imprint.errors import PlanError
 from imprint.plan import EngineRules, Plan, Settings, register_rules, unregister_rules
+from imprint.recording.records import Run
 from imprint.runtime.timing import measure_seconds
 from imprint.simulation.checkpoint_files import CheckpointFiles
 from imprint.simulation.descent import Descent
@@ -23,10 +25,11 @@ from imprint.simulation.path import Hooks
 from imprint.simulation.preflight import find_why_not_vmap, refuse_loss
 from imprint.simulation.sizing import rows_that_fit
 from imprint.sources import Sources
-from imprint.store.checkpoint import Decided, File, Measured
+from imprint.store.checkpoint import Decided, File, Measured, ShardFigures
 from imprint.store.layouts import Layout, layout
 from imprint.store.request import DTYPES
 from imprint.task import Parameters
+from imprint.tensors.vectors import six_digits
 
 _SAMPLE = 16  # sources that are simulated to measure what all of them will take
 
@@ -38,6 +41,7 @@ class Work:
     first: whether no other checkpoint comes before it.
     files: of the checkpoint, for what outlives a killed run; None where nothing is to be kept.
     advance: called with the work that is done, in the engine's unit.
+    run: the recorded training run that ends at this checkpoint; None for engines that do without.
     """
 
     index: int
@@ -48,6 +52,7 @@ class Work:
     memory: int | str | None = None
     files: CheckpointFiles | None = None
     advance: Callable[[int], None] = lambda amount: None
+    run: Run | None = None
 
 
 @dataclass(frozen=True)
@@ -61,6 +66,10 @@ class Chunk:
     midpoints: (θ⁺ + θ⁻)/2 − base, where both perturbed end points are kept.
     linearity: ‖θ⁺ + θ⁻ − 2θ⁰‖ / ‖θ⁺ − θ⁻‖ per source, where there are two trajectories; 0 is perfectly linear.
     norms: of the imprints, where they are not rows of parameters; `whole` is what they were before a projection.
+    noise: rows like imprints, of runs that differ in a perturbed start alone; with the first sources (`Hooks.first`),
+        `Decided.noise_rows` of them.
+    effects: the root mean square change of F by each removal; `noise_effect` that of the noise rows, `deviation` that
+        between the unperturbed replay and the recorded end, on the same examples.
     """
 
     base: Parameters
@@ -71,6 +80,10 @@ class Chunk:
     linearity: list[float] = field(default_factory=list)
     norms: list[float] | None = None
     whole: list[float] = field(default_factory=list)
+    noise: Parameters | None = None
+    effects: list[float] = field(default_factory=list)
+    noise_effect: float | None = None
+    deviation: float | None = None
 
 
 @dataclass(frozen=True)
@@ -167,6 +180,21 @@ class Engine(ABC):
         """Return the share of squared length that imprints lost on the way into the store, where they lose some."""
         return None
 
+    def conclude(self, measured: Measured, shards: Sequence[ShardFigures], notice: Callable[[str], None]) -> Measured:
+        """Add to what was measured what follows from all imprints, and report what makes them doubtful.
+
+        Noise and deviation of removals are relative to their root mean square effect.
+        """
+        effects = [effect for shard in shards for effect in shard.effects]
+        if not effects:
+            return measured
+        size = math.sqrt(sum(effect**2 for effect in effects) / len(effects))
+
+        def relate(effect: float | None) -> float | None:
+            return None if effect is None or size == 0 else six_digits([effect / size])[0]
+
+        return replace(measured, chaos=relate(shards[0].noise_effect), deviation=relate(shards[0].deviation))
+
     def warn(self, notice: Callable[[str], None]) -> None:  # noqa: B027
         """Report what makes the checkpoint's imprints doubtful, given what was decided and measured."""
 
@@ -256,7 +284,7 @@ def at_checkpoint(
     """Make the engine of a plan ready for one of its checkpoints."""
     descent, stored = inputs.descent(index, state), DTYPES[inputs.stored_as]
     first, settings = index == inputs.first, inputs.settings[index]
-    return get(inputs.plan)(Work(index, settings, descent, stored, first, memory, files, advance))
+    return get(inputs.plan)(Work(index, settings, descent, stored, first, memory, files, advance, inputs.run))
 
 
 def join(chunks: list[Chunk]) -> Chunk:
@@ -276,4 +304,5 @@ def join(chunks: list[Chunk]) -> Chunk:
         linearity=[value for chunk in chunks for value in chunk.linearity],
         norms=[value for each in norms for value in each] if norms else None,
         whole=[value for chunk in chunks for value in chunk.whole],
+        effects=[value for chunk in chunks for value in chunk.effects],
     )

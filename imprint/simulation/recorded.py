@@ -1,0 +1,70 @@
+"""Fits a recorded training run to a task, its data and a plan, for `imprint.simulation.inputs`."""
+
+from typing import Any, cast
+
+import torch
+
+from imprint.display import name_some
+from imprint.errors import DataError, PlanError, TaskError
+from imprint.plan import Plan, engine_for
+from imprint.recording.records import Run
+from imprint.store.request import ParameterSpec
+from imprint.task import Parameters, Task
+
+
+def open_run(run: Any) -> Run | None:
+    """Return a recorded run as replays read it."""
+    if run is None:
+        return None
+    if not hasattr(run, "optimiser_state"):
+        raise PlanError(f"run must be a recorded run, got {type(run).__name__}.")
+    return cast(Run, run)
+
+
+def choose_plan_for(plan: Plan | None, run: Run | None) -> Plan:
+    """Return the plan, by default that of the run; refuse one that does not belong to the run."""
+    if plan is None:
+        return Plan() if run is None else Plan(engine=engine_for("this_run"))
+    follows = plan.rules.question == "this_run"
+    if follows and run is None:
+        raise PlanError(
+            f"the {plan.engine} engine repeats a recorded run: record the training with imprint.RunRecorder and give "
+            "it as run=, or use another engine."
+        )
+    if run is not None and not follows:
+        raise PlanError(
+            f"the {plan.engine} engine simulates from checkpoints and does not repeat a run: give "
+            f'checkpoints=run.paths in place of run=, or leave the plan out to repeat the run (engine="'
+            f'{engine_for("this_run")}").'
+        )
+    return plan
+
+
+def check_run(run: Run, task: Task, n: int, plan: Plan) -> None:
+    """Refuse a run of other data or other parameters than the task's, and a start that lies beyond its end."""
+    if run.n != n:
+        raise DataError(f"the recorded run has {run.n} training examples, the data has {n}: give the data it was.")
+    optimised = [name for names in run.groups for name in names]
+    if lacking := sorted(set(optimised) - set(task.names)):
+        raise TaskError(
+            f"the recorded run trained {name_some(lacking)}, which the task does not select: what a removal does to "
+            "all trained parameters belongs to it. Build the task with parameters= that match them."
+        )
+    if plan.start >= len(run.steps):
+        raise PlanError(f"start is {plan.start}, and the recorded run has {len(run.steps)} steps.")
+
+
+def complete_end(run: Run, task: Task) -> Parameters:
+    """Return the recorded end as a complete state: what the run did not train comes from the task's model."""
+    return {**task.state(), **run.state(len(run.steps))}
+
+
+def find_changed_buffers(run: Run, task: Task) -> dict[str, ParameterSpec]:
+    """Return the floating-point buffers that the run changed, such as the running statistics of batch norm."""
+    before, after = run.state(0), run.state(len(run.steps))
+    buffers = (name for name, _ in task.model.named_buffers() if name in after and name in before)
+    return {
+        name: ParameterSpec(tuple(after[name].shape), str(task.model.get_buffer(name).dtype))
+        for name in buffers
+        if after[name].is_floating_point() and not torch.equal(before[name], after[name])
+    }
