@@ -1,9 +1,18 @@
 """Causal language models of transformers, and their PEFT adapters: documents, completions, tasks and tokens."""
 
 from imprint.language.aiming import aim
+from imprint.language.callback import CheckpointCallback
 from imprint.language.causal import LanguageTask, task
 from imprint.language.data import Completions, Documents
-from imprint.language.recording import Recording
 from imprint.language.tokens import TokenAttribution, token_scores
 
-__all__ = ["Completions", "Documents", "LanguageTask", "Recording", "TokenAttribution", "aim", "task", "token_scores"]
+__all__ = [
+    "CheckpointCallback",
+    "Completions",
+    "Documents",
+    "LanguageTask",
+    "TokenAttribution",
+    "aim",
+    "task",
+    "token_scores",
+]

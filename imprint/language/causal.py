@@ -13,6 +13,7 @@ from torch.nn import functional as F
 from imprint.compat import forward_hooks, has_values
 from imprint.errors import TaskError
 from imprint.language.checkpointing import checkpointing
+from imprint.language.data import read_columns
 from imprint.language.head import in_full_precision, log_likelihoods, of_targets, token_log_probs, weighted_sum
 from imprint.language.presets import Preset, adapter_names, blocks, causal, text_config, with_adapter
 from imprint.task import Batch, Parameters, Task
@@ -33,7 +34,8 @@ def task(
 ) -> "LanguageTask":
     """Make the task of a causal language model of transformers, or of one with a PEFT adapter.
 
-    Its examples are the windows of `Documents`: the loss of one is Σ_t weight_t · (−log p(token_t | tokens before)).
+    Its examples are the windows of `Documents`, or what a Trainer of transformers learns from (`input_ids`, `labels`):
+    the loss of one is Σ_t weight_t · (−log p(token_t | tokens before)), where tokens with a label have weight 1.
     Its queries are `Completions`: what is measured is the log-likelihood of the completion, in nats.
 
     tokenizer: where given, one that is not the model's is refused here and not in the middle of a simulation.
@@ -186,12 +188,7 @@ class LanguageTask(Task):
 
     def _read(self, batch: Batch) -> tuple[Tensor, Tensor]:
         """Return the columns of a batch, once they are known to fit the model."""
-        if not isinstance(batch, Mapping) or not {"input_ids", "weights"} <= set(batch):
-            raise TaskError(
-                "a language task takes the columns input_ids and weights: documents.columns of language.Documents to "
-                f"train on, completions.columns of language.Completions to ask; got {_describe_batch(batch)}."
-            )
-        ids, weights = batch["input_ids"], batch["weights"]
+        ids, weights = read_columns(batch)
         length = ids.shape[-1]
         if self._context is not None and length > self._context:
             raise TaskError(
@@ -264,7 +261,7 @@ def _counted(weights: Tensor) -> tuple[int, int]:
 
 def _weighted_loss(logits: Tensor, batch: Batch) -> Tensor:
     """Return Σ_t weight_t · (−log p(token_t)), (n,), from the logits before each token but the first."""
-    ids, weights = batch["input_ids"][:, 1:], batch["weights"][:, 1:]
+    ids, weights = (column[:, 1:] for column in read_columns(batch))
     each = F.cross_entropy(logits.flatten(0, 1), ids.flatten(), reduction="none").view_as(ids)
     return weighted_sum(each, weights)
 
@@ -373,11 +370,3 @@ def _refuse_tokenizer(model: nn.Module, tokenizer: Any) -> None:
         raise TaskError(
             f"the tokenizer has {known} tokens and the model knows {rows}: is it another model's tokenizer?"
         )
-
-
-def _describe_batch(batch: Batch) -> str:
-    return (
-        f"a mapping with {', '.join(map(str, batch)) or 'nothing'}"
-        if isinstance(batch, Mapping)
-        else f"a {type(batch).__name__}"
-    )

@@ -3,6 +3,8 @@
 Both have the columns `input_ids` (rows, length) and `weights` (rows, length), where weights[i, t] is the weight of
 predicting token t of row i from those before it. Rows are padded on the right with weight 0. A causal model does not
 look ahead, so that padding is never seen: no attention mask and no pad token are needed.
+
+Batches of a Trainer of transformers are read as well: a token whose label is not −100 has weight 1.
 """
 
 import unicodedata
@@ -12,11 +14,14 @@ from typing import Any, Literal, Protocol
 import torch
 from torch import Tensor
 
-from imprint.errors import DataError
+from imprint.compat import has_values
+from imprint.errors import DataError, TaskError
 from imprint.runtime.notices import Notices
 from imprint.sources import Sources
 
 Tokens = list[int]
+IGNORED = -100  # the label of tokens that are not learnt, in transformers
+_ALTERING = ("position_ids", "token_type_ids", "inputs_embeds", "shift_labels")  # columns that change what a model says
 _LONGEST = 1024  # tokens of a window where the tokenizer gives no context, or an enormous one
 
 
@@ -260,3 +265,43 @@ def _pad_rows(rows: list[Tokens], weights: list[list[float]]) -> dict[str, Tenso
         "input_ids": torch.tensor([row + [0] * (length - len(row)) for row in rows]),
         "weights": torch.tensor([row + [0.0] * (length - len(row)) for row in weights]),
     }
+
+
+def read_columns(batch: Any) -> tuple[Tensor, Tensor]:
+    """Return the tokens of a batch and the weight of predicting each of them, both (rows, length).
+
+    batch: columns of `Documents` or `Completions`, or what a Trainer gives its model, with `labels`.
+    """
+    columns = set(batch) if isinstance(batch, Mapping) else set()
+    if {"input_ids", "weights"} <= columns:
+        return batch["input_ids"], batch["weights"]
+    if not {"input_ids", "labels"} <= columns:
+        given = f"a mapping with {', '.join(map(str, batch)) or 'nothing'}" if isinstance(batch, Mapping) else None
+        raise TaskError(
+            "a language task takes the columns input_ids and weights: documents.columns of language.Documents to "
+            "train on, completions.columns of language.Completions to ask; or input_ids and labels, as a Trainer does; "
+            f"got {given or f'a {type(batch).__name__}'}."
+        )
+    if altering := sorted(columns.intersection(_ALTERING)):
+        raise TaskError(
+            f"a batch has the column {altering[0]}, which a language task does not pass to the model: leave it out, or "
+            "write an imprint.Task whose loss does."
+        )
+    ids, labels = batch["input_ids"], batch["labels"]
+    learnt = labels != IGNORED
+    if has_values(ids) and bool((learnt & (labels != ids)).any()):
+        raise TaskError(f"the labels of a causal language model are its tokens, or {IGNORED}; a batch has others.")
+    if "attention_mask" in columns and has_values(ids):
+        _refuse_mask(batch["attention_mask"] != 0, learnt)
+    return ids, learnt.to(torch.get_default_dtype())
+
+
+def _refuse_mask(seen: Tensor, learnt: Tensor) -> None:
+    """Refuse an attention mask that a causal model needs: other than of padding on the right, which is not learnt."""
+    if bool((seen[:, 1:] & ~seen[:, :-1]).any()):
+        raise TaskError(
+            "a batch is padded on the left, or in the middle, and a language task gives its model no attention mask: "
+            'pad on the right (tokenizer.padding_side = "right").'
+        )
+    if bool((learnt & ~seen).any()):
+        raise TaskError(f"padding is learnt: labels of tokens that the attention mask hides must be {IGNORED}.")

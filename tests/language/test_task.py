@@ -43,7 +43,7 @@ def widened(columns: dict[str, Tensor], by: int) -> dict[str, Tensor]:
 def losses(language: Task, columns: dict[str, Tensor]) -> Tensor:
     functional, theta = language.at(language.state())
     with torch.no_grad(), language.evaluating():
-        return functional.losses(theta, columns, len(columns["weights"]))
+        return functional.losses(theta, columns, len(columns["input_ids"]))
 
 
 def simulated(language: Task, columns: dict[str, Tensor], plan: Plan = PLAN) -> Store:
@@ -317,6 +317,33 @@ def test_other_batches_are_told_what_to_be(batch: Any) -> None:
         TaskError, match=r"takes the columns input_ids and weights: documents\.columns of language\.Doc"
     ):
         task(gpt2()).loss(gpt2(), batch)
+
+
+def trainers_batch(**changes: Any) -> dict[str, Any]:
+    """Two rows as a Trainer gives them to its model: the second is padded, and its first token is not learnt."""
+    ids, mask = torch.tensor([[5, 6, 7, 8], [9, 10, 0, 0]]), torch.tensor([[1, 1, 1, 1], [1, 1, 0, 0]])
+    return {"input_ids": ids, "labels": ids.masked_fill(mask == 0, -100), "attention_mask": mask, **changes}
+
+
+def test_the_loss_of_a_trainers_batch_is_the_sum_over_its_labels() -> None:
+    model, batch = gpt2(), trainers_batch()
+    model.eval()
+    expected = model(**batch, num_items_in_batch=1).loss
+    assert losses(task(model), batch).sum().item() == pytest.approx(expected.item(), rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"labels": torch.ones(2, 4, dtype=torch.long)}, "are its tokens, or -100; a batch has others"),
+        ({"attention_mask": torch.tensor([[0, 1, 1, 1]] * 2)}, "padded on the left"),
+        ({"attention_mask": torch.tensor([[1, 1, 0, 0]] * 2)}, "padding is learnt"),
+        ({"position_ids": torch.zeros(2, 4, dtype=torch.long)}, "has the column position_ids, which a language task"),
+    ],
+)
+def test_what_else_a_trainers_batch_would_tell_the_model_is_refused(changes: dict[str, Any], reason: str) -> None:
+    with pytest.raises(TaskError, match=reason):
+        losses(task(gpt2()), trainers_batch(**changes))
 
 
 @pytest.mark.parametrize("precision", [torch.float32, torch.float16, torch.bfloat16])

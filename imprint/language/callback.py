@@ -18,8 +18,8 @@ except ImportError:  # reported when one is made
     TrainerCallback = object
 
 
-class Recording(TrainerCallback):  # type: ignore[misc]
-    """A callback for `Trainer(callbacks=[Recording("checkpoints", at=(100, 250, 500))])`.
+class CheckpointCallback(TrainerCallback):  # type: ignore[misc]
+    """A callback for `Trainer(callbacks=[CheckpointCallback("checkpoints", at=(100, 250, 500))])`.
 
     Writes the model after these steps, and the optimiser's second moments beside it, with an `imprint.Recorder`; of a
     model with an adapter, the adapter and what else is trainable. An optimiser whose second moments cannot be read is
@@ -30,7 +30,7 @@ class Recording(TrainerCallback):  # type: ignore[misc]
 
     def __init__(self, folder: str | os.PathLike[str], at: Collection[int] | None = None) -> None:
         if TrainerCallback is object:
-            raise MissingExtra("language.Recording", "language")
+            raise MissingExtra("language.CheckpointCallback", "language")
         self._folder, self._at = folder, at
         self._recorder = Recorder(folder, at)
 
@@ -40,7 +40,7 @@ class Recording(TrainerCallback):  # type: ignore[misc]
         return self._recorder.paths
 
     def __repr__(self) -> str:
-        return repr(self._recorder).replace("Recorder", "Recording", 1)
+        return repr(self._recorder).replace("Recorder", "CheckpointCallback", 1)
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **given: Any) -> None:
         """Called by the Trainer when its optimiser is there."""

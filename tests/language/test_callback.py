@@ -13,18 +13,18 @@ from torch import Tensor
 from transformers import Trainer, TrainingArguments
 
 from imprint import Plan, TaskError, simulate
-from imprint.language import Completions, Recording, task
+from imprint.language import CheckpointCallback, Completions, task
 from tests.language.models import LABELS, documents, gpt2, tokenizer
 from tests.language.test_task import scores
 
 
 def train(
-    model: Any, recording: Recording, folder: Path, optimiser: Any = None, **options: Any
+    model: Any, recording: CheckpointCallback, folder: Path, optimiser: Any = None, **options: Any
 ) -> dict[int, dict[str, Tensor]]:
     """A real training of four steps. Gives the state after each, as another callback sees it."""
     seen: dict[int, dict[str, Tensor]] = {}
 
-    class Watching(Recording):
+    class Watching(CheckpointCallback):
         def on_step_end(self, args: Any, state: Any, control: Any, **given: Any) -> None:
             seen[state.global_step] = {n: t.detach().clone() for n, t in given["model"].state_dict().items()}
 
@@ -47,10 +47,10 @@ def train(
 
 
 def test_steps_worth_keeping_are_kept_with_their_second_moments(tmp_path: Path) -> None:
-    model, recording = gpt2().float(), Recording(tmp_path / "kept", at=(1, 3))
+    model, recording = gpt2().float(), CheckpointCallback(tmp_path / "kept", at=(1, 3))
     seen = train(model, recording, tmp_path)
     assert [path.name for path in recording.paths] == ["checkpoint-000001.safetensors", "checkpoint-000003.safetensors"]
-    assert repr(recording) == f"Recording({str(tmp_path / 'kept')!r}, at 1, 3: 2 saved)"
+    assert repr(recording) == f"CheckpointCallback({str(tmp_path / 'kept')!r}, at 1, 3: 2 saved)"
     language = task(model)
     for path, step in zip(recording.paths, (1, 3), strict=True):
         kept = language.complete(load_file(path))
@@ -65,7 +65,7 @@ def test_steps_worth_keeping_are_kept_with_their_second_moments(tmp_path: Path) 
 
 def test_of_a_fine_tune_the_adapter_alone_is_kept(tmp_path: Path) -> None:
     config = LoraConfig(r=2, target_modules=["c_attn"], fan_in_fan_out=True)
-    model, recording = get_peft_model(gpt2().float(), config), Recording(tmp_path / "kept", at=(2,))
+    model, recording = get_peft_model(gpt2().float(), config), CheckpointCallback(tmp_path / "kept", at=(2,))
     seen = train(model, recording, tmp_path)
     language = task(model)
     (path,) = recording.paths
@@ -80,7 +80,7 @@ def test_what_is_trained_beside_the_adapter_is_kept_too(
     bias: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     config = LoraConfig(r=2, target_modules=["c_attn"], fan_in_fan_out=True, bias=bias)
-    model, recording = get_peft_model(gpt2().float(), config), Recording(tmp_path / "kept", at=(2,))
+    model, recording = get_peft_model(gpt2().float(), config), CheckpointCallback(tmp_path / "kept", at=(2,))
     seen = train(model, recording, tmp_path)
     trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
     (path,) = recording.paths
@@ -113,7 +113,7 @@ class _Lion(torch.optim.Optimizer):
 
 
 def test_an_optimiser_whose_moments_are_not_found_does_not_stop_the_training(tmp_path: Path) -> None:
-    model, recording = gpt2().float(), Recording(tmp_path / "kept", at=(2, 3))
+    model, recording = gpt2().float(), CheckpointCallback(tmp_path / "kept", at=(2, 3))
     with pytest.warns(UserWarning, match=r"without second moments: .* it has exp_avg") as warned:
         seen = train(model, recording, tmp_path, optimiser=_Lion(model.parameters()))
     assert sum("without second moments" in str(each.message) for each in warned) == 1
@@ -125,7 +125,7 @@ def test_an_optimiser_whose_moments_are_not_found_does_not_stop_the_training(tmp
 
 @pytest.mark.filterwarnings("ignore:.*:UserWarning")
 def test_other_optimisers_have_no_moments_to_keep(tmp_path: Path) -> None:
-    recording = Recording(tmp_path / "kept", at=(2,))
+    recording = CheckpointCallback(tmp_path / "kept", at=(2,))
     train(gpt2().float(), recording, tmp_path, optim="sgd")
     assert [path.name for path in (tmp_path / "kept").iterdir()] == ["checkpoint-000002.safetensors"]
 
@@ -134,22 +134,23 @@ def test_without_the_extra_the_package_imports_and_says_what_it_lacks() -> None:
     code = (
         "import sys; sys.modules.update(transformers=None, peft=None)\n"
         "from imprint import MissingExtra, language\n"
-        "try: language.Recording('checkpoints')\n"
+        "try: language.CheckpointCallback('checkpoints')\n"
         "except MissingExtra as error: print(error)"
     )
     told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
-    assert told == 'language.Recording needs an optional dependency: pip install "imprint-attribution[language]"\n'
+    lacking = 'language.CheckpointCallback needs an optional dependency: pip install "imprint-attribution[language]"'
+    assert told == f"{lacking}\n"
 
 
 def test_steps_that_the_training_never_had_are_told(tmp_path: Path) -> None:
-    recording = Recording(tmp_path / "kept", at=(0, 2, 9))
+    recording = CheckpointCallback(tmp_path / "kept", at=(0, 2, 9))
     with pytest.warns(UserWarning, match=r"no checkpoint was kept at step 0, 9: the training had steps 1 to 4\."):
         train(gpt2().float(), recording, tmp_path)
     assert [path.name for path in recording.paths] == ["checkpoint-000002.safetensors"]
 
 
 def test_checkpoints_of_an_adapter_are_told_from_those_of_a_model(tmp_path: Path) -> None:
-    recording = Recording(tmp_path / "kept", at=(2,))
+    recording = CheckpointCallback(tmp_path / "kept", at=(2,))
     adapted = get_peft_model(gpt2().float(), LoraConfig(r=2, target_modules=["c_attn"], fan_in_fan_out=True))
     train(adapted, recording, tmp_path)
     with pytest.raises(TaskError, match=r"and \d+ more; .* an adapter's checkpoint. Build the task from the model"):
