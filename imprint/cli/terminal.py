@@ -18,6 +18,7 @@ from imprint.attribution.top import Credit, Top, explain_marks
 from imprint.checking import Check, format_plan, format_size
 from imprint.cli.experiment import read_note
 from imprint.display import count_of, for_terminal, name_some
+from imprint.evaluation.matching import describe_question
 from imprint.runtime.progress import Advance, format_duration
 from imprint.store.values import is_number
 
@@ -240,16 +241,18 @@ def render_truth(truth: "Truth", path: Path) -> RenderableType:
     runs, subsets, queries = truth.values.shape
     what = "random halves" if truth.subsets.kind == "halves" else "all data, and removals from it"
     often = "once each" if runs == 1 else f"{runs:,} times each"
+    made = "replayed from recorded runs" if truth.replayed else "trained"
     table = render_pairs(
         f"Ground truth {path}",
         (
-            ("models", f"{subsets:,} subsets ({what}), trained {often}"),
+            ("question", describe_question(truth.question)),
+            ("models", f"{subsets:,} subsets ({what}), {made} {often}"),
             ("queries", f"{queries:,}, measured by {truth.measure}: {float(truth.values.mean()):.4g} on average"),
             ("sources", f"{len(truth.subsets.sources):,} of {truth.subsets.n:,} training examples"),
         ),
     )
     more = f"{_ONE_RUN}. The same command with --runs 2 adds a second run to this folder."
-    return Group(table, *([Text(more)] if runs == 1 else []))
+    return Group(table, *([Text(more)] if runs == 1 and truth.question == "expected" else []))
 
 
 _ONE_RUN = "With a single run the noise of retraining is unknown, so there is no ceiling"
@@ -259,9 +262,8 @@ def render_metrics(metrics: "Sequence[Metric]", truth: "Truth") -> RenderableTyp
     """Render metrics with their intervals and ceilings, within 80 columns."""
     what = "random halves" if truth.subsets.kind == "halves" else "removals"
     columns = ("", "value", "95% interval", "ceiling", "another\nrun")
-    table = Table(
-        *columns, title=f"Scores compared with ground truth from {what}", title_justify="left", show_edge=False
-    )
+    title = f"Scores compared with ground truth from {what}: {truth.question}"
+    table = Table(*columns, title=title, title_justify="left", show_edge=False)
     for metric in metrics:
         found = metric.estimate
         table.add_row(
@@ -275,7 +277,12 @@ def render_metrics(metrics: "Sequence[Metric]", truth: "Truth") -> RenderableTyp
         for m in metrics
         if m.undefined
     ]
-    if truth.runs == 1:
+    for question in sorted({m.scores_question for m in metrics if m.scores_question} - {truth.question}):
+        asked, known = describe_question(question), describe_question(truth.question)
+        remarks.append(f"The scores answer {asked}, the ground truth {known}.")
+    if truth.question == "this_run":
+        remarks.append("There is no ceiling: the ground truth is this one run, without noise from other seeds.")
+    elif truth.runs == 1:
         remarks.append(f"{_ONE_RUN}.")
     else:
         remarks.append(
