@@ -112,9 +112,7 @@ def test_without_a_plan_the_run_is_repeated() -> None:
 
 
 def test_an_engine_without_its_run_and_a_run_without_its_engine_are_refused() -> None:
-    with pytest.raises(
-        PlanError, match=r"removing engine repeats a recorded run: record the training with imprint\.Run"
-    ):
+    with pytest.raises(PlanError, match=r"removing engine repeats a recorded run: record the training with imprint\.Run"):
         replay(run=None)
     with pytest.raises(PlanError, match=r"tangent engine .* does not repeat a run: give checkpoints=run\.paths"):
         replay(plan=Plan(engine="tangent", steps=1))
