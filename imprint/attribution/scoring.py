@@ -54,7 +54,7 @@ def attribute(
     store: Store | str | os.PathLike[str],
     queries: Any,
     *,
-    readout: ReadoutName = "jvp",
+    readout: ReadoutName | None = None,
     top: int | None = None,
     by: Order = "magnitude",
     batch_size: int = 64,
@@ -67,7 +67,8 @@ def attribute(
 
     store: what `simulate` returned, or its folder.
     queries: a map-style dataset, a tuple or mapping of tensors with one row per query, or a generator of batches.
-    readout: "jvp" (default), "central", "literal" or "gradient"; see `imprint.readout.kernels`.
+    readout: "jvp", "central", "literal" or "gradient", and "removed" for stores of a repeated run; see
+        `imprint.readout.kernels`. By default "jvp", or "removed" for those.
     top: keep only this many sources per query, without ever holding all scores; `by` orders them.
     step: relative step of the "central" readout; calibrated by default.
     memory: what the readout may use, in bytes or as "4GiB"; by default a share of what is available.

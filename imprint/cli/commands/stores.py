@@ -256,7 +256,7 @@ def attribute(
             help="Sort sources by `magnitude`, or list first those whose removal `raises` or `lowers` the measurement."
         ),
     ] = "magnitude",
-    readout: ReadoutName = "jvp",
+    readout: ReadoutName = None,
     batch_size: Annotated[int, typer.Option(min=1, help="How many queries to evaluate at once.")] = 64,
     memory: MemoryText = None,
     device: DeviceName = None,
