@@ -6,11 +6,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from imprint.attribution.labels import Labels, describe_query
+from imprint.attribution.labels import MEANINGS, Labels, describe_query
 from imprint.attribution.result import Attribution
 from imprint.errors import DataError
 from imprint.evaluation.statistics import ROUNDING, is_constant
 from imprint.evaluation.subsets import Subsets
+from imprint.plan import Question
 from imprint.sources import Sources
 from imprint.store.fingerprint import changed, compare_data, of_sources
 
@@ -43,6 +44,22 @@ def match_scores(
     check_queries(result, queries, known.get("queries"))
     check_measures(result.labels, about.get("probes", {}).get("measures", []))
     return scores
+
+
+def question_of(result: Attribution | Tensor) -> Question | None:
+    """Return the question that scores answer; None for a bare tensor, which does not say."""
+    return result.question if isinstance(result, Attribution) else None
+
+
+def require_question(result: Attribution | Tensor, truth: Question) -> None:
+    """Refuse scores of one question for a ground truth of another."""
+    scores = question_of(result)
+    if scores is not None and scores != truth:
+        raise DataError(
+            f"the scores answer the question {scores!r} ({MEANINGS[scores]}), the ground truth {truth!r} "
+            f"({MEANINGS[truth]}), and good scores of one may be bad scores of the other: use ground truth of the same "
+            "question, or ask for this comparison with across=True (--across)."
+        )
 
 
 def rounding_of(scores: Tensor) -> float:

@@ -34,4 +34,4 @@ def seed_everything(seed: int) -> None:
     if torch.backends.mps.is_available():
         torch.mps.manual_seed(seed)
     random.seed(seed)
-    np.random.seed(seed % 2**32)
+    np.random.seed(seed % 2**32)  # what the user's code may draw from

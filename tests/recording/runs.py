@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from imprint import Recording, RunRecorder
 from imprint.recording.checkpoints import load_optimiser_state
-from imprint.recording.records import micro_seed
+from imprint.recording.records import Step, micro_seed
 from imprint.recording.seeding import seed_everything
 
 N = 24
@@ -20,7 +20,7 @@ X, Y = torch.randn(N, 4, generator=SEEN), torch.randint(0, 3, (N,), generator=SE
 Make = Callable[[nn.Module], torch.optim.Optimizer]
 
 
-def make_model(seed: int = 0) -> nn.Module:
+def make_model(seed: int = 0) -> nn.Sequential:
     """Return a model that draws random numbers and has running statistics."""
     torch.manual_seed(seed)
     layers = (nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Dropout(0.3), nn.Linear(8, 3))
@@ -39,12 +39,12 @@ def train(
     folder: Path,
     make: Make = make_adamw,
     *,
-    model: nn.Module | None = None,
+    model: nn.Sequential | None = None,
     epochs: int = 2,
     stop: int | None = None,
     resume: bool = False,
     **options: Any,
-) -> tuple[nn.Module, RunRecorder]:
+) -> tuple[nn.Sequential, RunRecorder]:
     """Train a model for some epochs of four batches, or until it stops after so many steps, and record it."""
     model = make_model() if model is None else model
     optimiser = make(model)
@@ -74,7 +74,8 @@ def repeat(recording: Recording, model: nn.Module) -> nn.Module:
     model = deepcopy(model)
     parameters = dict(model.named_parameters())
     assert not model.load_state_dict(recording.state(0), strict=False).unexpected_keys
-    optimiser = recording.optimiser(
+    make: Any = recording.optimiser
+    optimiser = make(
         [
             {"params": [parameters[name] for name in names], **settings}
             for names, settings in zip(recording.groups, recording.steps[0].groups, strict=True)
@@ -89,14 +90,14 @@ def repeat(recording: Recording, model: nn.Module) -> nn.Module:
         for group, settings in zip(optimiser.param_groups, step.groups, strict=True):
             group.update(settings)
 
-        def evaluate(step: Any = step) -> Tensor:
+        def evaluate(step: Step = step) -> Tensor:
             optimiser.zero_grad()
             total = torch.zeros(())
             for index, batch in enumerate(step.batches):
                 seed_everything(micro_seed(step.seed, index))
                 examples = torch.tensor(batch.examples)
                 value = mean_loss(model, examples) * (len(batch.examples) / batch.normaliser)
-                value.backward()  # type: ignore[no-untyped-call]
+                value.backward()
                 total = total + value.detach()
             return total
 

@@ -4,6 +4,7 @@ import copy
 import json
 import pickle
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -16,16 +17,19 @@ from imprint.recording.folder import choose_interval
 from imprint.store.fingerprint import of_data
 from tests.recording.runs import Make, N, X, Y, assert_same, make_adamw, make_model, mean_loss, repeat, train
 
+
+def make_groups(model: nn.Module) -> list[dict[str, Any]]:
+    """Divide the parameters of a model by their shape, as is common for weight decay."""
+    matrices = [parameter for parameter in model.parameters() if parameter.dim() > 1]
+    others = [parameter for parameter in model.parameters() if parameter.dim() == 1]
+    return [{"params": matrices}, {"params": others, "weight_decay": 0.0, "lr": 0.01}]
+
+
 OPTIMISERS: dict[str, Make] = {
     "sgd": lambda model: torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, nesterov=True, weight_decay=0.01),
     "adamw": make_adamw,
     "amsgrad": lambda model: torch.optim.Adam(model.parameters(), lr=0.05, amsgrad=True),
-    "groups": lambda model: torch.optim.AdamW(
-        [
-            {"params": [p for p in model.parameters() if p.dim() > 1]},
-            {"params": [p for p in model.parameters() if p.dim() == 1], "weight_decay": 0.0, "lr": 0.01},
-        ]
-    ),
+    "groups": lambda model: torch.optim.AdamW(make_groups(model)),
     "rprop": lambda model: torch.optim.Rprop(model.parameters(), lr=0.01),
 }
 
@@ -81,7 +85,7 @@ def test_a_loss_that_is_not_told_is_unknown_and_its_gradients_are_not(tmp_path: 
     run = RunRecorder(tmp_path / "run", model, optimiser, n=N)
     with run.step([1, 2, 3, 4]):
         optimiser.zero_grad()
-        mean_loss(model, torch.tensor([1, 2, 3, 4])).backward()  # type: ignore[no-untyped-call]
+        mean_loss(model, torch.tensor([1, 2, 3, 4])).backward()
         optimiser.step()
     (step,) = run.finish().steps
     assert step.batches[0].loss is None and step.gradient_norm is not None and step.clipping is None
@@ -136,7 +140,7 @@ def test_parameters_without_a_gradient_are_named(tmp_path: Path) -> None:
     model = nn.ModuleDict({"used": nn.Linear(4, 3), "idle": nn.Linear(2, 2)})
     optimiser = torch.optim.AdamW(model.parameters(), lr=0.1)
     run = RunRecorder(tmp_path / "run", model, optimiser)
-    before = model["idle"].weight.clone()
+    before = model.get_parameter("idle.weight").clone()
     for indices in run.batches(N, 12):
         with run.step(indices) as step:
             step.backward(mean_loss(model["used"], indices))
@@ -193,7 +197,7 @@ def test_there_are_few_checkpoints_however_long_a_run_is(tmp_path: Path) -> None
 
 
 def test_checkpoints_of_a_recording_serve_the_other_engines(tmp_path: Path) -> None:
-    model, run = train(tmp_path / "run", model=nn.Linear(4, 3), every=3)
+    model, run = train(tmp_path / "run", model=nn.Sequential(nn.Linear(4, 3)), every=3)
     recording = run.finish()
     assert [path.name for path in recording.paths] == [f"checkpoint-{step:06}.safetensors" for step in (3, 6, 8)]
     plan = Plan(steps=3, preconditioner="adam")
@@ -230,7 +234,7 @@ def test_models_can_be_copied_and_pickled_while_they_are_recorded(tmp_path: Path
 def test_a_model_that_is_changed_before_the_end_is_saved_triggers_a_warning(tmp_path: Path) -> None:
     model, run = train(tmp_path / "run")
     with torch.no_grad():
-        model[0].weight += 1
+        model.get_parameter("0.weight").add_(1)
     with pytest.warns(ReliabilityWarning, match=r"'0\.weight' was changed after the last step"):
         run.finish()
 
