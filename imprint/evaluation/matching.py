@@ -48,7 +48,7 @@ def match_scores(
 
 def question_of(result: Attribution | Tensor) -> Question | None:
     """Return the question that scores answer; None for a bare tensor, which does not say."""
-    return getattr(result.labels, "question", "expected") if isinstance(result, Attribution) else None
+    return result.question if isinstance(result, Attribution) else None
 
 
 def require_question(result: Attribution | Tensor, truth: Question) -> None:
@@ -104,6 +104,8 @@ def check_sources(labels: Labels, sources: Sources) -> None:
 
 def check_origin(labels: Labels, known: dict[str, Any]) -> None:
     """Refuse scores of other training data or another model than these, as far as both are known."""
+    if labels.difference:
+        raise DataError("the scores are a difference of two results, which no model has: compare each of the two.")
     mine = labels.fingerprints
     if mine.get("data") and known.get("data"):
         data = compare_data(mine["data"], known["data"], labels.n)

@@ -11,6 +11,7 @@ from torch import nn
 
 from imprint import Attribution, Plan, Sources, SourcesError, Task, attribute, simulate
 from tests.attribution.results import NOISE, SCORES, make_replayed, make_result
+from tests.evaluation.planted import GROUPS, LOO, REMOVALS, attribution, planted, scores_for
 
 EITHER: list[Any] = [
     {"x": ["ann", "cid"], "y": ["bob"]},
@@ -158,3 +159,10 @@ def test_per_example_scores_divide_by_any_sources_of_the_data() -> None:
         whole.group(sources)
     with pytest.raises(SourcesError, match="made for 7 training examples"):
         each.group(Sources.by_label("aaabbbb"))
+
+
+def test_grouped_scores_are_compared_with_ground_truth_of_the_groups() -> None:
+    scores = scores_for(LOO)
+    united = attribution(scores, LOO).group(GROUPS)
+    truth = planted(united.scores, REMOVALS)
+    assert truth.slope(united) == pytest.approx(1.0)
