@@ -13,12 +13,11 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 from rich.text import Text
 
-from imprint.attribution.labels import Labels
+from imprint.attribution.labels import MEANINGS, Labels
 from imprint.attribution.top import Credit, Top, explain_marks
 from imprint.checking import Check, format_plan, format_size
 from imprint.cli.experiment import read_note
 from imprint.display import count_of, for_terminal, name_some
-from imprint.evaluation.matching import describe_question
 from imprint.runtime.progress import Advance, format_duration
 from imprint.store.values import is_number
 
@@ -245,7 +244,7 @@ def render_truth(truth: "Truth", path: Path) -> RenderableType:
     table = render_pairs(
         f"Ground truth {path}",
         (
-            ("question", describe_question(truth.question)),
+            ("question", MEANINGS[truth.question]),
             ("models", f"{subsets:,} subsets ({what}), {made} {often}"),
             ("queries", f"{queries:,}, measured by {truth.measure}: {float(truth.values.mean()):.4g} on average"),
             ("sources", f"{len(truth.subsets.sources):,} of {truth.subsets.n:,} training examples"),
@@ -278,7 +277,7 @@ def render_metrics(metrics: "Sequence[Metric]", truth: "Truth") -> RenderableTyp
         if m.undefined
     ]
     for question in sorted({m.scores_question for m in metrics if m.scores_question} - {truth.question}):
-        asked, known = describe_question(question), describe_question(truth.question)
+        asked, known = MEANINGS[question], MEANINGS[truth.question]
         remarks.append(f"The scores answer {asked}, the ground truth {known}.")
     if truth.question == "this_run":
         remarks.append("There is no ceiling: the ground truth is this one run, without noise from other seeds.")
