@@ -14,7 +14,7 @@ Query = int | Literal["mean"]
 """The number of a query, or the mean over queries."""
 
 
-_MEANINGS: dict[Question, str] = {
+MEANINGS: dict[Question, str] = {
     "this_run": "this run: had this source had weight 0 in the training that made this model",
     "expected": "expected: mean over trainings like this one",
 }
@@ -67,7 +67,7 @@ class Labels:
         >>> Labels(9, ("a",), ("A",), (3,), "loss", "lower", question="this_run").meaning
         'this run: had this source had weight 0 in the training that made this model'
         """
-        return _MEANINGS[self.question]
+        return MEANINGS[self.question]
 
     @property
     def counts(self) -> Tensor:

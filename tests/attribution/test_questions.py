@@ -75,7 +75,7 @@ def test_only_ground_truth_of_the_same_question_calibrates() -> None:
     torch.testing.assert_close(result.scores, result.details["calibration"] * scores)
     assert result.question == "this_run" and result.details["calibration"] == pytest.approx(2.0, rel=0.3)
     for given, known in ((asked, truth), (attribution(scores, REMOVALS), replace(truth, question="this_run"))):
-        with pytest.raises(DataError, match="of their own question"):
+        with pytest.raises(DataError, match="use ground truth of the same question"):
             given.calibrate(known)
 
 
