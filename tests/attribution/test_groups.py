@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from imprint import Attribution, Plan, Sources, SourcesError, Task, attribute, simulate
+from imprint.errors import ReliabilityWarning
 from tests.attribution.results import NOISE, SCORES, make_replayed, make_result
 from tests.evaluation.planted import GROUPS, LOO, REMOVALS, attribution, planted, scores_for
 
@@ -103,6 +104,14 @@ def test_groups_can_be_grouped_again_unless_they_share_sources() -> None:
 def test_sources_that_must_share_examples_are_not_summed() -> None:
     with pytest.raises(SourcesError, match="'x' share examples: they have 12 in all, the training data has 10"):
         make_result(source_sizes=(6, 6, 1)).group({"x": ["ann", "bob"]})
+
+
+def test_groups_warn_where_some_sources_share_examples() -> None:
+    overlapping = make_result(source_sizes=(4, 5, 4))
+    with pytest.warns(ReliabilityWarning, match="share examples: they have 13 in all, the training data has 10"):
+        found = overlapping.group({"x": ["ann", "bob"]})
+    assert "count the shared examples twice" in found.warnings[0]
+    assert overlapping.group({"x": ["ann"]}).warnings == ()
 
 
 def test_a_sum_of_removals_is_called_an_estimate_everywhere() -> None:
