@@ -128,15 +128,14 @@ class RunStep:
                 f"the optimiser stepped a second time within step {self.number}: use one run.step() for each of its "
                 "steps, with several step.batch(indices) to accumulate gradients."
             )
+        if not closure:
+            self._refuse_changed_gradients()
+            if self._clipping is not None and self._passes_at_clipping != self._gradients.passes:
+                raise PlanError("gradients were clipped before the last backward pass of the step: clip them after it.")
+            self._missing = self._gradients.missing
+            if self._norm is None:
+                self._norm = self._gradients.norm()
         self._groups, self._closure, self._inside = groups, closure, True
-        if closure:
-            return
-        self._refuse_changed_gradients()
-        if self._clipping is not None and self._passes_at_clipping != self._gradients.passes:
-            raise PlanError("gradients were clipped before the last backward pass of the step: clip them after it.")
-        self._missing = self._gradients.missing
-        if self._norm is None:
-            self._norm = self._gradients.norm()
 
     def after_optimiser(self) -> None:
         """Take note that the optimiser has made its step."""
