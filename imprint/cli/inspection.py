@@ -4,6 +4,7 @@ import math
 from dataclasses import asdict
 from typing import Any
 
+from imprint.readout.reader import list_readouts
 from imprint.store.reading import Store
 
 
@@ -23,10 +24,12 @@ def inspect_store(store: Store) -> dict[str, Any]:
             {"id": store.source_ids[i], "name": store.source_names[i], "size": store.source_sizes[i]}
             for i in sorted(range(len(store)), key=lambda index: -store.source_sizes[index])[:8]
         ],
-        "parameters": sum(math.prod(p.shape) for p in manifest.parameters.values()),
+        "parameters": sum(math.prod(p.shape) for p in manifest.request.displaced.values()),
         "dtype": manifest.dtype,
         "bytes": store.bytes,
         "bytes_per_source": _bytes_per_source(store),
+        "question": store.question,
+        "recording": manifest.request.recording,
         "plan": manifest.plan.to_json(),
         "checkpoints": checkpoints,
         "readouts": list_readouts(store),
@@ -36,11 +39,6 @@ def inspect_store(store: Store) -> dict[str, Any]:
         "versions": manifest.versions,
         "created": manifest.created,
     }
-
-
-def list_readouts(store: Store) -> list[str]:
-    """List the readouts that work with a store."""
-    return ["jvp", "central", *(["literal"] if store.manifest.plan.holds_pair else []), "gradient"]
 
 
 def _bytes_per_source(store: Store) -> int:

@@ -3,6 +3,7 @@
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, redirect_stdout
+from itertools import chain, islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,10 +13,12 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 from rich.text import Text
 
-from imprint.attribution.top import Top
+from imprint.attribution.labels import MEANINGS, Labels
+from imprint.attribution.top import Credit, Top, explain_marks
 from imprint.checking import Check, format_plan, format_size
 from imprint.cli.experiment import read_note
 from imprint.display import count_of, for_terminal, name_some
+from imprint.plan import Plan
 from imprint.runtime.progress import Advance, format_duration
 from imprint.store.values import is_number
 
@@ -57,14 +60,14 @@ def _name_largest(sources: list[dict[str, Any]]) -> Iterator[str]:
 
 def render_store(values: dict[str, Any]) -> RenderableType:
     """Render what `inspect_store` returns."""
-    plan = {name: value for name, value in values["plan"].items() if value is not None}
     head = render_pairs(
         f"Store {values['path']}",
         (
+            ("question", MEANINGS[values["question"]]),
             ("sources", f"{values['sources']:,} of {values['n']:,} training examples"),
             ("largest", ", ".join(_name_largest(values["largest_sources"]))),
             ("imprints", _describe_imprints(values)),
-            ("plan", ", ".join(f"{name}={value}" for name, value in plan.items())),
+            ("plan", _describe_plan(values)),
             ("readouts", ", ".join(values["readouts"])),
             ("took", _describe_cost(values)),
             ("created", f"{values['created']} with torch {values['versions']['torch']}"),
@@ -72,8 +75,9 @@ def render_store(values: dict[str, Any]) -> RenderableType:
     )
     table = Table("checkpoint", *(str(index) for index in range(len(values["checkpoints"]))))
     measured = next((c["measured"]["curvature_of"] for c in values["checkpoints"] if c["decided"]), "")
+    hidden = _DESCENT if values["recording"] else ()
     for name, *cells in zip(_FIGURES, *(_figures(checkpoint) for checkpoint in values["checkpoints"]), strict=True):
-        if name not in _SOMETIMES or set(cells) != {"–"}:
+        if name not in hidden and (name not in _SOMETIMES or set(cells) != {"–"}):
             label = _CURVATURES.get(measured, name) if name == "curvature" else name
             table.add_row(label, *map(cell, cells))
     return Group(head, table, *_render_warnings(values["warnings"]))
@@ -89,6 +93,13 @@ _CURVATURES = {
     "gauss-newton": "curvature (Gauss–Newton)",
     "preconditioned": "curvature (preconditioned)",
 }
+
+
+def _describe_plan(values: dict[str, Any]) -> str:
+    """Describe the plan of a store; where a recorded run was repeated, which one."""
+    if values["recording"]:
+        return f"{format_plan(Plan.from_json(values['plan']))} {values['recording'][:12]}"
+    return ", ".join(f"{name}={value}" for name, value in values["plan"].items() if value is not None)
 
 
 def _describe_imprints(values: dict[str, Any]) -> str:
@@ -117,9 +128,11 @@ def _describe_cost(values: dict[str, Any]) -> str:
     return f"{times}; at most {peak} of memory (estimated {format_size(memory)})"
 
 
-_SOMETIMES = (  # shown only where a checkpoint has them: of a basis, and of Adam
+_DESCENT = ("steps", "lr", "damping", "ε", "curvature", "stability", "drift", "linearity")  # which a run has by itself
+_SOMETIMES = (  # shown only where a checkpoint has them: of a basis, of Adam, and of a repeated run
     *("directions", "curvature outside", "share outside", "lost"),
     *("second moments", "share unmoved"),
+    *("chaos", "deviation from the recorded end", "lost by a late start"),
 )
 _FIGURES = (
     *("weight", "steps", "lr", "damping", "ε", "curvature", "stability", "drift", "linearity", "‖u‖, median"),
@@ -141,7 +154,8 @@ def _figures(checkpoint: dict[str, Any]) -> list[str]:
         *(measured[name] for name in ("rest", "share", "lost")),
     )
     cells += [_format_figure(value, 3) for value in more]
-    return [*cells, measured["moments"] or "–", _format_figure(measured["unmoved"], 3)]
+    last = [_format_figure(measured[name], 3) for name in ("unmoved", "chaos", "deviation", "start_lost")]
+    return [*cells, measured["moments"] or "–", *last]
 
 
 def _format_figure(value: Any, digits: int) -> str:
@@ -178,35 +192,45 @@ def render_check(check: Check) -> RenderableType:
     return Group(render_pairs("Check", pairs), table, *verdict, *_render_warnings(check.warnings))
 
 
-def render_mean(top: Top) -> RenderableType:
-    """Render the top sources of the mean over queries."""
-    table = Table("source", "effect of removal, mean over queries")
-    for credit in top[0]:
-        table.add_row(cell(credit.name), f"{credit.removal_effect:+.4g}")
-    return table
-
-
-def render_top(top: Top) -> RenderableType:
-    """Render the top sources of each query."""
+def render_attribution(mean: Top, top: Top) -> RenderableType:
+    """Render the top sources of the mean over queries, then those of each query."""
     unit = top.labels.unit[0].upper() + top.labels.unit[1:]
-    table = Table("query", "source", "effect of removal")
-    for credits in list(top)[:_MOST_QUERIES]:
-        for position, credit in enumerate(credits):
-            last = position == len(credits) - 1
-            number = str(credit.query) if position == 0 else ""
-            table.add_row(cell(number), cell(credit.name), f"{credit.removal_effect:+.4g}", end_section=last)
+    shown = list(islice(top, _MOST_QUERIES))
     more = len(top) - _MOST_QUERIES
     return Group(
+        _render_mean(mean[0]),
         cell(unit, "italic"),
-        table,
+        cell(top.labels.meaning, "italic"),
+        _render_queries(shown),
+        *map(cell, explain_marks([*mean[0], *chain.from_iterable(shown)])),
         *([Text(f"… and {more:,} more queries: write all of them with --out.")] if more > 0 else []),
         *_render_warnings(top.warnings),
     )
 
 
-def render_demo(
-    rows: "list[Row]", statistics: Sequence[tuple[str, ...]], warnings: Iterable[str] = ()
-) -> RenderableType:
+def _render_mean(credits: list[Credit]) -> Table:
+    table = Table("source", "effect of removal, mean over queries")
+    for credit in credits:
+        table.add_row(cell(credit.name), _effect_cell(credit))
+    return table
+
+
+def _render_queries(shown: list[list[Credit]]) -> Table:
+    table = Table("query", "source", "effect of removal")
+    for credits in shown:
+        for position, credit in enumerate(credits):
+            last = position == len(credits) - 1
+            number = str(credit.query) if position == 0 else ""
+            table.add_row(cell(number), cell(credit.name), _effect_cell(credit), end_section=last)
+    return table
+
+
+def _effect_cell(credit: Credit) -> Text:
+    """Return an effect with its marks; one that does not stand out from the noise is dim."""
+    return Text(credit.format_effect(digits=4), style="dim" if credit.distinguishable is False else "")
+
+
+def render_demo(rows: "list[Row]", statistics: Sequence[tuple[str, ...]], labels: Labels) -> RenderableType:
     """Render the demo's contributors, with predicted and actual effects and how well they agree."""
     table = Table(title="Change of the mean held-out loss (nats) if the contributor were removed")
     for column in ("contributor", "examples", "predicted", "actual", "training loss", "by prediction"):
@@ -220,7 +244,7 @@ def render_demo(
     figures = Table("", "imprint", "guess by size", "ceiling", title="Predicted against actual, 95% intervals")
     for line in statistics:
         figures.add_row(*map(cell, line))
-    return Group(table, figures, *_render_warnings(warnings))
+    return Group(table, cell(labels.meaning, "italic"), figures, *_render_warnings(labels.warnings))
 
 
 def render_truth(truth: "Truth", path: Path) -> RenderableType:
@@ -228,16 +252,18 @@ def render_truth(truth: "Truth", path: Path) -> RenderableType:
     runs, subsets, queries = truth.values.shape
     what = "random halves" if truth.subsets.kind == "halves" else "all data, and removals from it"
     often = "once each" if runs == 1 else f"{runs:,} times each"
+    made = "replayed from recorded runs" if truth.replayed else "trained"
     table = render_pairs(
         f"Ground truth {path}",
         (
-            ("models", f"{subsets:,} subsets ({what}), trained {often}"),
+            ("question", MEANINGS[truth.question]),
+            ("models", f"{subsets:,} subsets ({what}), {made} {often}"),
             ("queries", f"{queries:,}, measured by {truth.measure}: {float(truth.values.mean()):.4g} on average"),
             ("sources", f"{len(truth.subsets.sources):,} of {truth.subsets.n:,} training examples"),
         ),
     )
     more = f"{_ONE_RUN}. The same command with --runs 2 adds a second run to this folder."
-    return Group(table, *([Text(more)] if runs == 1 else []))
+    return Group(table, *([Text(more)] if runs == 1 and truth.question == "expected" else []))
 
 
 _ONE_RUN = "With a single run the noise of retraining is unknown, so there is no ceiling"
@@ -247,9 +273,8 @@ def render_metrics(metrics: "Sequence[Metric]", truth: "Truth") -> RenderableTyp
     """Render metrics with their intervals and ceilings, within 80 columns."""
     what = "random halves" if truth.subsets.kind == "halves" else "removals"
     columns = ("", "value", "95% interval", "ceiling", "another\nrun")
-    table = Table(
-        *columns, title=f"Scores compared with ground truth from {what}", title_justify="left", show_edge=False
-    )
+    title = f"Scores compared with ground truth from {what}: {truth.question}"
+    table = Table(*columns, title=title, title_justify="left", show_edge=False)
     for metric in metrics:
         found = metric.estimate
         table.add_row(
@@ -263,7 +288,12 @@ def render_metrics(metrics: "Sequence[Metric]", truth: "Truth") -> RenderableTyp
         for m in metrics
         if m.undefined
     ]
-    if truth.runs == 1:
+    for question in sorted({m.scores_question for m in metrics if m.scores_question} - {truth.question}):
+        asked, known = MEANINGS[question], MEANINGS[truth.question]
+        remarks.append(f"The scores answer {asked}, the ground truth {known}.")
+    if truth.question == "this_run":
+        remarks.append("There is no ceiling: the ground truth is this one run, without noise from other seeds.")
+    elif truth.runs == 1:
         remarks.append(f"{_ONE_RUN}.")
     else:
         remarks.append(

@@ -6,11 +6,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from imprint.attribution.labels import Labels, describe_query
+from imprint.attribution.labels import MEANINGS, Labels, describe_query
 from imprint.attribution.result import Attribution
 from imprint.errors import DataError
 from imprint.evaluation.statistics import ROUNDING, is_constant
 from imprint.evaluation.subsets import Subsets
+from imprint.plan import Question
 from imprint.sources import Sources
 from imprint.store.fingerprint import changed, compare_data, of_sources
 
@@ -45,6 +46,22 @@ def match_scores(
     return scores
 
 
+def question_of(result: Attribution | Tensor) -> Question | None:
+    """Return the question that scores answer; None for a bare tensor, which does not say."""
+    return result.question if isinstance(result, Attribution) else None
+
+
+def require_question(result: Attribution | Tensor, truth: Question) -> None:
+    """Refuse scores of one question for a ground truth of another."""
+    scores = question_of(result)
+    if scores is not None and scores != truth:
+        raise DataError(
+            f"the scores answer the question {scores!r} ({MEANINGS[scores]}), the ground truth {truth!r} "
+            f"({MEANINGS[truth]}), and good scores of one may be bad scores of the other: use ground truth of the same "
+            "question, or ask for this comparison with across=True (--across)."
+        )
+
+
 def rounding_of(scores: Tensor) -> float:
     """Return how much equal scores may differ by rounding, relative to the largest."""
     return max(ROUNDING, 4 * torch.finfo(scores.dtype).eps) if scores.is_floating_point() else ROUNDING
@@ -77,6 +94,8 @@ def check_sources(labels: Labels, sources: Sources) -> None:
 
 def check_origin(labels: Labels, known: dict[str, Any]) -> None:
     """Refuse scores of other training data or another model than these, as far as both are known."""
+    if labels.difference:
+        raise DataError("the scores are a difference of two results, which no model has: compare each of the two.")
     mine = labels.fingerprints
     if mine.get("data") and known.get("data"):
         data = compare_data(mine["data"], known["data"], labels.n)

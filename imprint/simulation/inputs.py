@@ -25,7 +25,15 @@ from imprint.simulation.guards import check_moments_scale, check_unfelt_moments
 from imprint.simulation.moments import BATCHES, COMPARED, estimate_moments
 from imprint.simulation.preconditioner import Preconditioner, compare
 from imprint.simulation.preflight import Result, check_device, own, refuse_nonfinite, warn_half_precision
-from imprint.simulation.recorded import check_run, choose_plan_for, complete_end, find_begin, find_changed_buffers
+from imprint.simulation.recorded import (
+    check_run,
+    choose_plan_for,
+    complete_end,
+    find_begin,
+    find_changed_buffers,
+    refuse_both,
+    refuse_other_data,
+)
 from imprint.simulation.states import States
 from imprint.sources import Sources, require_sources
 from imprint.store.fingerprint import of_data, of_sources, of_tensors, partly_hashed
@@ -89,8 +97,7 @@ class Inputs:
             )
         if run is not None:
             check_run(run, task, len(training), plan)
-            if checkpoints is not None:
-                raise PlanError("a recorded run is repeated to its end: give run= or checkpoints=, not both.")
+            refuse_both(checkpoints)
             checkpoints = [complete_end(run, task)]
         stored_as = _stored_dtype(task, dtype)
         inputs = cls(task, training, sources, plan, States(task, checkpoints), stored_as, hash_data, run=run)
@@ -203,6 +210,9 @@ class Inputs:
         pulls = own("regulariser failed", evaluate_regulariser, functional, theta)
         self._refuse_nonfinite(pulls)
         every = range(len(self.states))
+        hashes = of_data(self.data, self.hash_data)
+        if self.run is not None:
+            refuse_other_data(self.run, hashes, len(self.data))
         states = [of_tensors(first if index == self.first else self._read(index)) for index in every]
         _warn_same(states)
         return Request(
@@ -214,7 +224,7 @@ class Inputs:
             states=tuple(states),
             moments=tuple(self._moments(index) for index in every),
             sources=of_sources(self.sources),
-            data=DataHashes(**of_data(self.data, self.hash_data)),
+            data=DataHashes(**hashes),
             probes=Probed(examples, seen),
             modules=describe_modules(self.task.model),
             regulariser=tuple(pulls),

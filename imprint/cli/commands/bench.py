@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 from rich.markdown import Markdown
 
+from imprint.attribution.labels import MEANINGS
 from imprint.benchmarking.bench import Bench, Method
 from imprint.benchmarking.methods import imprints, paths
 from imprint.benchmarking.settings.catalogue import SETTINGS, load_protocol
@@ -101,7 +102,7 @@ def sweep(
         with benchmark.alone():
             results = run_sweep(benchmark, checkpoint, directions=directions, leave_one_out=loo)
         picture = out / f"{name_sweep(checkpoint, directions, loo)}.png"
-        plot_sweep(results, picture, f"{setting}, checkpoint {checkpoint}")
+        plot_sweep(results, picture, f"{setting}, checkpoint {checkpoint}, {results[0].question}")
     if json:
         typer.echo(dumps([vars(result) for result in results]))
         return
@@ -113,5 +114,5 @@ def sweep(
     )
     console.print(
         f"The best of {len(results)} settings has an LDS of {best.lds:.3f}: {chosen}, where μ is the largest "
-        f"curvature. Figure: {escape_markup(picture)}"
+        f"curvature. The ground truth answers {MEANINGS[best.question]}. Figure: {escape_markup(picture)}"
     )

@@ -49,6 +49,15 @@ CheckpointStrings = Annotated[
         "Default: `checkpoints` in the task's file, or else the current weights of the model.",
     ),
 ]
+RunString = Annotated[
+    str | None,
+    typer.Option(
+        "--run",
+        metavar="FOLDER",
+        help="A recorded training run, in place of checkpoints: its folder, or the import string of an "
+        "`imprint.Recording`. The run is repeated once for each source.",
+    ),
+]
 PlanPairs = Annotated[
     list[str] | None,
     typer.Option(
@@ -95,7 +104,12 @@ StoreTask = Annotated[
     ),
 ]
 ReadoutName = Annotated[
-    str, typer.Option("--readout", help="How to read out scores: `jvp`, `central`, `literal` or `gradient`.")
+    str | None,
+    typer.Option(
+        "--readout",
+        help="How to read out scores: `jvp`, `central`, `literal` or `gradient`; `removed` for a repeated run.",
+        show_default="jvp, or removed where the store needs it",
+    ),
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print the result as JSON.")]
 StorePath = Annotated[Path, typer.Argument(help="The store's folder.")]

@@ -28,6 +28,7 @@ from imprint.cli.commands.options import (
     PlanPairs,
     QueriesString,
     ReadoutName,
+    RunString,
     SourcesString,
     StorePath,
     StoreTask,
@@ -42,10 +43,9 @@ from imprint.cli.terminal import (
     errors,
     escape_markup,
     redirect_prints,
+    render_attribution,
     render_check,
-    render_mean,
     render_store,
-    render_top,
     show_progress,
 )
 from imprint.display import for_csv, for_terminal
@@ -53,13 +53,13 @@ from imprint.errors import ConfigurationError, ReliabilityWarning, StoreError
 from imprint.store.files import write
 from imprint.store.manifest import JOURNAL, MANIFEST
 
-_LOADED = ("task", "data", "sources", "collate_fn", "checkpoints")  # what a simulation loads
+_LOADED = ("task", "data", "sources", "collate_fn", "checkpoints", "run")  # what a simulation loads
 
 
 def _read_experiment(context: typer.Context) -> Experiment:
     """Collect the flags of `check` or `simulate`, and what they leave open from the file of --config."""
     given = context.params
-    plain = ("task", "data", "sources", "queries", "batch_size", "dtype", "memory", "hash_data", "device", "out")
+    plain = ("task", "data", "sources", "queries", "run", "batch_size", "dtype", "memory", "hash_data", "device", "out")
     experiment = Experiment(
         **{name: given[name] for name in plain if name in given},
         collate_fn=given["collate"],
@@ -76,6 +76,7 @@ def check(
     sources: SourcesString = None,
     queries: QueriesString = None,
     checkpoint: CheckpointStrings = None,
+    run: RunString = None,
     plan: PlanPairs = None,
     collate: CollateString = None,
     batch_size: BatchSize = None,
@@ -124,6 +125,7 @@ def simulate(
     data: DataString = None,
     sources: SourcesString = None,
     checkpoint: CheckpointStrings = None,
+    run: RunString = None,
     plan: PlanPairs = None,
     collate: CollateString = None,
     batch_size: BatchSize = None,
@@ -155,6 +157,8 @@ def simulate(
     - `imprint simulate my_model.py:task --sources per-example -p steps=50 -c epoch-1.safetensors --out runs/each`
 
     - `imprint simulate digits --out runs/digits`, for a built-in setting, whose model is trained first
+
+    - `imprint simulate my_model.py:task --run runs/train --out runs/news`, to repeat a recorded run without each source
 
     - `imprint simulate --config news.toml`
 
@@ -256,7 +260,7 @@ def attribute(
             help="Sort sources by `magnitude`, or list first those whose removal `raises` or `lowers` the measurement."
         ),
     ] = "magnitude",
-    readout: ReadoutName = "jvp",
+    readout: ReadoutName = None,
     batch_size: Annotated[int, typer.Option(min=1, help="How many queries to evaluate at once.")] = 64,
     memory: MemoryText = None,
     device: DeviceName = None,
@@ -309,7 +313,7 @@ def attribute(
     if json:
         typer.echo(dumps(first.to_json()))
     else:
-        console.print(render_mean(result.mean().top(top, options["by"])), render_top(first))
+        console.print(render_attribution(result.mean().top(top, options["by"]), first))
 
 
 def _write_scores(result: imprint.Attribution, out: Path) -> None:
