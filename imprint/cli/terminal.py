@@ -63,7 +63,7 @@ def render_store(values: dict[str, Any]) -> RenderableType:
     head = render_pairs(
         f"Store {values['path']}",
         (
-            ("question", describe_question(values["question"])),
+            ("question", MEANINGS[values["question"]]),
             ("sources", f"{values['sources']:,} of {values['n']:,} training examples"),
             ("largest", ", ".join(_name_largest(values["largest_sources"]))),
             ("imprints", _describe_imprints(values)),
