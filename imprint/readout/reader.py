@@ -148,10 +148,10 @@ class Reader:
         own = (*self._derivative, *[SILENT] * self._silent, *map(str, found))
         return tuple(dict.fromkeys((*self.store.warnings, *own)))
 
-    def noise(self, batch: Batch, count: int | None = None) -> Tensor | None:
-        """Return the root mean square change of F of each query by a perturbed start of the run, shape (queries,).
+    def noise_changes(self, batch: Batch, count: int | None = None) -> Tensor | None:
+        """Return how F of each query changes in the runs whose start was perturbed, shape (runs, queries).
 
-        None where the store has no runs with a perturbed start. Effects of this size say nothing about their source.
+        None where the store has no such runs. Effects of this size say nothing about their source.
         """
         count = length(batch) if count is None else count
         batch = map_tensors(lambda t: t.to(self.task.device), batch)
@@ -162,8 +162,10 @@ class Reader:
             rows = self.store.noise(base.index, self.task.device)
             if rows is None:
                 return None
-            moved = base.removed(rows, self.store.n, batch, count, vectorise=self._vectorise).double() / self.store.n
-            return moved.square().mean(0).sqrt()
+            changes = base.removed(rows, self.store.n, batch, count, vectorise=self._vectorise).double() / -self.store.n
+        if not bool(changes.isfinite().all()):
+            raise ReadoutError("a run with a perturbed start gives queries a value that is no finite number.")
+        return changes
 
     def diagonal(self, batch: Batch, start: int, stop: int) -> Tensor:
         """Return s(b, q_b): each source from `start` up to `stop` on the query in its own row of the batch."""

@@ -110,17 +110,17 @@ def test_derivatives_are_not_read_out_as_removals() -> None:
     with pytest.raises(ReadoutError, match=r'"removed" is for stores of a repeated run, .* read it out by "jvp"'):
         Reader(make_task(), path, readout="removed")
     assert Reader(make_task(), path).readout == "jvp"
-    assert Reader(make_task(), path).noise(QUERIES) is None
+    assert Reader(make_task(), path).noise_changes(QUERIES) is None
 
 
-def test_the_noise_of_each_query_is_the_rms_change_by_perturbed_starts(store: Store) -> None:
+def test_the_noise_of_each_query_is_its_change_by_perturbed_starts(store: Store) -> None:
     noise, base = store.noise(0, torch.device("cpu")), store.base(0, torch.device("cpu"))
     assert noise is not None
     moved = [{n: t - noise[n][i] / N if n in noise else t for n, t in base.items()} for i in range(2)]
     changes = torch.stack([evaluate(make_model(), state) - evaluate(make_model(), base) for state in moved])
-    found = Reader(make_task(), store).noise(QUERIES)
+    found = Reader(make_task(), store).noise_changes(QUERIES)
     assert found is not None
-    torch.testing.assert_close(found, changes.square().mean(0).sqrt(), rtol=1e-9, atol=1e-12)
+    torch.testing.assert_close(found, changes, rtol=1e-9, atol=1e-12)
 
 
 def test_each_source_is_read_on_a_query_of_its_own(store: Store) -> None:

@@ -43,10 +43,9 @@ from imprint.cli.terminal import (
     errors,
     escape_markup,
     redirect_prints,
+    render_attribution,
     render_check,
-    render_mean,
     render_store,
-    render_top,
     show_progress,
 )
 from imprint.display import for_csv, for_terminal
@@ -314,7 +313,7 @@ def attribute(
     if json:
         typer.echo(dumps(first.to_json()))
     else:
-        console.print(render_mean(result.mean().top(top, options["by"])), render_top(first))
+        console.print(render_attribution(result.mean().top(top, options["by"]), first))
 
 
 def _write_scores(result: imprint.Attribution, out: Path) -> None:
