@@ -38,7 +38,12 @@ def test_a_run_is_checked_repeated_shown_and_read_out(command: Command) -> None:
     assert values["recording"] == Store("store").manifest.request.recording
     assert values["checkpoints"][0]["measured"]["chaos"] > 0
     shown = command("inspect", "store").out
-    for text in ("the very run that made the model", "chaos", "deviation from the recorded end", "removing of the"):
+    for text in (
+        "this run: had this source had weight 0",
+        "chaos",
+        "deviation from the recorded end",
+        "removing of the",
+    ):
         assert text in shown
     assert "damping" not in shown and "curvature" not in shown
     found = command("attribute", "store", "--task", "model.py:task")
