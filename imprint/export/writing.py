@@ -191,10 +191,12 @@ def _test(draft: Export, point: Point, queries: list[Counted], gains: Gains, fou
         draft.self_test.queries, deviation, _deviation(found, exact, gains.values), readout, draft.self_test.served
     )
     if max(test.exact, test.served) > _FAR:
-        reason = "effects are small" if point.removes else "at no gain are both rounding and curvature small"
+        what, reason = "exact derivative", "at no gain are both rounding and curvature small"
+        if point.removes:
+            what, reason = "removals", "effects are as small as rounding"
         logger.warning(
-            "scores of the export deviate from the exact ones by %.2g, and by %.2g served in %s: %s",
-            *(test.exact, test.served, draft.dtype, reason),
+            "scores of the export deviate from the %s by %.2g, and by %.2g served in %s: %s",
+            *(what, test.exact, test.served, draft.dtype, reason),
         )
     return replace(draft, self_test=test)
 
