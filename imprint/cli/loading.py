@@ -95,10 +95,15 @@ class Objects:
         """The collate function for the queries, which columns of tensors do not need."""
         return self._collate_for(self.queries)
 
+    @property
+    def examples_collate_fn(self) -> Any:
+        """The collate function for the training data, which columns of tensors do not need."""
+        return self._collate_for(self.data)
+
     @cached_property
     def examples(self) -> Data:
         """The training data as batches on the device of the task's model."""
-        return Data(self.data, device=self.task.device, collate_fn=self._collate_for(self.data))
+        return Data(self.data, device=self.task.device, collate_fn=self.examples_collate_fn)
 
     def _collate_for(self, dataset: Any) -> Any:
         """Return the collate function unless the dataset is columns of tensors."""
