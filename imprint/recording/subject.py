@@ -150,6 +150,16 @@ class Subject:
         if self.scheduler is not None and header.schedule is not None:
             self.scheduler.load_state_dict({**self.scheduler.state_dict(), **header.schedule})
 
+    def refuse_other_state(self, folder: Path, kept: Kept, header: Header) -> None:
+        """Refuse a model that is not what a checkpoint of the recording has."""
+        state = read_state(folder, kept, header)
+        for name, tensor in self._kept().items():
+            if not torch.equal(tensor.detach().cpu(), state[name]):
+                raise StoreError(
+                    f"{name!r} of the model differs from the recorded one after {kept.step} steps: load the checkpoint "
+                    f"of step {kept.step} before the first step, or call run.resume() in place of step={kept.step}."
+                )
+
     def find_moved_buffers(self, start: Mapping[str, Tensor]) -> tuple[str, ...]:
         """Return the buffers of real numbers that differ from the start."""
         buffers = {name: buffer.detach().cpu() for name, buffer in self._buffers().items()}
