@@ -109,8 +109,11 @@ class RunStep:
         if not (self._inside and losses):  # of a closure, the first evaluation counts
             losses.append(loss.detach())
 
-    def note_clipping(self, clipping: Clipping, norm: Tensor | float | None = None) -> None:
-        """Record that the gradients have just been clipped, and their Euclidean norm before that."""
+    def note_clipping(self, clipping: Clipping | None, norm: Tensor | float | None = None) -> None:
+        """Record that the gradients have just been clipped, and their Euclidean norm before that.
+
+        clipping: None if they were written to without a change, such as by a clipping without a limit.
+        """
         self._clipping = clipping
         if norm is not None:
             self._norm = torch.as_tensor(norm)

@@ -141,6 +141,16 @@ class Subject:
             if not same:
                 raise StoreError(f"{folder} is an unfinished recording with other {what}: {advice}.")
 
+    def refuse_other_state(self, folder: Path, kept: Kept, header: Header) -> None:
+        """Refuse to go on from a model that differs from a checkpoint of the recording."""
+        state = read_state(folder, kept, header)
+        for name, tensor in self._kept().items():
+            if not torch.equal(tensor.detach().cpu(), state[name]):
+                raise StoreError(
+                    f"{folder} is an unfinished recording whose model had another {name!r} after {kept.step} steps: "
+                    "load the checkpoint that you resume from before, or give a new folder."
+                )
+
     def load(self, folder: Path, kept: Kept, header: Header) -> None:
         """Set model, optimiser and scheduler to a checkpoint of a recording."""
         load_state(self._kept(), read_state(folder, kept, header))

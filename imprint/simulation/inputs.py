@@ -29,7 +29,9 @@ from imprint.simulation.recorded import (
     check_run,
     choose_plan_for,
     complete_end,
+    find_begin,
     find_changed_buffers,
+    refuse_both,
     refuse_other_data,
 )
 from imprint.simulation.states import States
@@ -95,8 +97,7 @@ class Inputs:
             )
         if run is not None:
             check_run(run, task, len(training), plan)
-            if checkpoints is not None:
-                raise PlanError("a recorded run is repeated to its end: give run= or checkpoints=, not both.")
+            refuse_both(checkpoints)
             checkpoints = [complete_end(run, task)]
         stored_as = _stored_dtype(task, dtype)
         inputs = cls(task, training, sources, plan, States(task, checkpoints), stored_as, hash_data, run=run)
@@ -118,8 +119,12 @@ class Inputs:
 
     @property
     def settings(self) -> list[Settings]:
-        """What the plan says about each checkpoint."""
-        return [self.plan.at(k, len(self.states)) for k in range(len(self.states))]
+        """What the plan says about each checkpoint; the steps to a recorded end are those that are repeated."""
+        planned = [self.plan.at(k, len(self.states)) for k in range(len(self.states))]
+        if self.run is None:
+            return planned
+        steps = len(self.run.steps) - find_begin(self.run, self.plan.start)
+        return [replace(settings, steps=steps) for settings in planned]
 
     @property
     def first(self) -> int:
