@@ -112,9 +112,6 @@ class RunRecorder:
         self._loaded = step is not None  # by the user, who may have forgotten it
         if step is not None:
             self._go_back(operator.index(step))
-            for kept in self._files.header.checkpoints if self._files.header else ():
-                if kept.step == step:
-                    self._subject.refuse_other_state(self.folder, kept, self._files.require_header())
 
     @property
     def model(self) -> nn.Module:

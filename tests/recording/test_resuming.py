@@ -96,7 +96,7 @@ def test_a_checkpoint_that_the_user_forgot_to_load_is_noticed(tmp_path: Path) ->
     train(tmp_path / "run", epochs=EPOCHS, every=5, stop=8)
     model = make_model(9)
     run = RunRecorder(tmp_path / "run", model, make_adamw(model), step=5)
-    with pytest.raises(StoreError, match=r"'0\.weight' of the model differs from the recorded one after 5 steps: load"):
+    with pytest.raises(StoreError, match=r"whose model had another '0\.weight' after 5 steps: load your checkpoint"):
         run.step([0, 1])
 
 
