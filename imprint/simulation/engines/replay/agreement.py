@@ -22,7 +22,8 @@ _FIRST = 3  # steps that are compared strictly
 _BLOCK = 32  # steps that are compared together: reading a number makes a GPU wait
 _JUMP = 30.0  # times more than any step before: no growth of rounding
 _SMALL = 1e-2  # of the largest value so far: values below count as that large
-_STEADY = 0.05  # relative spread of a ratio that is called constant
+_STEADY = 0.05  # relative spread of a ratio that is called constant, where it is larger than the next
+_LARGE = 1.5
 _ASTRAY = 0.5  # of the way that the run went: by so much its end may be missed
 
 
@@ -124,7 +125,10 @@ class Agreement:
         """Say that all losses are wrong by one factor, if they are: the normaliser, or a mean for a sum."""
         losses = [pair for pair in self._first if pair.what == "loss"]
         ratios = [pair.replayed / pair.recorded for pair in losses if pair.recorded]
-        if len(ratios) < 2 or min(ratios) <= 0 or max(ratios) > (1 + _STEADY) * min(ratios):
+        if len(ratios) < 2 or min(ratios) <= 0:
+            return None
+        is_large = max(ratios) < 1 / _LARGE or min(ratios) > _LARGE
+        if max(ratios) > (1 + (_STEADY if is_large else _STEADY / 100)) * min(ratios):
             return None
         batch = self._repetition.run.steps[self._repetition.begin].batches[0]
         return (

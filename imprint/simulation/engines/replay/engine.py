@@ -44,7 +44,7 @@ from imprint.simulation.snapshot import Snapshot
 from imprint.sources import Sources
 from imprint.store.checkpoint import Decided, Measured, ShardFigures
 from imprint.task import Parameters
-from imprint.tensors.vectors import minus, norm, repeated, scale
+from imprint.tensors.vectors import minus, norm, repeated, scale, six_digits
 
 logger = logging.getLogger(__name__)
 CHAOTIC = 0.3  # of a removal's effect: above, a perturbed start moves F as removals do
@@ -99,7 +99,7 @@ class Replay(Engine):
         deviation = self.replay_unperturbed()
         lost = self.measure_start_lost() if self.repetition.begin else None
         # the deviation is that of F here, and relative to the effect of a removal once effects are known
-        self.measured = Measured(one_by_one=self.way.one_by_one, deviation=deviation, start_lost=lost)
+        self.measured = Measured(one_by_one=self.way.one_by_one, deviation=six_digits([deviation])[0], start_lost=lost)
         rows = self.rows_that_fit()
         rate = self.run.steps[self.repetition.begin].groups[0].get("lr")
         self.decided = Decided(
@@ -157,7 +157,7 @@ class Replay(Engine):
         for members, one, other in zip(few.members, late, early, strict=True):
             changes.append(self.effects.compare(self._displaced(one), self._displaced(other), members))
             effects.append(self.effects.change(self._displaced(other), members))
-        return _rms(changes) / _rms(effects) if any(effects) else 0.0
+        return six_digits([_rms(changes) / _rms(effects)])[0] if any(effects) else 0.0
 
     # --- rows
 

@@ -182,10 +182,15 @@ def restore_ends(repetition: Repetition, rows: int, snapshot: Snapshot | None) -
     found = snapshot.read_tensors(repetition.data.device) if snapshot else None
     if found is None or snapshot is None:
         return [], None
-    count, done = divmod(found.step, len(repetition.steps))
+    count = len({name.split("/")[1] for name in found.tensors if name.startswith("ends/")})
+    done = found.step - count * len(repetition.steps)
     ends = [_named(found.tensors, f"ends/{index}/") for index in range(count)]
     expected = {name: tensor.shape for name, tensor in repetition.start().items()}
-    if count >= rows or any({name: _shapes(end).get(name) for name in expected} != expected for end in ends):
+    if (
+        count >= rows
+        or not 0 <= done <= len(repetition.steps)
+        or any({name: _shapes(end).get(name) for name in expected} != expected for end in ends)
+    ):
         snapshot.refuse("its rows are not those of this run")
         return [], None
     snapshot.use()
