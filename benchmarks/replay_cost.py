@@ -134,7 +134,7 @@ def digits_cases(steps: int) -> list[Case]:
     cases = []
     for name, optimiser in optimisers.items():
         torch.manual_seed(0)
-        data, task = digits.load(0).train, digits.task(digits.model())
+        data, task = digits.load(0).train, imprint.Task.classifier(digits.model())
         cases += [Case(f"digits, {name}, batch {batch}", task, data, optimiser, batch, steps) for batch in (32, 100)]
     return cases
 
