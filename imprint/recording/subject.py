@@ -141,16 +141,6 @@ class Subject:
             if not same:
                 raise StoreError(f"{folder} is an unfinished recording with other {what}: {advice}.")
 
-    def refuse_other_state(self, folder: Path, kept: Kept, header: Header) -> None:
-        """Refuse to go on from a model that differs from a checkpoint of the recording."""
-        state = read_state(folder, kept, header)
-        for name, tensor in self._kept().items():
-            if not torch.equal(tensor.detach().cpu(), state[name]):
-                raise StoreError(
-                    f"{folder} is an unfinished recording whose model had another {name!r} after {kept.step} steps: "
-                    "load the checkpoint that you resume from before, or give a new folder."
-                )
-
     def load(self, folder: Path, kept: Kept, header: Header) -> None:
         """Set model, optimiser and scheduler to a checkpoint of a recording."""
         load_state(self._kept(), read_state(folder, kept, header))
@@ -159,6 +149,17 @@ class Subject:
             restore_groups(self.optimiser, header.settings)
         if self.scheduler is not None and header.schedule is not None:
             self.scheduler.load_state_dict({**self.scheduler.state_dict(), **header.schedule})
+
+    def refuse_other_state(self, folder: Path, kept: Kept, header: Header) -> None:
+        """Refuse a model that is not what a checkpoint of the recording has."""
+        state = read_state(folder, kept, header)
+        for name, tensor in self._kept().items():
+            if not torch.equal(tensor.detach().cpu(), state[name]):
+                raise StoreError(
+                    f"{folder} is an unfinished recording whose model had another {name!r} after {kept.step} steps: "
+                    f"load your checkpoint of step {kept.step} before the first step, or call run.resume() in place of "
+                    f"step={kept.step}."
+                )
 
     def find_moved_buffers(self, start: Mapping[str, Tensor]) -> tuple[str, ...]:
         """Return the buffers of real numbers that differ from the start."""
