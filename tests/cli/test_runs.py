@@ -74,6 +74,7 @@ def test_a_configuration_names_a_run_relative_to_its_folder(command: Command, em
     assert refused.code == 1 and "inner/train" in refused.err
 
 
+@pytest.mark.wide
 def test_the_folder_of_a_recording_is_repeated_without_a_plan(command: Command, empty: Path) -> None:
     record(empty / "train").finish()
     values = command("simulate", "model.py:task", "--run", "train", "-o", "store", "--json").values

@@ -1,7 +1,6 @@
 """A recording is repeated from the recorder, from what it returns and from its folder, with the same result."""
 
 import copy
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +37,7 @@ def test_the_removal_is_that_of_a_training_without_the_source(folder: Path) -> N
     assert list(store.manifest.request.buffers) == ["1.running_mean", "1.running_var"]
     run, (x, y) = Recording(folder), make_data()
     effects = []
-    everyone: list[Sequence[int]] = [(), *SOURCES.members]
+    everyone: list[list[int]] = [[], *(members.tolist() for members in SOURCES.members)]
     for members in everyone:
         model = make_model()
         optimiser = torch.optim.SGD(model.parameters(), lr=0.2)
