@@ -26,19 +26,62 @@ Dropout = _DropoutNd
 """The base of the dropout layers, which has the probability `p`."""
 
 
+_outside: list[tuple[bool, list[SDPBackend]]] = []  # how attention was computed before `math_attention`, by level
+
+
 @contextmanager
 def math_attention() -> Iterator[None]:
     """Compute attention by plain matrix products for a while.
 
     Fused attention and the encoder's fast path have no rules for forward mode and `vmap`.
     """
-    fast_path = torch.backends.mha.get_fastpath_enabled()
+    _outside.append((torch.backends.mha.get_fastpath_enabled(), _enabled_attention()))
     try:
-        torch.backends.mha.set_fastpath_enabled(False)
-        with sdpa_kernel(SDPBackend.MATH):
+        with _attention(False, [SDPBackend.MATH]):
             yield
     finally:
+        _outside.pop()
+
+
+@contextmanager
+def users_attention() -> Iterator[None]:
+    """Compute attention as the user's own code does, within `math_attention`, too."""
+    if not _outside:
+        yield
+        return
+    with _attention(*_outside[0]):
+        yield
+
+
+@contextmanager
+def _attention(fast_path: bool, backends: list[SDPBackend]) -> Iterator[None]:
+    before = torch.backends.mha.get_fastpath_enabled()
+    try:
         torch.backends.mha.set_fastpath_enabled(fast_path)
+        with sdpa_kernel(backends):
+            yield
+    finally:
+        torch.backends.mha.set_fastpath_enabled(before)
+
+
+def _enabled_attention() -> list[SDPBackend]:
+    """List the implementations of attention that torch may choose from."""
+    switches = {
+        SDPBackend.FLASH_ATTENTION: torch.backends.cuda.flash_sdp_enabled,
+        SDPBackend.EFFICIENT_ATTENTION: torch.backends.cuda.mem_efficient_sdp_enabled,
+        SDPBackend.MATH: torch.backends.cuda.math_sdp_enabled,
+        SDPBackend.CUDNN_ATTENTION: torch.backends.cuda.cudnn_sdp_enabled,
+    }
+    return [backend for backend, is_enabled in switches.items() if is_enabled()]
+
+
+def argument_of(operation: Any, name: str, given: tuple[Any, ...], named: dict[str, Any]) -> Any:
+    """Return an argument of one of torch's operations as it was called; None if it has no such argument."""
+    for position, argument in enumerate(operation._schema.arguments):
+        if argument.name == name:
+            value = given[position] if position < len(given) else named.get(name)
+            return argument.default_value if value is None else value
+    return None
 
 
 def is_in_forward_mode() -> bool:
@@ -82,6 +125,11 @@ def is_scripted(model: nn.Module) -> bool:
 def has_batch_norm(model: nn.Module) -> bool:
     """Return whether a model has batch normalisation of any kind."""
     return any(isinstance(module, _BatchNorm) for module in model.modules())
+
+
+def trains_batch_norm(model: nn.Module) -> bool:
+    """Return whether some batch normalisation of a model uses the statistics of the batch."""
+    return any(isinstance(module, _BatchNorm) and module.training for module in model.modules())
 
 
 def has_convolutions(model: nn.Module) -> bool:

@@ -1,6 +1,6 @@
 """Defines sources, the units of credit: named and possibly overlapping sets of training examples."""
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -97,7 +97,7 @@ class Sources:
             length=next(iter(masks), None),
             ids=tuple(map(str, groups)),
             names=tuple(str((names or {}).get(key, key)) for key in groups),
-            members=tuple(_indices(key, values) for key, values in groups.items()),
+            members=tuple(_indices(f"source {str(key)!r}", values) for key, values in groups.items()),
         )
 
     def __len__(self) -> int:
@@ -137,6 +137,20 @@ class Sources:
             members=tuple(self.members[i] for i in chosen),
         )
 
+    def group(self, groups: Mapping[Any, Any] | Sequence[Hashable] | Tensor) -> "Sources":
+        """Unite sources into larger ones, to simulate these; what is in no group is no source any more.
+
+        groups: lists of the sources' ids, or of their places, by the group's name; or one label per source. Groups may
+            overlap. The training data stays the same: sources that are left out are trained on, but get no credit.
+
+        >>> sources = Sources.by_label(["times", "post", "times", "blog"])
+        >>> sources.group({"press": ["times", "post"]})
+        Sources(1: 'press' (3))
+        """
+        found = find_groups(groups, self.ids)
+        united = tuple(np.unique(np.concatenate([self.members[i] for i in places])) for places in found.members)
+        return Sources(found.ids, found.names, united, self.length)
+
     def check(self, n: int) -> None:
         """Refuse members that are not examples of a training set of length `n`."""
         if self.length is not None and self.length != n:
@@ -168,23 +182,69 @@ class Sources:
         return torch.from_numpy(out).to(examples.device, dtype)
 
 
+def find_groups(groups: Mapping[Any, Any] | Sequence[Hashable] | Tensor, ids: Sequence[str]) -> Sources:
+    """Return groups of the sources with these ids, in which the members are the places of sources.
+
+    groups: lists of ids or of places by the group's name, or one label per source.
+    """
+    if isinstance(groups, str) or not isinstance(groups, Iterable) or isinstance(groups, Sources):
+        raise SourcesError(
+            "groups are given by name, such as {'press': ['times', 'post']}, or as one label per source; got a "
+            f"{type(groups).__name__}."
+        )
+    if not isinstance(groups, Mapping):
+        found = Sources.by_label(groups)
+        if found.length != len(ids):
+            raise SourcesError(f"expected one label for each of the {len(ids)} sources, got {found.length} labels.")
+        return found
+    if not groups:
+        raise SourcesError("there are no groups: give at least one.")
+    places = {identity: place for place, identity in enumerate(ids)}
+    names = tuple(map(str, groups))
+    return Sources(names, names, tuple(_find_places(key, values, places) for key, values in groups.items()), len(ids))
+
+
+def _find_places(key: object, values: Any, places: Mapping[str, int]) -> Members:
+    """Return the places of a group's sources, which are given by their ids, by their places or as a mask."""
+    given: Any = [values] if isinstance(values, str | int) else values
+    if isinstance(given, Iterable) and not isinstance(given, Tensor) and any(isinstance(v, str) for v in given):
+        if unknown := [repr(value) for value in given if value not in places]:
+            raise SourcesError(
+                f"group {str(key)!r} has sources that do not exist: {name_some(unknown, 5)}. Sources are named by "
+                f"their ids, which are {name_some(list(map(repr, places)), 5)}."
+            )
+        given = [places[value] for value in given]
+    if isinstance(given, list | tuple) and given and all(isinstance(value, bool) for value in given):
+        given = np.array(given)
+    found = _indices(f"group {str(key)!r}", given)
+    if _is_mask(given) and len(given) != len(places):
+        raise SourcesError(f"the mask of group {str(key)!r} has {len(given)} entries, there are {len(places)} sources.")
+    if len(found) == 0:
+        raise SourcesError(f"group {str(key)!r} has no sources: leave it out, or give it some.")
+    if found.min() < 0 or found.max() >= len(places):
+        outside = found[(found < 0) | (found >= len(places))][0]
+        raise SourcesError(f"group {str(key)!r} has source number {outside}, there are 0 to {len(places) - 1}.")
+    if len(np.unique(found)) < len(found):
+        raise SourcesError(f"group {str(key)!r} lists a source more than once.")
+    return found
+
+
 def _is_mask(values: Any) -> bool:
     return isinstance(values, Tensor | np.ndarray) and values.dtype in (bool, torch.bool)
 
 
-def _indices(key: object, values: Any) -> Members:
+def _indices(whose: str, values: Any) -> Members:
+    """Return a list of indices, or the places where a mask is true."""
     if isinstance(values, Tensor):
         values = values.cpu().numpy()
     try:
         array = np.asarray(values if isinstance(values, np.ndarray) else list(values))
     except TypeError as error:
-        raise SourcesError(f"members of source {str(key)!r} must be a list of example indices: {error}.") from error
+        raise SourcesError(f"members of {whose} must be a list of example indices: {error}.") from error
     if array.ndim != 1:
-        raise SourcesError(
-            f"the members of source {str(key)!r} must be a flat list of indices, got shape {array.shape}."
-        )
+        raise SourcesError(f"the members of {whose} must be a flat list of indices, got shape {array.shape}.")
     if array.dtype == bool:
         return np.flatnonzero(array)
     if array.size and not np.issubdtype(array.dtype, np.integer):
-        raise SourcesError(f"the members of source {str(key)!r} must be example indices, got values of {array.dtype}.")
+        raise SourcesError(f"the members of {whose} must be indices, got values of {array.dtype}.")
     return array.astype(np.int64)

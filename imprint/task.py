@@ -41,7 +41,7 @@ def require_task(task: object) -> None:
         raise TaskError(f"task must be an imprint.Task, got a {type(task).__name__}: imprint.Task(model, loss=...).")
 
 
-class _Host(nn.Module):
+class Host(nn.Module):
     """Holds the model one level down, so that `functional_call` can swap its parameters around any function."""
 
     def __init__(self, model: nn.Module) -> None:
@@ -99,7 +99,7 @@ class Task:
         self._set_measure(measure)
         self.names = self._select(self.parameter_globs)
         self._replica = Replica(model)
-        self._host: _Host | None = None
+        self._host: Host | None = None
         self._evaluates = False
         self._turn: object = None
         self.derivatives: dict[Any, tuple[str, ...]] = {}  # warnings about those of each measurement
@@ -267,7 +267,7 @@ class Task:
                 self._turn, self._replica = turn, Replica(self.model)
             current = self._replica.current(self._prepare)
             if self._host is None or self._host.model is not current:
-                self._host = _Host(current)
+                self._host = Host(current)
             try:
                 self._evaluates = True
                 with math_attention(), self._evaluate_in_place():
@@ -288,15 +288,15 @@ class Task:
             yield
             return
         fresh = Replica(self.model)
-        self._host = _Host(fresh.current(self._prepare))
+        self._host = Host(fresh.current(self._prepare))
         try:
             yield
         finally:
             self._host = before
 
-    def _require_host(self) -> _Host:
+    def _require_host(self) -> Host:
         if self._host is None:
-            self._host = _Host(self._replica.current(self._prepare))
+            self._host = Host(self._replica.current(self._prepare))
         return self._host
 
     def _prepare(self, model: nn.Module) -> AbstractContextManager[None]:
@@ -337,7 +337,7 @@ class Functional:
         """Compute ℓ(θ; i) for the `count` examples of a batch, shape (count,)."""
         with apply_dropout(self.task.replica, self.noise):
             values = self.task.call(self.task.loss, {**self.fixed, **parameters}, batch)
-        return _require_one_each(values, count, "loss", "example")
+        return require_one_each(values, count, "loss", "example")
 
     def outputs(self, parameters: Mapping[str, Tensor], batch: Batch) -> Tensor:
         """Compute the outputs z of a batch, which `output_losses` takes."""
@@ -350,12 +350,12 @@ class Functional:
         """Compute the losses ℓ of a batch of `count` examples from their outputs, shape (count,)."""
         output_loss = self.task.output_loss
         assert output_loss is not None
-        return _require_one_each(output_loss(z, own_containers(batch)), count, "loss", "example")
+        return require_one_each(output_loss(z, own_containers(batch)), count, "loss", "example")
 
     def measures(self, parameters: Mapping[str, Tensor], batch: Batch, count: int) -> Tensor:
         """Compute F(q; θ) for the `count` queries of a batch, shape (count,)."""
         values = self.task.call(self.measure or self.task.measure, {**self.fixed, **parameters}, batch)
-        return _require_one_each(values, count, "measure", "query")
+        return require_one_each(values, count, "measure", "query")
 
     def regulariser(self, parameters: Mapping[str, Tensor]) -> Tensor:
         """Compute r(θ), a scalar."""
@@ -367,7 +367,8 @@ class Functional:
         return value
 
 
-def _require_one_each(values: Tensor, count: int, what: str, unit: str) -> Tensor:
+def require_one_each(values: Tensor, count: int, what: str, unit: str) -> Tensor:
+    """Refuse anything but one real number for each example or query."""
     if isinstance(values, Tensor) and tuple(values.shape) == (count,):
         if not values.is_floating_point():
             raise TaskError(f"{what} must return real numbers, one per {unit}; it returned {values.dtype}.")

@@ -1,12 +1,26 @@
-"""What scores are about: sources, queries, and the measurement with its unit."""
+"""What scores are about: sources, queries, the question they answer, and the measurement with its unit."""
 
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+import torch
+from torch import Tensor
+
+from imprint.display import count_of
+from imprint.plan import Question
 from imprint.task import Better
 
 Query = int | Literal["mean"]
 """The number of a query, or the mean over queries."""
+
+
+MEANINGS: dict[Question, str] = {
+    "this_run": "this run: had this source had weight 0 in the training that made this model",
+    "expected": "expected: mean over trainings like this one",
+}
+"""What each question asks, in words."""
+LEFT_OUT, SHARED = "sources_in_no_group", "sources_in_several_groups"
+"""How many sources a result of groups leaves out or counts in more than one group, in its `details`."""
 
 
 @dataclass(frozen=True)
@@ -16,6 +30,10 @@ class Labels:
     fingerprints: hashes of the "store", of the training "data", of the "sources", and of the "queries" where the scores
         are of all of them in their order; and the "parameters" by name, with their shapes.
     warnings: what to know before believing the scores: those of the store, and what the readout has found.
+    question: "this_run" for the training that made this model, "expected" for the mean over trainings like it.
+    removes: whether the scores are those of finite removals, which do not add up exactly.
+    summed: how many scores of single sources each score is the sum of; empty where none is a sum.
+    difference: whether the scores are the difference of two results.
     """
 
     n: int
@@ -27,12 +45,47 @@ class Labels:
     details: dict[str, Any] = field(default_factory=dict)
     fingerprints: dict[str, Any] = field(default_factory=dict)
     warnings: tuple[str, ...] = ()
+    question: Question = "expected"
+    removes: bool = False
+    summed: tuple[int, ...] = ()
+    difference: bool = False
 
     @property
     def unit(self) -> str:
         """What a removal effect is measured in, with the meaning of its sign."""
-        meaning = {"lower": ": + means the source helps", "higher": ": − means the source helps", None: ""}
-        return f"change of {self.measure} if the source were removed{meaning[self.better]}"
+        sign = {"lower": "+", "higher": "−", None: ""}[self.better]
+        if self.difference:
+            meaning = f": {sign} means the source helps the first more" if sign else ""
+            return f"change of {self.measure} if the source were removed, first result minus second{meaning}"
+        meaning = f": {sign} means the source helps" if sign else ""
+        return f"change of {self.measure} if the source were removed{meaning}"
+
+    @property
+    def meaning(self) -> str:
+        """The question that the scores answer, in words.
+
+        >>> Labels(9, ("a",), ("A",), (3,), "loss", "lower", question="this_run").meaning
+        'this run: had this source had weight 0 in the training that made this model'
+        """
+        return MEANINGS[self.question]
+
+    @property
+    def counts(self) -> Tensor:
+        """How many scores of single sources each score is the sum of, shape (sources,)."""
+        return torch.tensor(self.summed or (1,) * len(self.source_ids))
+
+    def is_estimate(self, source: int) -> bool:
+        """Tell whether the score is a sum of finite removals, which only estimates the removal of all of them."""
+        return self.removes and bool(self.summed) and self.summed[source] > 1
+
+
+def describe_groups(labels: Labels) -> list[str]:
+    """Say of a result of groups which sources they leave out or share; nothing where they divide all sources."""
+    left_out, shared = (labels.details.get(name, 0) for name in (LEFT_OUT, SHARED))
+    return [
+        *[f"{count_of(left_out, 'source')} in no group, left out"] * bool(left_out),
+        *[f"{count_of(shared, 'source')} in several groups, which therefore do not add up"] * bool(shared),
+    ]
 
 
 def describe_query(query: Query) -> str:

@@ -9,11 +9,26 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
-from imprint.attribution.labels import Labels, Query, describe_query
+from imprint.attribution.comparing import check_comparable, subtract
+from imprint.attribution.drawing import draw_effects
+from imprint.attribution.grouping import Groups, sum_scores
+from imprint.attribution.labels import MEANINGS, Labels, Query, describe_groups, describe_query
+from imprint.attribution.noise import combine, measure_chaos, root_mean_square, stands_out, widen
 from imprint.attribution.saved import load_scores, save_scores
-from imprint.attribution.top import Order, Top, import_pandas, limit_top, rank_scores
-from imprint.display import for_html, for_picture, for_terminal
-from imprint.errors import MissingExtra, ReadoutError
+from imprint.attribution.top import (
+    Credit,
+    Order,
+    Top,
+    describe_table,
+    describe_warnings,
+    explain_marks,
+    import_pandas,
+    limit_top,
+    rank_scores,
+)
+from imprint.display import count_of, for_html, for_terminal
+from imprint.errors import ReadoutError
+from imprint.plan import Question
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -29,15 +44,25 @@ class Calibrator(Protocol):
 
 @dataclass(frozen=True)
 class Attribution:
-    """Scores s(b, q), shape (queries, sources): the change of F(q) per unit of ε/N of the source."""
+    """Scores s(b, q), shape (queries, sources): the change of F(q) per unit of ε/N of the source.
+
+    noise_changes: the change of F(q) in runs that differ from this one by a tiny change of their start alone, shape
+        (runs, queries); None where there are none.
+    """
 
     labels: Labels
     scores: Tensor
     queries: tuple[Query, ...] = ()
+    noise_changes: Tensor | None = None
 
     def __post_init__(self) -> None:
         if not self.queries:
             object.__setattr__(self, "queries", tuple(range(len(self.scores))))
+
+    @property
+    def question(self) -> Question:
+        """The question that the scores answer: "this_run" or "expected"; `labels.meaning` has it in words."""
+        return self.labels.question
 
     @property
     def details(self) -> dict[str, Any]:
@@ -54,22 +79,49 @@ class Attribution:
         """Predicted change of F(q) if the source were gone, −s/N, shape (queries, sources)."""
         return -self.scores / self.labels.n
 
+    @property
+    def noise(self) -> Tensor | None:
+        """How far chance moves F(q): the root mean square of `noise_changes`, shape (queries,), or None."""
+        return None if self.noise_changes is None else root_mean_square(self.noise_changes, 0)
+
+    @property
+    def distinguishable(self) -> Tensor | None:
+        """Which effects are more than twice the noise, shape (queries, sources); None where it was not measured.
+
+        The noise of a sum of k removals is √(k(k + 1)/2) times that of one.
+        """
+        return None if self.noise is None else stands_out(self.removal_effect, self._widened(self.noise))
+
+    def _widened(self, noise: Tensor) -> Tensor:
+        """Return the noise of each effect, shape (queries, sources)."""
+        return widen(noise[:, None], self.labels.counts)
+
     def __len__(self) -> int:
         return len(self.scores)
 
     def __getitem__(self, queries: int | slice | Sequence[int] | Tensor) -> "Attribution":
         """Return the attribution of some of the queries, which keep their numbers."""
         chosen = _places(queries, len(self))
-        return self._of_queries(self.scores[chosen], tuple(self.queries[i] for i in chosen.tolist()))
+        noise = None if self.noise_changes is None else self.noise_changes[:, chosen]
+        return self._of_queries(self.scores[chosen], tuple(self.queries[i] for i in chosen.tolist()), noise)
 
-    def _of_queries(self, scores: Tensor, queries: tuple[Query, ...]) -> "Attribution":
+    def _of_queries(self, scores: Tensor, queries: tuple[Query, ...], noise: Tensor | None) -> "Attribution":
         """Return other queries with the same labels; the fingerprint of all queries in order fits no others."""
         if queries == self.queries:
             return self
         prints = {
             name: value for name, value in self.labels.fingerprints.items() if name not in ("queries", "measures")
         }
-        return Attribution(replace(self.labels, fingerprints=prints), scores, queries)
+        return Attribution(replace(self.labels, fingerprints=prints), scores, queries, noise)._with_chaos()
+
+    def _with_chaos(self) -> "Attribution":
+        """Return the same with the chaos figure of these queries and sources in its details."""
+        details = {name: value for name, value in self.details.items() if name != "chaos"}
+        if self.noise is not None and self.scores.numel():
+            noise, effect = (float(root_mean_square(v)) for v in (self._widened(self.noise), self.removal_effect))
+            if (chaos := measure_chaos(noise, effect)) is not None:
+                details["chaos"] = chaos
+        return self if details == self.details else replace(self, labels=replace(self.labels, details=details))
 
     def top(self, k: int = 5, by: Order = "magnitude") -> Top:
         """Return the k sources that matter most to each query.
@@ -78,67 +130,105 @@ class Attribution:
         """
         k = limit_top(k, self.scores.shape[1])
         indices = rank_scores(self.scores, by).topk(k, dim=1).indices
-        return Top(self.labels, indices, self.scores.gather(1, indices), self.queries)
+        return Top(self.labels, indices, self.scores.gather(1, indices), self.queries, self.noise)
 
     def calibrate(self, truth: Calibrator) -> "Attribution":
         """Return scores scaled to the ground truth: times the slope of actual on predicted effects."""
         if not isinstance(truth, Calibrator):
             raise ReadoutError(f"calibrate needs a Truth, got a {type(truth).__name__}: Truth.load reads a folder.")
+        if self.labels.difference:
+            raise ReadoutError("a difference of two results has no ground truth: calibrate both, then subtract.")
+        asked: Question = getattr(truth, "question", "expected")
+        if asked != self.question:
+            raise ReadoutError(
+                f"the scores answer the question {self.question!r} ({self.labels.meaning}), the ground truth "
+                f"{asked!r} ({MEANINGS[asked]}): calibrate with ground truth of the same question."
+            )
         slope = truth.slope(self)
         if not slope > 0:  # nothing is flipped, and constant scores have no slope
             raise ReadoutError(
                 f"scores and ground truth do not rise together (slope {slope:.3g}): there is no scale to set."
             )
         details = {**self.details, "calibration": slope * self.details.get("calibration", 1.0)}
-        return replace(self, scores=slope * self.scores, labels=replace(self.labels, details=details))
+        noise = None if self.noise_changes is None else slope * self.noise_changes
+        labels = replace(self.labels, details=details)
+        return replace(self, scores=slope * self.scores, labels=labels, noise_changes=noise)
 
     def mean(self) -> "Attribution":
         """Return the mean over queries, as an attribution of one query that is called "mean"."""
-        return self._of_queries(self.scores.mean(0, keepdim=True), ("mean",))
+        noise = None if self.noise_changes is None else self.noise_changes.mean(1, keepdim=True)
+        return self._of_queries(self.scores.mean(0, keepdim=True), ("mean",), noise)
+
+    def group(self, groups: Groups) -> "Attribution":
+        """Return the scores of unions of sources: the sums of their scores, without a new simulation.
+
+        groups: lists of the sources' ids, or of their places, by the group's name; or one label per source. Where each
+            training example is a source, any `Sources` of the same data will do. Groups may overlap; sources in no
+            group are left out, and the result says how many. Sources that share examples cannot be summed.
+
+        The sum is exact for derivatives. Of a store of removals it is an estimate, which the result says: sums are 1 to
+        2 times the effect of removing all at once. For the exact value, simulate the unions: `sources.group(groups)`.
+
+        >>> labels = Labels(9, ("times", "post", "blog"), ("Times", "Post", "Blog"), (3, 3, 3), "loss", "lower")
+        >>> result = Attribution(labels, torch.tensor([[-9.0, -18.0, 9.0]]))
+        >>> result.group({"press": ["times", "post"], "web": ["blog"]}).removal_effect
+        tensor([[ 3., -1.]], dtype=torch.float64)
+        """
+        labels, scores = sum_scores(self.labels, self.scores, groups)
+        return replace(self, labels=labels, scores=scores)._with_chaos()
+
+    def __sub__(self, other: "Attribution") -> "Attribution":
+        """Return how much larger the removal effects are here than in another result, of another store or model.
+
+        Both need the same queries, and sources with the same ids; N and the order of sources may differ. The squares of
+        both noises add up.
+        """
+        if not isinstance(other, Attribution):
+            return NotImplemented
+        check_comparable(self.labels, other.labels, (self.queries, other.queries))
+        labels, scores = subtract(self.labels, other.labels, (self.removal_effect, other.removal_effect))
+        noise = combine(self.noise_changes, other.noise_changes)
+        return Attribution(labels, scores, self.queries, noise)._with_chaos()
 
     def __repr__(self) -> str:
         queries, sources = self.scores.shape
-        head = f"Attribution: {queries} {'query' if queries == 1 else 'queries'} × {sources} sources"
+        what = "difference of two results, " if self.labels.difference else ""
+        head = f"Attribution: {what}{count_of(queries, 'query', 'queries')} × {sources} sources"
         credits = self.mean().top(min(5, sources))[0]
-        mean = ", ".join(f"{for_terminal(credit.name)} {credit.removal_effect:+.3g}" for credit in credits)
-        return f"{head}\n  mean over queries: {mean}\n{self.top(min(3, sources))!r}"
+        mean = ", ".join(f"{for_terminal(credit.name)} {credit.format_effect()}" for credit in credits)
+        lines = self.top(min(3, sources)).describe(earlier=credits)
+        return "\n".join([head, f"  mean over queries: {mean}", *lines, *describe_warnings(self.labels)])
 
     def _repr_html_(self) -> str:
-        sources = self.scores.shape[1]
-        rows = []
-        for credits in list(self[: min(10, len(self))].top(min(5, sources))):
-            cells = "".join(f"<td>{for_html(c.name)} <b>{c.removal_effect:+.3g}</b></td>" for c in credits)
+        sources, shown, rows = self.scores.shape[1], list[Credit](), []
+        for credits in self[: min(10, len(self))].top(min(5, sources)):
+            cells = "".join(f"<td>{for_html(c.name)} <b>{c.format_effect()}</b></td>" for c in credits)
             rows.append(f"<tr><th>{for_html(describe_query(credits[0].query))}</th>{cells}</tr>")
-        more = f"<p>{len(self) - 10} more queries</p>" if len(self) > 10 else ""
+            shown += credits
+        more = [f"{len(self) - 10} more queries"] if len(self) > 10 else []
+        notes = [*more, *explain_marks(shown), *describe_groups(self.labels)]
+        under = "".join(f"<p>{for_html(note)}</p>" for note in notes)
         warned = "".join(f"<p><b>warning:</b> {for_html(message)}</p>" for message in self.warnings)
-        return f"<table><caption>{for_html(self.labels.unit)}</caption>{''.join(rows)}</table>{more}{warned}"
+        caption = f"{for_html(self.labels.unit)}<br>{for_html(self.labels.meaning)}"
+        return f"<table><caption>{caption}</caption>{''.join(rows)}</table>{under}{warned}"
 
     def to_pandas(self, values: Literal["removal_effect", "scores"] = "removal_effect") -> "pd.DataFrame":
-        """Return queries × sources as a table with the sources' ids as columns."""
+        """Return queries × sources as a table with the sources' ids as columns.
+
+        The name of the columns says which question the numbers answer; `attrs` has it in words, with the unit.
+        """
         table = getattr(self, values).numpy()
         frame: pd.DataFrame = import_pandas().DataFrame(table, list(self.queries), list(self.labels.source_ids))
-        return frame.rename_axis(index="query", columns="source")
+        frame.attrs.update(describe_table(self.labels))
+        return frame.rename_axis(index="query", columns=f"source, {self.question.replace('_', ' ')}")
 
     def plot(self, query: int | None = None, k: int = 12, ax: "Axes | None" = None) -> "Axes":
         """Plot the k largest removal effects as bars: of the query with this number, or of the mean of all."""
-        try:
-            from matplotlib import pyplot as plt
-        except ImportError as error:
-            raise MissingExtra("plot", "report") from error
-        if ax is None:
-            ax = plt.subplots(layout="constrained")[1]
         if query is not None and query not in self.queries:
             raise ReadoutError(f"there is no query {query}: the attribution has {_numbers(self.queries)}.")
-        effect = self.removal_effect.mean(0) if query is None else self.removal_effect[self.queries.index(query)]
-        order = effect.abs().argsort(descending=True)[:k].flip(0)
-        helps = effect[order] * (1 if self.labels.better != "higher" else -1) >= 0
-        colours = ["#2a6f97" if positive else "#c8553d" for positive in helps.tolist()]
-        names = [for_picture(self.labels.source_names[i]) for i in order.tolist()]
-        ax.barh(range(len(names)), effect[order].tolist(), color=colours, tick_label=names)
-        ax.axvline(0, color="0.3", linewidth=0.8)
-        ax.set_xlabel(for_picture(self.labels.unit))
-        ax.set_title("mean over queries" if query is None else f"query {query}")
-        return ax
+        shown = self.mean() if query is None else self[self.queries.index(query)]
+        marks = None if shown.distinguishable is None else shown.distinguishable[0]
+        return draw_effects(self.labels, shown.removal_effect[0], marks, describe_query(shown.queries[0]), k, ax)
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write to one .safetensors file, with a checksum of scores and labels."""
@@ -147,17 +237,18 @@ class Attribution:
                 f"an attribution is saved as .safetensors, got {os.fspath(path)!r}: for a table, "
                 "result.to_pandas().to_csv(...), or `imprint attribute --out scores.csv`."
             )
-        save_scores(Path(path), vars(self.labels), self.scores, self.queries)
+        save_scores(Path(path), vars(self.labels), self.scores, self.queries, self.noise_changes)
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> "Attribution":
         """Read what `save` wrote; refuse a file that was changed since, or that does not fit its labels.
 
-        Files of versions that wrote no checksum are read, and the log says so.
+        Files of versions that wrote no checksum are read, and the log says so. Those that name no question are of
+        versions that knew one only: "expected".
         """
-        about, scores, queries = load_scores(Path(path), {each.name for each in fields(Labels)})
+        about, scores, queries, noise = load_scores(Path(path), {each.name for each in fields(Labels)})
         labels: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in about.items()}
-        return cls(Labels(**labels), scores, queries)  # type: ignore[arg-type]
+        return cls(Labels(**labels), scores, queries, noise)  # type: ignore[arg-type]
 
 
 def _places(queries: int | slice | Sequence[int] | Tensor, count: int) -> Tensor:

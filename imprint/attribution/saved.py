@@ -9,45 +9,56 @@ import logging
 import stat
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from imprint.attribution.labels import LEFT_OUT, SHARED
 from imprint.errors import StoreError, first_line
+from imprint.plan import Question
 from imprint.store.files import write
 from imprint.store.fingerprint import of_tensors
 from imprint.store.values import Value, parsed, sealed
 
 logger = logging.getLogger(__name__)
-SCHEMA = 2  # the first had no checksum
-_ABOUT, _SCORES = "imprint", "scores"
+SCHEMA = 3  # the first had no checksum, the second no noise
+_CHECKED = 2  # the first schema with a checksum
+_ABOUT, _SCORES, _NOISE = "imprint", "scores", "noise"
+Saved = tuple[dict[str, Any], Tensor, tuple[int | str, ...], Tensor | None]
 
 
-def save_scores(path: Path, labels: dict[str, Any], scores: Tensor, queries: Sequence[int | str]) -> None:
-    """Write scores of shape (queries, sources) and their labels to a file."""
-    kept = scores.detach().cpu().contiguous()
-    values = {"schema": SCHEMA, "labels": labels, "queries": list(queries), _SCORES: of_tensors({_SCORES: kept})}
+def save_scores(
+    path: Path, labels: dict[str, Any], scores: Tensor, queries: Sequence[int | str], noise: Tensor | None = None
+) -> None:
+    """Write scores of shape (queries, sources), their labels, and changes by noise, (runs, queries), to a file."""
+    given = {_SCORES: scores} if noise is None else {_SCORES: scores, _NOISE: noise}
+    tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in given.items()}
+    checksums = {name: of_tensors({name: tensor}) for name, tensor in tensors.items()}
+    values = {"schema": SCHEMA, "labels": labels, "queries": list(queries), _NOISE: None, **checksums}
     try:
         text = json.dumps(sealed(values))
     except (TypeError, ValueError) as error:
         raise StoreError(f"could not write {path}: its labels are no JSON values ({first_line(error)}).") from error
-    _check_whole(*_read_labels(parsed(text.encode(), path), set(labels)), kept)  # what could not be read is not written
-    write(path, lambda beside: save_file({_SCORES: kept}, beside, {_ABOUT: text}))
+    about = _read_labels(parsed(text.encode(), path), set(labels))
+    _check_whole(*about, tensors[_SCORES])  # what could not be read is not written
+    _check_noise(about[1], tensors.get(_NOISE), path)
+    write(path, lambda beside: save_file(tensors, beside, {_ABOUT: text}))
 
 
-def load_scores(path: Path, names: set[str]) -> tuple[dict[str, Any], Tensor, tuple[int | str, ...]]:
-    """Read the labels, with these names or some of them, the scores and the queries that `save_scores` wrote."""
+def load_scores(path: Path, names: set[str]) -> Saved:
+    """Read what `save_scores` wrote: the labels, with these names or some of them, scores, queries and noise."""
     try:
         if not stat.S_ISREG(path.stat().st_mode):  # a pipe would be waited for
             raise StoreError(f"{path} is not a saved attribution: it is no regular file.")
         with safe_open(path, framework="pt") as file:
             text = (file.metadata() or {}).get(_ABOUT)
-            if text is None or list(file.keys()) != [_SCORES]:
+            if text is None or not {_SCORES} <= set(file.keys()) <= {_SCORES, _NOISE}:
                 raise StoreError(f"{path} is not a saved attribution: it holds other tensors.")
-            scores = file.get_tensor(_SCORES).clone()  # tensors are mapped from their file, and may change with it
+            # tensors are mapped from their file, and may change with it
+            tensors = {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118 (no mapping)
     except (OSError, SafetensorError, MemoryError, ValueError) as error:  # ValueError: a path that no file can have
         raise StoreError(f"{path} is not a saved attribution: {first_line(error)}.") from error
     value = parsed(text.encode(), path)
@@ -57,20 +68,29 @@ def load_scores(path: Path, names: set[str]) -> tuple[dict[str, Any], Tensor, tu
         logger.warning("%s was saved without a checksum, so damage would not be seen: save it again", path)
     else:
         value = value.unsealed()
-        if value.content.get(_SCORES) != of_tensors({_SCORES: scores}):
-            raise StoreError(f"{path} was changed after it was written: its scores have another checksum.")
+        for name in (_SCORES, _NOISE):
+            found = of_tensors({name: tensors[name]}) if name in tensors else None
+            if value.content.get(name) != found:
+                raise StoreError(f"{path} was changed after it was written: its {name} has another checksum.")
         value = Value({**value.content, "sha256": None}, path)
     labels, queries = _read_labels(value, names)
+    scores, noise = tensors[_SCORES], tensors.get(_NOISE)
     _check_whole(labels, queries, scores)
-    return {name: item.content for name, item in labels.items()}, scores, tuple(item.content for item in queries)
+    _check_noise(queries, noise, path)
+    about = {name: item.content for name, item in labels.items()}
+    return about, scores, tuple(item.content for item in queries), noise
 
 
 def _read_labels(value: Value, names: set[str]) -> tuple[dict[str, Value], list[Value]]:
     """Return the labels and the queries of a file, once each is checked."""
-    newer = () if value.mapping().keys() == {"labels", "queries"} else ("schema", _SCORES, "sha256")
+    fields = value.mapping()
+    newer: tuple[str, ...] = ()
+    if fields.keys() != {"labels", "queries"}:
+        schema = fields["schema"].whole(_CHECKED) if "schema" in fields else SCHEMA
+        if schema > SCHEMA:
+            value.fail(f"its schema is {schema}, this version reads up to {SCHEMA}: upgrade imprint")
+        newer = ("schema", _SCORES, "sha256", *[_NOISE] * (schema > _CHECKED))
     values = value.record("labels", "queries", *newer)
-    if newer and values["schema"].whole() != SCHEMA:
-        value.fail(f"its schema is {values['schema'].content}, this version reads up to {SCHEMA}: upgrade imprint")
     known = {name: read for name, read in _LABELS.items() if name in names}
     given = values["labels"].mapping()
     lacking = [name for name in _REQUIRED if name not in given]
@@ -91,6 +111,8 @@ def _check_whole(labels: dict[str, Value], queries: list[Value], scores: Tensor)
         ids.fail("labels.source_ids, source_names and source_sizes are not equally many, and at least one")
     if len(set(ids.content)) < len(ids.content):
         ids.fail("two sources have the same id")
+    if len(about.get("summed", ())) not in (0, len(sizes)):
+        ids.fail("labels.summed and labels.source_ids are not equally many")
     if max(sizes) > about["n"]:
         ids.fail(f"a source has {max(sizes)} examples, more than the training data ({about['n']})")
     expected = (len(queries), len(ids.content))
@@ -103,6 +125,17 @@ def _check_whole(labels: dict[str, Value], queries: list[Value], scores: Tensor)
         ids.fail(f"the score in row {query}, column {source} is {float(scores[query, source])}")
 
 
+def _check_noise(queries: list[Value], noise: Tensor | None, path: Path) -> None:
+    """Refuse changes by noise that are no numbers, or not of these queries."""
+    if noise is None:
+        return
+    place = Value(None, path)
+    if noise.dim() != 2 or len(noise) == 0 or noise.shape[1] != len(queries):
+        place.fail(f"its noise has shape {tuple(noise.shape)}, expected (runs, {len(queries)} queries)")
+    if not noise.is_floating_point() or not bool(noise.isfinite().all()):
+        place.fail("its noise must be finite numbers")
+
+
 def _check_better(value: Value) -> None:
     if value.content not in ("lower", "higher", None):
         value.refuse("lower, higher or null")
@@ -112,6 +145,15 @@ def _check_details(value: Value) -> None:
     for name, item in value.mapping().items():
         if name in ("calibration", "central_step"):
             item.positive()
+        if name == "chaos":
+            item.at_least_zero()
+        if name in (LEFT_OUT, SHARED):
+            item.whole(1)
+
+
+def _check_question(value: Value) -> None:
+    if value.content not in get_args(Question):
+        value.refuse(" or ".join(get_args(Question)))
 
 
 def _check_fingerprints(value: Value) -> None:
@@ -136,5 +178,9 @@ _LABELS: dict[str, Callable[[Value], Any]] = {
     "details": _check_details,
     "fingerprints": _check_fingerprints,
     "warnings": Value.texts,
+    "question": _check_question,
+    "removes": Value.flag,
+    "summed": lambda value: value.wholes(1),
+    "difference": Value.flag,
 }
 _REQUIRED = ("n", "source_ids", "source_names", "source_sizes", "measure", "better")

@@ -116,6 +116,8 @@ def attribute(
             "measures": probe_measures(task, batches),
         },
         _show_warnings(reader),
+        store.question,
+        store.removes,
     )
     if k is None:
         return Attribution(labels, torch.cat([torch.cat(blocks, dim=1) for blocks in parts]))

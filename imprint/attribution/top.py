@@ -1,6 +1,6 @@
 """The first sources of each query, and the order that puts them first."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
@@ -8,67 +8,117 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from imprint.attribution.labels import Labels, Query, describe_query
+from imprint.attribution.labels import Labels, Query, describe_groups, describe_query
+from imprint.attribution.noise import INDISTINGUISHABLE, stands_out, widen
 from imprint.display import for_terminal
 from imprint.errors import MissingExtra, ReadoutError
+from imprint.plan import Question
 
 if TYPE_CHECKING:
     import pandas as pd
 
 Order = Literal["magnitude", "raises", "lowers"]
+ESTIMATE = (
+    "estimate: a sum of single removals, which is 1 to 2 times the effect of removing all of them; for the exact value "
+    "simulate the unions themselves, sources.group({...})"
+)
 
 
 class Credit(NamedTuple):
-    """What one source does to one query; `removal_effect` is the predicted change of F without the source."""
+    """What one source does to one query; `removal_effect` is the predicted change of F without the source.
+
+    distinguishable: whether the effect stands out from the noise of the run; None where that was not measured.
+    estimate: whether the effect is a sum of single removals, which only estimates the removal of all of them.
+    """
 
     query: Query
     source: str
     name: str
     score: float
     removal_effect: float
+    question: Question
+    distinguishable: bool | None
+    estimate: bool
+
+    def format_effect(self, digits: int = 3) -> str:
+        """Format the removal effect with its marks, which `explain_marks` explains.
+
+        >>> Credit(0, "a", "A", 1.0, -0.25, "this_run", False, True).format_effect()
+        '≈-0.25~'
+        """
+        return f"{'≈' * self.estimate}{self.removal_effect:+.{digits}g}{'~' * (self.distinguishable is False)}"
 
 
 @dataclass(frozen=True)
 class Top:
     """The first sources of each query: `indices` and `scores` have shape (queries, k).
 
-    Indexing and iterating give lists of `Credit`, one list for each query; `queries` are their numbers.
+    Indexing and iterating give lists of `Credit`, one list for each query; `queries` are their numbers. `noise` has the
+    root mean square of what chance changes of F, (queries,), or is None.
     """
 
     labels: Labels
     indices: Tensor
     scores: Tensor
     queries: tuple[Query, ...]
+    noise: Tensor | None = None
 
     @property
     def warnings(self) -> tuple[str, ...]:
         """What to know before believing the scores."""
         return self.labels.warnings
 
+    @property
+    def question(self) -> Question:
+        """The question that the scores answer: "this_run" or "expected"."""
+        return self.labels.question
+
+    @property
+    def distinguishable(self) -> Tensor | None:
+        """Which effects stand out from the noise of the run, shape (queries, k); None where that was not measured."""
+        if self.noise is None:
+            return None
+        noise = widen(self.noise[:, None], self.labels.counts[self.indices])
+        return stands_out(self.scores / self.labels.n, noise)
+
     def __len__(self) -> int:
         return len(self.scores)
 
     def __getitem__(self, query: int) -> list[Credit]:
-        labels, number = self.labels, self.queries[query]
-        return [
-            Credit(number, labels.source_ids[i], labels.source_names[i], score, -score / labels.n)
-            for i, score in zip(self.indices[query].tolist(), self.scores[query].tolist(), strict=True)
-        ]
+        return self._list_credits(query, self.distinguishable)
 
     def __iter__(self) -> Iterator[list[Credit]]:
-        return (self[query] for query in range(len(self)))
+        marks = self.distinguishable
+        return (self._list_credits(query, marks) for query in range(len(self)))
+
+    def _list_credits(self, query: int, distinguishable: Tensor | None) -> list[Credit]:
+        labels, number = self.labels, self.queries[query]
+        scores = self.scores[query].tolist()
+        marks = [None] * len(scores) if distinguishable is None else distinguishable[query].tolist()
+        return [
+            Credit(
+                *(number, labels.source_ids[i], labels.source_names[i], score, -score / labels.n),
+                *(labels.question, mark, labels.is_estimate(i)),
+            )
+            for i, score, mark in zip(self.indices[query].tolist(), scores, marks, strict=True)
+        ]
 
     def __repr__(self) -> str:
         """Show as many sources of the first five queries as fit on lines of 120 characters."""
-        lines = [for_terminal(self.labels.unit)]
-        for credits in list(self)[:5]:
+        return "\n".join([*self.describe(), *describe_warnings(self.labels)])
+
+    def describe(self, earlier: Iterable[Credit] = ()) -> list[str]:
+        """Return the lines of the first five queries, with unit and question; `earlier` credits were shown before."""
+        lines, shown = [for_terminal(self.labels.unit), self.labels.meaning], list(earlier)
+        for query in range(min(5, len(self))):
+            credits = self[query]
             head = f"  {for_terminal(describe_query(credits[0].query))}: "
-            shown = [f"{for_terminal(credit.name)} {credit.removal_effect:+.3g}" for credit in credits]
-            ends = accumulate(len(each) + len(", ") for each in shown)
+            texts = [f"{for_terminal(credit.name)} {credit.format_effect()}" for credit in credits]
+            ends = accumulate(len(each) + len(", ") for each in texts)
             fit = max(1, sum(len(head) + end <= 120 for end in ends))
-            lines.append(head + ", ".join(shown[:fit] + ["…"] * (fit < len(shown))))
-        lines += ["  …"] * (len(self) > 5)
-        return "\n".join([*lines, *(f"warning: {for_terminal(message)}" for message in self.warnings)])
+            lines.append(head + ", ".join(texts[:fit] + ["…"] * (fit < len(texts))))
+            shown += credits[:fit]
+        return [*lines, *["  …"] * (len(self) > 5), *explain_marks(shown)]
 
     def to_json(self) -> dict[str, Any]:
         """Return plain JSON values: what was measured, and for each query its sources."""
@@ -76,13 +126,36 @@ class Top:
         queries = [[credit._asdict() for credit in credits] for credits in self]
         return {
             **{"n": labels.n, "measure": labels.measure, "better": labels.better, "unit": labels.unit},
+            **{"question": labels.question, "meaning": labels.meaning},
+            **{"noise": None if self.noise is None else self.noise.tolist()},
             **{"details": labels.details, "warnings": list(labels.warnings), "queries": queries},
         }
 
     def to_pandas(self) -> "pd.DataFrame":
         """Return one row for each query and source in the list."""
         frame: pd.DataFrame = import_pandas().DataFrame([credit._asdict() for credits in self for credit in credits])
+        frame.attrs.update(describe_table(self.labels))
         return frame
+
+
+def explain_marks(credits: Iterable[Credit]) -> list[str]:
+    """Explain the marks of these effects, one to a line."""
+    shown = list(credits)
+    found = {
+        f"≈ {ESTIMATE}": any(credit.estimate for credit in shown),
+        f"~ {INDISTINGUISHABLE}": any(credit.distinguishable is False for credit in shown),
+    }
+    return [text for text, appears in found.items() if appears]
+
+
+def describe_warnings(labels: Labels) -> list[str]:
+    """Return what else to know before believing the scores, one thing to a line."""
+    return [*describe_groups(labels), *(f"warning: {for_terminal(message)}" for message in labels.warnings)]
+
+
+def describe_table(labels: Labels) -> dict[str, Any]:
+    """Return what a table's numbers mean, for its `attrs`."""
+    return {"question": labels.question, "meaning": labels.meaning, "unit": labels.unit, "n": labels.n}
 
 
 def rank_scores(scores: Tensor, by: Order) -> Tensor:

@@ -254,7 +254,8 @@ class Bench:
             name: [replace(each, scores=torch.empty(0), loo_scores=None) for each in found]
             for name, found in scored.items()
         }
-        return Comparison(self.protocol.name, values, singles, costs, float(np.mean(limits)))
+        question = self.truths[0].question
+        return Comparison(self.protocol.name, values, singles, costs, float(np.mean(limits)), question)
 
     def _measure_loo(self, scored: MethodScores) -> Array:
         """Correlate with leave-one-out retraining, shape (1, queries); a positive score means a lower loss."""

@@ -9,7 +9,9 @@ import numpy as np
 from torch import Tensor
 
 from imprint.errors import MissingExtra
+from imprint.evaluation.matching import describe_question
 from imprint.evaluation.statistics import Array, Estimate, mean_estimate
+from imprint.plan import Question
 from imprint.store.files import write
 
 
@@ -39,13 +41,17 @@ _STATISTICS: tuple[Statistic, ...] = ("lds", "loo")
 
 @dataclass(frozen=True)
 class Comparison:
-    """The result of a benchmark: correlations of each method, (runs × draws, queries), and what its scores cost."""
+    """The result of a benchmark: correlations of each method, (runs × draws, queries), and what its scores cost.
+
+    question: which one the ground truth answers.
+    """
 
     name: str
     lds: dict[str, Array]
     loo: dict[str, Array]
     costs: dict[str, list[MethodScores]]
     ceiling: float
+    question: Question = "expected"
 
     @property
     def first(self) -> str:
@@ -79,7 +85,7 @@ class Comparison:
             }
             methods[name] = {**found, "notes": sorted({cost.note for cost in costs if cost.note})}
         limit = None if np.isnan(self.ceiling) else self.ceiling
-        return {"benchmark": self.name, "ceiling": limit, "methods": methods}
+        return {"benchmark": self.name, "question": self.question, "ceiling": limit, "methods": methods}
 
     def to_markdown(self) -> str:
         """Return a table, the best method first, with the distance of each correlation from the first method's."""
@@ -96,10 +102,9 @@ class Comparison:
                 f"{max(getattr(cost, key) or 0 for cost in costs) / 1e6:,.0f} MB" for key in ("peak_bytes", "bytes")
             ]
             lines.append(f"| {' | '.join([name, *found, *seconds, *sizes])} |")
+        lines.append(f"\nThe ground truth answers {describe_question(self.question)}.")
         if not np.isnan(self.ceiling):
-            lines.append(
-                f"\nA perfect predictor would reach an LDS of about {self.ceiling:.2f} against one retraining."
-            )
+            lines.append(f"A perfect predictor would reach an LDS of about {self.ceiling:.2f} against one retraining.")
         return "\n".join(lines)
 
     def _cells(self, name: str, statistic: Statistic, digits: int) -> list[str]:

@@ -19,7 +19,7 @@ from imprint.benchmarking.bench import Bench
 from imprint.data import query_batches
 from imprint.errors import MissingExtra
 from imprint.evaluation.metrics import lds, loo
-from imprint.plan import Settings
+from imprint.plan import Question, Settings
 from imprint.runtime.progress import Advance, Progress
 from imprint.simulation.descent import FullBatch
 from imprint.simulation.frozen import FrozenCurvature, freeze_curvature, respond
@@ -89,13 +89,17 @@ class ScoreParts:
 
 @dataclass(frozen=True)
 class SweepResult:
-    """The settings of one simulation, as in `ScoreParts.normalised_scores`, and the correlations they reach."""
+    """The settings of one simulation, as in `ScoreParts.normalised_scores`, and the correlations they reach.
+
+    question: which one the ground truth answers.
+    """
 
     steps: int | None
     relative: float
     damping: float
     lds: float
     loo: float | None
+    question: Question = "expected"
 
 
 STEPS = (1, 3, 10, 30, 100, 300, 1000, 3000)
@@ -138,7 +142,7 @@ def sweep(
             single = None
             if loss is not None:
                 single = loo(loss.normalised_scores(steps, relative, damping), bench.loo_truth).estimate.value
-            results.append(SweepResult(steps, relative, damping, fidelity, single))
+            results.append(SweepResult(steps, relative, damping, fidelity, single, truths[0].question))
             text = json.dumps([asdict(result) for result in results], indent=1)
             write(place, lambda path, text=text: path.write_text(text))  # type: ignore[misc]
             bar.advance()

@@ -3,6 +3,7 @@
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, redirect_stdout
+from itertools import chain, islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,10 +13,12 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 from rich.text import Text
 
-from imprint.attribution.top import Top
+from imprint.attribution.labels import Labels
+from imprint.attribution.top import Credit, Top, explain_marks
 from imprint.checking import Check, format_plan, format_size
 from imprint.cli.experiment import read_note
 from imprint.display import count_of, for_terminal, name_some
+from imprint.evaluation.matching import describe_question
 from imprint.runtime.progress import Advance, format_duration
 from imprint.store.values import is_number
 
@@ -182,31 +185,37 @@ def render_mean(top: Top) -> RenderableType:
     """Render the top sources of the mean over queries."""
     table = Table("source", "effect of removal, mean over queries")
     for credit in top[0]:
-        table.add_row(cell(credit.name), f"{credit.removal_effect:+.4g}")
-    return table
+        table.add_row(cell(credit.name), _effect_cell(credit))
+    return Group(table, *map(cell, explain_marks(top[0])))
 
 
 def render_top(top: Top) -> RenderableType:
     """Render the top sources of each query."""
     unit = top.labels.unit[0].upper() + top.labels.unit[1:]
     table = Table("query", "source", "effect of removal")
-    for credits in list(top)[:_MOST_QUERIES]:
+    shown = list(islice(top, _MOST_QUERIES))
+    for credits in shown:
         for position, credit in enumerate(credits):
             last = position == len(credits) - 1
             number = str(credit.query) if position == 0 else ""
-            table.add_row(cell(number), cell(credit.name), f"{credit.removal_effect:+.4g}", end_section=last)
+            table.add_row(cell(number), cell(credit.name), _effect_cell(credit), end_section=last)
     more = len(top) - _MOST_QUERIES
     return Group(
         cell(unit, "italic"),
+        cell(top.labels.meaning, "italic"),
         table,
+        *map(cell, explain_marks(chain.from_iterable(shown))),
         *([Text(f"… and {more:,} more queries: write all of them with --out.")] if more > 0 else []),
         *_render_warnings(top.warnings),
     )
 
 
-def render_demo(
-    rows: "list[Row]", statistics: Sequence[tuple[str, ...]], warnings: Iterable[str] = ()
-) -> RenderableType:
+def _effect_cell(credit: Credit) -> Text:
+    """Return an effect with its marks; one that does not stand out from the noise is dim."""
+    return Text(credit.format_effect(digits=4), style="dim" if credit.distinguishable is False else "")
+
+
+def render_demo(rows: "list[Row]", statistics: Sequence[tuple[str, ...]], labels: Labels) -> RenderableType:
     """Render the demo's contributors, with predicted and actual effects and how well they agree."""
     table = Table(title="Change of the mean held-out loss (nats) if the contributor were removed")
     for column in ("contributor", "examples", "predicted", "actual", "training loss", "by prediction"):
@@ -220,7 +229,7 @@ def render_demo(
     figures = Table("", "imprint", "guess by size", "ceiling", title="Predicted against actual, 95% intervals")
     for line in statistics:
         figures.add_row(*map(cell, line))
-    return Group(table, figures, *_render_warnings(warnings))
+    return Group(table, cell(labels.meaning, "italic"), figures, *_render_warnings(labels.warnings))
 
 
 def render_truth(truth: "Truth", path: Path) -> RenderableType:
@@ -228,16 +237,18 @@ def render_truth(truth: "Truth", path: Path) -> RenderableType:
     runs, subsets, queries = truth.values.shape
     what = "random halves" if truth.subsets.kind == "halves" else "all data, and removals from it"
     often = "once each" if runs == 1 else f"{runs:,} times each"
+    made = "replayed from recorded runs" if truth.replayed else "trained"
     table = render_pairs(
         f"Ground truth {path}",
         (
-            ("models", f"{subsets:,} subsets ({what}), trained {often}"),
+            ("question", describe_question(truth.question)),
+            ("models", f"{subsets:,} subsets ({what}), {made} {often}"),
             ("queries", f"{queries:,}, measured by {truth.measure}: {float(truth.values.mean()):.4g} on average"),
             ("sources", f"{len(truth.subsets.sources):,} of {truth.subsets.n:,} training examples"),
         ),
     )
     more = f"{_ONE_RUN}. The same command with --runs 2 adds a second run to this folder."
-    return Group(table, *([Text(more)] if runs == 1 else []))
+    return Group(table, *([Text(more)] if runs == 1 and truth.question == "expected" else []))
 
 
 _ONE_RUN = "With a single run the noise of retraining is unknown, so there is no ceiling"
@@ -247,9 +258,8 @@ def render_metrics(metrics: "Sequence[Metric]", truth: "Truth") -> RenderableTyp
     """Render metrics with their intervals and ceilings, within 80 columns."""
     what = "random halves" if truth.subsets.kind == "halves" else "removals"
     columns = ("", "value", "95% interval", "ceiling", "another\nrun")
-    table = Table(
-        *columns, title=f"Scores compared with ground truth from {what}", title_justify="left", show_edge=False
-    )
+    title = f"Scores compared with ground truth from {what}: {truth.question}"
+    table = Table(*columns, title=title, title_justify="left", show_edge=False)
     for metric in metrics:
         found = metric.estimate
         table.add_row(
@@ -263,7 +273,12 @@ def render_metrics(metrics: "Sequence[Metric]", truth: "Truth") -> RenderableTyp
         for m in metrics
         if m.undefined
     ]
-    if truth.runs == 1:
+    for question in sorted({m.scores_question for m in metrics if m.scores_question} - {truth.question}):
+        asked, known = describe_question(question), describe_question(truth.question)
+        remarks.append(f"The scores answer {asked}, the ground truth {known}.")
+    if truth.question == "this_run":
+        remarks.append("There is no ceiling: the ground truth is this one run, without noise from other seeds.")
+    elif truth.runs == 1:
         remarks.append(f"{_ONE_RUN}.")
     else:
         remarks.append(

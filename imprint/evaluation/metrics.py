@@ -5,7 +5,7 @@ summed scores and F rise together, whatever F is; a removal is predicted to chan
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -14,7 +14,7 @@ from torch import Tensor
 from imprint.attribution.result import Attribution
 from imprint.display import count_of
 from imprint.errors import DataError
-from imprint.evaluation.matching import rounding_of
+from imprint.evaluation.matching import question_of, rounding_of
 from imprint.evaluation.removal import RemovalCheck, compare_changes
 from imprint.evaluation.statistics import (
     Array,
@@ -26,6 +26,7 @@ from imprint.evaluation.statistics import (
     ranks,
 )
 from imprint.evaluation.truth import Truth
+from imprint.plan import Question
 
 _NAN = float("nan")
 
@@ -40,6 +41,8 @@ class Metric:
     ceiling: about what a perfect predictor would reach against this ground truth, from the agreement of its runs; NaN
         with one run. It is an upper estimate, the more so the more queries differ in noise.
     single_run: what the mean of the other runs reaches against one run; a lower estimate of the ceiling for one run.
+    question: which question the ground truth answers; None where there is no ground truth.
+    scores_question: which one the scores answer; None where they do not say, as a bare tensor.
     """
 
     name: str
@@ -48,8 +51,18 @@ class Metric:
     undefined: int = 0
     ceiling: float = _NAN
     single_run: float = _NAN
+    question: Question | None = None
+    scores_question: Question | None = None
 
     def __str__(self) -> str:
+        return f"{self._describe()}{self._describe_questions()}"
+
+    def _describe_questions(self) -> str:
+        if self.question is None or self.scores_question in (None, self.question):
+            return "" if self.question is None else f" ({self.question})"
+        return f" (scores of {self.scores_question} against ground truth of {self.question})"
+
+    def _describe(self) -> str:
         limits = "" if np.isnan(self.ceiling) else f", ceiling {self.ceiling:.3f}"
         if np.isnan(self.estimate.value):
             return f"{self.name} undefined: scores or ground truth are constant{limits}"
@@ -69,22 +82,27 @@ class Metric:
             "name": self.name,
             **{key: plain(getattr(self.estimate, key)) for key in ("value", "low", "high")},
             **{"undefined": self.undefined, "ceiling": plain(self.ceiling), "single_run": plain(self.single_run)},
+            **{"question": self.question, "scores_question": self.scores_question},
             "per_query": [plain(value) for value in self.per_query],
         }
 
 
-def evaluate(result: Attribution | Tensor, truth: Truth) -> list[Metric]:
-    """Compute the metrics that this ground truth allows."""
+def evaluate(result: Attribution | Tensor, truth: Truth, *, across: bool = False) -> list[Metric]:
+    """Compute the metrics that this ground truth allows.
+
+    across: compare scores with ground truth of the other question. What removing a source does to one run says little
+        about the mean over runs, and the reverse, so that this is refused by default.
+    """
     if not isinstance(truth, Truth):
         raise DataError(f"expected a Truth, got a {type(truth).__name__}: retrain returns one, Truth.load reads one.")
     if truth.subsets.kind == "halves":
-        return [lds(result, truth)]
+        return [lds(result, truth, across=across)]
     if all(len(removed) == 1 for removed in truth.lacking) and max(truth.subsets.sources.sizes) == 1:
-        return [loo(result, truth)]
-    check = removal(result, truth)
+        return [loo(result, truth, across=across)]
+    check = removal(result, truth, across=across)
     _refuse_few(len(truth.lacking))
     over_queries = check.actual.mean(1, keepdims=True)
-    return [
+    found = [
         Metric(
             "correlation of removals, mean over queries",
             check.correlation,
@@ -98,17 +116,23 @@ def evaluate(result: Attribution | Tensor, truth: Truth) -> list[Metric]:
             check.rank_ceiling,
             _correlate_runs(check.actual, ranks),
         ),
-        slope(result, truth),
     ]
+    return [*(_ask(metric, result, truth) for metric in found), slope(result, truth, across=across)]
 
 
-def lds(result: Attribution | Tensor, truth: Truth) -> Metric:
+def _ask(metric: Metric, result: Attribution | Tensor, truth: Truth) -> Metric:
+    """Say which questions scores and ground truth answer."""
+    return replace(metric, question=truth.question, scores_question=question_of(result))
+
+
+def lds(result: Attribution | Tensor, truth: Truth, *, across: bool = False) -> Metric:
     """Compute the linear datamodelling score: the rank correlation of summed scores with F over subsets."""
     if truth.subsets.kind != "halves":
         raise DataError(
             "the linear datamodelling score needs ground truth from random halves, this one removes sources."
         )
-    return predicted_lds(truth.match(result) @ truth.subsets.membership().double().T, truth)
+    predicted = truth.match(result, across=across) @ truth.subsets.membership().double().T
+    return _ask(predicted_lds(predicted, truth), result, truth)
 
 
 def predicted_lds(predicted: Tensor, truth: Truth) -> Metric:
@@ -116,32 +140,34 @@ def predicted_lds(predicted: Tensor, truth: Truth) -> Metric:
     _refuse_few(len(truth.subsets))
     runs = truth.values.transpose(1, 2).numpy()
     values = correlations(ranks(predicted.numpy()), ranks(runs.mean(0)))
-    return average_metric("LDS", values, ceiling(ranks(runs)), _correlate_runs(runs, ranks))
+    found = average_metric("LDS", values, ceiling(ranks(runs)), _correlate_runs(runs, ranks))
+    return _ask(found, predicted, truth)
 
 
-def loo(result: Attribution | Tensor, truth: Truth) -> Metric:
+def loo(result: Attribution | Tensor, truth: Truth, *, across: bool = False) -> Metric:
     """Compute the leave-one-out score: Pearson's correlation of predicted and actual effects of removals, per query."""
-    check = removal(result, truth)
+    check = removal(result, truth, across=across)
     if any(len(removed) != 1 for removed in truth.lacking):
         raise DataError("leave-one-out needs ground truth in which single sources were removed.")
     _refuse_few(len(truth.lacking))
     values = correlations(check.predicted, check.truth)
-    return average_metric("LOO", values, ceiling(check.actual), _correlate_runs(check.actual))
+    return _ask(average_metric("LOO", values, ceiling(check.actual), _correlate_runs(check.actual)), result, truth)
 
 
-def removal(result: Attribution | Tensor, truth: Truth) -> RemovalCheck:
+def removal(result: Attribution | Tensor, truth: Truth, *, across: bool = False) -> RemovalCheck:
     """Compare the predicted effects of the removals in a ground truth with the actual ones."""
-    scores = truth.match(result)
+    scores = truth.match(result, across=across)
     lacking = ~truth.subsets.membership()
     lacking = lacking[lacking.any(1)].double()
     return RemovalCheck.of(-(scores @ lacking.T) / truth.subsets.n, truth.significant_effects)
 
 
-def slope(result: Attribution | Tensor, truth: Truth) -> Metric:
+def slope(result: Attribution | Tensor, truth: Truth, *, across: bool = False) -> Metric:
     """Compute the slope of actual on predicted changes of F over queries and subsets, each query about its mean."""
-    check = compare_changes(truth.match(result), truth.subsets, truth.changes)
+    scores = truth.match(result, across=across)
+    check = compare_changes(scores, truth.subsets, truth.changes, truth.replayed)
     undefined = int(is_constant(check.predicted).sum())
-    return Metric("slope of actual on predicted effects", check.slope, undefined=undefined)
+    return _ask(Metric("slope of actual on predicted effects", check.slope, undefined=undefined), result, truth)
 
 
 def overlap(first: Attribution, second: Attribution, k: int = 10) -> Metric:

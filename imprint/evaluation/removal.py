@@ -116,14 +116,15 @@ class RemovalCheck:
         return ceiling(ranks(self.actual))
 
 
-def compare_changes(scores: Tensor, subsets: Subsets, actual: Tensor) -> RemovalCheck:
+def compare_changes(scores: Tensor, subsets: Subsets, actual: Tensor, replayed: bool = False) -> RemovalCheck:
     """Compare predicted and actual changes of F over subsets, to find the slope.
 
     A model trained on S gives each example the weight 1/|S|, so F is predicted to be a constant + Σ s/|S| over the
-    sources in S. To first order exact scores have the slope 1, however much is removed and however unequal sources are.
+    sources in S; a replay leaves the weight at 1/N. To first order exact scores have the slope 1, however much is
+    removed and however unequal sources are.
     """
     owners = sum(np.bincount(members, minlength=subsets.n) for members in subsets.sources.members)
-    if not np.all(owners == 1):
+    if np.any(owners > 1) or (np.any(owners < 1) and not replayed):
         how = "overlap" if np.any(owners > 1) else "leave examples out"
         warnings.warn(
             f"the sources {how}, but the slope assumes that each example is in exactly one source: it may be far from "
@@ -131,5 +132,6 @@ def compare_changes(scores: Tensor, subsets: Subsets, actual: Tensor) -> Removal
             stacklevel=4,
         )
     compared = [index for index, removed in enumerate(subsets.removed) if removed]
-    seen = torch.tensor([len(subsets.examples(index)) for index in compared], dtype=torch.float64)
-    return RemovalCheck.of(scores @ subsets.membership()[compared].double().T / seen, actual)
+    seen = [subsets.n if replayed else len(subsets.examples(index)) for index in compared]
+    summed = scores @ subsets.membership()[compared].double().T
+    return RemovalCheck.of(summed / torch.tensor(seen, dtype=torch.float64), actual)

@@ -2,11 +2,10 @@
 
 import contextlib
 import inspect
-import json
 import logging
 import os
 from collections.abc import Callable, Collection, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,37 +14,25 @@ from torch import Tensor, nn
 
 from imprint.batches import own_containers
 from imprint.data import Collate, Data, query_batches
-from imprint.display import strip_addresses
-from imprint.errors import DataError, ImprintError, StoreError, TaskError, first_line
+from imprint.errors import DataError, StoreError, TaskError
+from imprint.evaluation.requests import describe_request
 from imprint.evaluation.subsets import Subsets, require_whole
 from imprint.evaluation.together import Together, Train
-from imprint.evaluation.training import initialise, measure_stack, models_at_once
+from imprint.evaluation.training import measure_stack, models_at_once
 from imprint.evaluation.trials import (
     FEW,
     SAME,
     SMALL,
     Trial,
     compare_parameters,
-    describe_function,
     differs,
     distance,
     root_mean_square,
-    shapes,
     spread,
 )
-from imprint.evaluation.truth import SCHEMA, Truth, TruthFolder, describe_circumstances, group_models, of_subsets
+from imprint.evaluation.truth import Truth, TruthFolder, describe_circumstances, group_models
 from imprint.runtime.progress import Advance, Progress
-from imprint.store.fingerprint import (
-    of_batches,
-    of_data,
-    of_tensors,
-    probe_measures,
-    recognise_data,
-    without_adapter,
-)
-from imprint.store.probe_examples import choose_class_examples
-from imprint.store.probing import evaluate_losses
-from imprint.store.request import describe
+from imprint.store.fingerprint import of_data, recognise_data, without_adapter
 from imprint.task import Batch, Task, require_task
 
 logger = logging.getLogger(__name__)
@@ -80,7 +67,7 @@ def retrain(
     if known is not None and len(known) != subsets.n:
         raise DataError(f"the subsets are made for {subsets.n} training examples, the data has {len(known)}.")
     batches = query_batches(queries, device=task.device, batch_size=batch_size, collate_fn=collate_fn)
-    request = _describe_request(train, task, subsets, batches, known, runs, seed)
+    request = describe_request(train, task, subsets, batches, known, runs=runs, seed=seed)
     seeds = [each for run in range(runs) for each in subsets.seeds(run, seed)]
     work = _Work(train, task, batches, subsets, seeds)
     folder = None if out is None else TruthFolder(Path(out))
@@ -340,55 +327,3 @@ def _load_data(
     if given is not None and not recognise_data(of_data(train.examples), given).same:
         raise DataError("data= differs from the data that the Together trains on: omit data=.")
     return train.examples
-
-
-def _describe_request(
-    train: Train | Together,
-    task: Task,
-    subsets: Subsets,
-    batches: list[tuple[int, Batch]],
-    data: Data | None,
-    runs: int,
-    seed: int,
-) -> dict[str, Any]:
-    """Describe the requested ground truth, as far as it is known, in plain JSON values."""
-    fingerprints = {**of_subsets(subsets), "queries": of_batches(batches), "parameters": describe(task)}
-    fingerprints |= {"data": of_data(data)} if data is not None else {}
-    model, losses = None, []
-    if isinstance(train, Together):
-        initial = train.task_of(initialise(train.build, 0).to(train.examples.device))
-        if shapes(initial.model) != shapes(task.model):
-            raise DataError("the task's model differs from those that are trained: give the task a model from `build`.")
-        functional, theta = initial.at(initial.state())
-        with initial.evaluating():
-            probes = choose_class_examples(train.examples)
-            losses = evaluate_losses(functional, theta, train.examples.gather(torch.tensor(probes)), len(probes))
-        model = strip_addresses(repr(initial.model)).splitlines()
-        fingerprints |= {"initial model": of_tensors(initial.state())}
-    request = {
-        "schema": SCHEMA,
-        **{
-            "kind": subsets.kind,
-            "n": subsets.n,
-            "runs": runs,
-            "seed": require_whole("seed", seed, 0),
-            "subsets": len(subsets),
-        },
-        **{"queries": sum(size for size, _ in batches), "measure": task.measure_name, "better": task.better},
-        "training": asdict(train.training) if isinstance(train, Together) else describe_function(train),
-        "model": model,
-        "fingerprints": fingerprints,
-        "probes": {"losses": losses, "measures": _probe(task, batches)},
-    }
-    plain: dict[str, Any] = json.loads(json.dumps(request))
-    return plain
-
-
-def _probe(task: Task, batches: list[tuple[int, Batch]]) -> list[float]:
-    """Measure F of some queries at random parameters."""
-    try:
-        return probe_measures(task, batches)
-    except ImprintError:
-        raise
-    except Exception as error:
-        raise TaskError(f"the measurement failed on the queries: {first_line(error)}.") from error

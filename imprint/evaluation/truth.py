@@ -1,7 +1,7 @@
-"""Keeps ground truth in a folder: F under models that were retrained on subsets of the data.
+"""Keeps ground truth in a folder: F under models that were trained on subsets of the data.
 
-`truth.json` records what was requested (kind, N, runs, seed, measurement, fingerprints, probes) and how it was made
-(device, versions). `subsets.safetensors` holds the sources, and which of them each subset lacks.
+`truth.json` records what was requested (kind, question, N, runs, seed, measurement, fingerprints, probes) and how it
+was made (device, versions). `subsets.safetensors` holds the sources, and which of them each subset lacks.
 `values-000000.safetensors` and so on hold F of every query under some of the models, and name the models and the ground
 truth they belong to. Model number run · subsets + i is trained on subset i, so more runs only add files.
 """
@@ -18,7 +18,7 @@ from datetime import UTC, datetime
 from functools import cached_property
 from itertools import zip_longest
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import torch
@@ -29,10 +29,11 @@ from torch import Tensor
 from imprint.attribution.result import Attribution
 from imprint.display import count_of, for_terminal
 from imprint.errors import DataError, StoreError
-from imprint.evaluation.matching import match_scores
+from imprint.evaluation.matching import match_scores, require_question
 from imprint.evaluation.removal import compare_changes
 from imprint.evaluation.statistics import ROUNDING
 from imprint.evaluation.subsets import Design, Subsets
+from imprint.plan import Question
 from imprint.sources import Sources
 from imprint.store.files import refuse_unreadable, write_tensors
 from imprint.store.fingerprint import changed, compare_data, of_sources
@@ -42,20 +43,28 @@ from imprint.store.values import Value, read_json, sealed
 
 logger = logging.getLogger(__name__)
 TRUTH = "truth.json"
-SCHEMA = 3  # the first had other seeds; files of values of the second do not say what they belong to
-SEEDED = 2  # the first schema that can be continued
+SCHEMA = 4
+SEEDED, NAMED, ASKED = 2, 3, 4  # the first schema with today's seeds; whose values name their truth; with a question
 PROBES = {"losses": "loss on probe example", "measures": "F at random parameters of query"}
 """Values that distinguish one loss, or measurement, from another; for messages."""
 
 
 @dataclass(frozen=True)
 class Truth:
-    """F of every query under every retrained model: `values` has shape (runs, subsets, queries)."""
+    """F of every query under every model: `values` has shape (runs, subsets, queries).
+
+    question: "this_run" where sources are left out of one recorded run and all else is equal; "expected" where models
+        are trained anew, from whatever seed, because their order and random numbers then differ too.
+    replayed: whether the models are replays of recorded runs, in which a batch without its removed examples keeps the
+        weight of the others, instead of models trained on what is left.
+    """
 
     subsets: Subsets
     values: Tensor
     measure: str
     about: dict[str, Any] = field(default_factory=dict)
+    question: Question = "expected"
+    replayed: bool = False
 
     def __post_init__(self) -> None:
         if not isinstance(self.values, Tensor):
@@ -70,6 +79,8 @@ class Truth:
             raise DataError(
                 "the values of a ground truth must be finite: retrain the models that are missing or diverged."
             )
+        if self.question not in get_args(Question):
+            raise DataError(f"question must be one of {', '.join(get_args(Question))}, got {self.question!r}.")
         object.__setattr__(self, "values", self.values.detach().double().cpu())
 
     @property
@@ -80,7 +91,8 @@ class Truth:
         runs, subsets, queries = self.values.shape
         counts = f"{count_of(subsets, 'subset')} × {count_of(runs, 'run')}"
         measure = for_terminal(self.measure)
-        return f"Truth({self.subsets.kind}: {counts}, {measure} of {count_of(queries, 'query', 'queries')})"
+        what = f"{self.subsets.kind}, {self.question}"
+        return f"Truth({what}: {counts}, {measure} of {count_of(queries, 'query', 'queries')})"
 
     @cached_property
     def lacking(self) -> list[tuple[int, ...]]:
@@ -111,13 +123,18 @@ class Truth:
         effects, largest = self.effects, self.values.abs().amax(1)[:, :, None]
         return effects * (effects.amax(2, keepdim=True) - effects.amin(2, keepdim=True) > ROUNDING * largest)
 
-    def match(self, result: Attribution | Tensor) -> Tensor:
-        """Return scores (queries, sources) that belong to these sources and queries; refuse others."""
+    def match(self, result: Attribution | Tensor, *, across: bool = False) -> Tensor:
+        """Return scores (queries, sources) that belong to these sources and queries; refuse others.
+
+        across: accept scores that answer the other question. A tensor of scores answers none, and is accepted.
+        """
+        if not across:
+            require_question(result, self.question)
         return match_scores(result, self.subsets, self.values.shape[2], self.measure, self.about)
 
     def slope(self, result: Attribution) -> float:
         """Return the slope of actual on predicted changes of F, by which `result.calibrate` multiplies scores."""
-        return compare_changes(self.match(result), self.subsets, self.changes).slope.value
+        return compare_changes(self.match(result), self.subsets, self.changes, self.replayed).slope.value
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> "Truth":
@@ -143,7 +160,9 @@ class Truth:
             )
         if int(complete.sum()) < begun:
             logger.warning("%s: %d of %d runs are complete, the others are left out", path, complete.sum(), begun)
-        return cls(trained, values[complete], request["measure"], request)
+        return cls(
+            trained, values[complete], request["measure"], request, request["question"], request.get("replayed", False)
+        )
 
 
 class TruthFolder:
@@ -199,7 +218,7 @@ class TruthFolder:
         if schema is None or schema.whole() > SCHEMA:
             found = "none" if schema is None else schema.content
             raise StoreError(f"{file} has schema {found}, this version reads up to {SCHEMA}: upgrade imprint.")
-        return _check_request(value.unsealed())
+        return {"question": "expected", **_check_request(value.unsealed())}  # no earlier schema had another
 
     def read_subsets(self, request: dict[str, Any]) -> Subsets:
         """Read the subsets that the models were trained on."""
@@ -248,7 +267,7 @@ class TruthFolder:
         if not whole:
             raise StoreError(f"{file} is damaged: it differs from its checksum. Delete it to have it made again.")
         place = {"truth": seal, "models": f"{start}-{start + len(values) - 1}"}
-        known = about["schema"] < SCHEMA or all(recorded.get(name) == value for name, value in place.items())
+        known = about["schema"] < NAMED or all(recorded.get(name) == value for name, value in place.items())
         fits = start + len(values) <= about["runs"] * about["subsets"] and values.shape[1] == about["queries"]
         if not (known and fits):
             raise StoreError(
@@ -266,6 +285,10 @@ def _check_request(value: Value) -> dict[str, Any]:
 
     if field("kind").text() not in ("halves", "removal"):
         field("kind").refuse('"halves" or "removal"')
+    if "question" in found and found["question"].text() not in get_args(Question):
+        found["question"].refuse(" or ".join(f'"{each}"' for each in get_args(Question)))
+    if "replayed" in found and not isinstance(found["replayed"].content, bool):
+        found["replayed"].refuse("true or false")
     for name in ("n", "runs", "subsets", "queries"):
         field(name).whole(1)
     if field("schema").whole() >= SEEDED:  # it may be continued
@@ -301,8 +324,9 @@ def group_models(kind: Design, missing: Iterable[int], subsets: int, at_once: in
 
 
 def _identity(about: dict[str, Any]) -> str:
-    """Return the seal of a ground truth without its number of runs, which may grow."""
-    seal: str = sealed({name: value for name, value in about.items() if name != "runs"})["sha256"]
+    """Return the seal of a ground truth without its number of runs, which may grow, as its schema has it."""
+    left = ("runs",) if about["schema"] >= ASKED else ("runs", "question")
+    seal: str = sealed({name: value for name, value in about.items() if name not in left})["sha256"]
     return seal
 
 

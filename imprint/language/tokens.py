@@ -71,7 +71,8 @@ class TokenAttribution:
     def __repr__(self) -> str:
         tokens, sources = self.scores.shape
         top = ", ".join(f"{name} {effect:+.3g}" for name, effect in self.top(3))
-        return f"TokenAttribution: {tokens} tokens × {sources} sources\n{self.labels.unit}\n  completion: {top}"
+        about = f"{self.labels.unit}\n{self.labels.meaning}"
+        return f"TokenAttribution: {tokens} tokens × {sources} sources\n{about}\n  completion: {top}"
 
     def __rich_console__(self, console: "Console", options: "ConsoleOptions") -> "RenderResult":
         """Show the completion, its words shaded by what its first source contributes."""
@@ -109,6 +110,7 @@ class TokenAttribution:
             prompt=escape(self.prompt),
             body=body,
             unit=escape(self.labels.unit),
+            meaning=escape(self.labels.meaning),
             rows=rows,
         )
 
@@ -144,6 +146,8 @@ def token_scores(
         better=task.better,
         details=details,
         warnings=reader.warnings,
+        question=store.question,
+        removes=store.removes,
     )
     texts = _texts(tokenizer, columns["input_ids"][0].tolist())
     return TokenAttribution(labels, "".join(texts[:-count]), tuple(texts[-count:]), scores)
@@ -212,7 +216,7 @@ td + td {{ text-align: right; font-variant-numeric: tabular-nums }}
 <p>{legend}</p>
 <p class="scale"><span>{low}</span><i></i><span>{high} nats</span></p>
 <p class="text"><span class="prompt">{prompt}</span>{body}</p>
-<p class="unit">All of the completion: {unit}</p>
+<p class="unit">All of the completion: {unit}<br>{meaning}</p>
 <table>{rows}</table>
 </body>
 </html>

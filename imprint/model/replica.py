@@ -8,7 +8,7 @@ asks for it before each computation; the model is copied again after its modules
 import copy
 import logging
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack
 from typing import Any
 
@@ -22,7 +22,7 @@ from imprint.compat import (
     unsaved_buffers,
     version_of,
 )
-from imprint.errors import ReliabilityWarning, first_line
+from imprint.errors import ReliabilityWarning, TaskError, first_line
 
 logger = logging.getLogger(__name__)
 _TRIES = 3  # another thread may add an attribute while the model is copied
@@ -75,15 +75,7 @@ class Replica:
 
 def _copy_structure(model: nn.Module) -> nn.Module:
     """Copy the modules of a model around the same tensors; non-persistent buffers are copied too."""
-    for attempt in range(_TRIES):
-        try:
-            made = copy.deepcopy(model, {id(tensor): tensor for tensor in tensors_of(model)})
-            break
-        except RuntimeError as error:
-            if "changed size during iteration" not in str(error) or attempt == _TRIES - 1:
-                raise
-    if {id(module) for module in model.modules()} & {id(module) for module in made.modules()}:
-        raise TypeError("its copy is made of the same modules")
+    made = copy_modules(model, lambda: tensors_of(model))
     theirs = dict(model.named_parameters(remove_duplicate=False))
     mine = dict(made.named_parameters(remove_duplicate=False))
     if mine.keys() != theirs.keys() or any(mine[name] is not theirs[name] for name in theirs):
@@ -94,6 +86,37 @@ def _copy_structure(model: nn.Module) -> nn.Module:
             if (buffer := buffers.get(name)) is not None:
                 buffers[name] = buffer.detach().clone()
     return made
+
+
+def copy_modules(model: nn.Module, shared: Callable[[], Iterable[Tensor]]) -> nn.Module:
+    """Copy a model but for the tensors that it is to share with its copy."""
+    for attempt in range(_TRIES):
+        try:
+            made = copy.deepcopy(model, {id(tensor): tensor for tensor in shared()})
+            break
+        except RuntimeError as error:
+            if "changed size during iteration" not in str(error) or attempt == _TRIES - 1:
+                raise
+    if {id(module) for module in model.modules()} & {id(module) for module in made.modules()}:
+        raise TypeError("its copy is made of the same modules")
+    return made
+
+
+def make_private(model: nn.Module) -> nn.Module:
+    """Copy a model that is to be trained: trainable parameters and buffers are its own, frozen parameters shared."""
+
+    def shared() -> Iterator[Tensor]:
+        for tensor in tensors_of(model):
+            if tensor.grad_fn is not None or (isinstance(tensor, nn.Parameter) and not tensor.requires_grad):
+                yield tensor
+
+    try:
+        return copy_modules(model, shared)
+    except Exception as error:
+        raise TaskError(
+            f"{type(model).__name__} cannot be copied ({first_line(error)}), and its training can only be repeated on "
+            "a copy: make copy.deepcopy(model) work."
+        ) from error
 
 
 def tensors_of(model: nn.Module) -> Iterator[Tensor]:

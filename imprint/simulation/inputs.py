@@ -25,7 +25,13 @@ from imprint.simulation.guards import check_moments_scale, check_unfelt_moments
 from imprint.simulation.moments import BATCHES, COMPARED, estimate_moments
 from imprint.simulation.preconditioner import Preconditioner, compare
 from imprint.simulation.preflight import Result, check_device, own, refuse_nonfinite, warn_half_precision
-from imprint.simulation.recorded import check_run, choose_plan_for, complete_end, find_changed_buffers
+from imprint.simulation.recorded import (
+    check_run,
+    choose_plan_for,
+    complete_end,
+    find_changed_buffers,
+    refuse_other_data,
+)
 from imprint.simulation.states import States
 from imprint.sources import Sources, require_sources
 from imprint.store.fingerprint import of_data, of_sources, of_tensors, partly_hashed
@@ -199,6 +205,9 @@ class Inputs:
         pulls = own("regulariser failed", evaluate_regulariser, functional, theta)
         self._refuse_nonfinite(pulls)
         every = range(len(self.states))
+        hashes = of_data(self.data, self.hash_data)
+        if self.run is not None:
+            refuse_other_data(self.run, hashes, len(self.data))
         states = [of_tensors(first if index == self.first else self._read(index)) for index in every]
         _warn_same(states)
         return Request(
@@ -210,7 +219,7 @@ class Inputs:
             states=tuple(states),
             moments=tuple(self._moments(index) for index in every),
             sources=of_sources(self.sources),
-            data=DataHashes(**of_data(self.data, self.hash_data)),
+            data=DataHashes(**hashes),
             probes=Probed(examples, seen),
             modules=describe_modules(self.task.model),
             regulariser=tuple(pulls),

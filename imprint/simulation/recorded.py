@@ -8,6 +8,7 @@ from imprint.display import name_some
 from imprint.errors import DataError, PlanError, TaskError
 from imprint.plan import Plan, engine_for
 from imprint.recording.records import Run
+from imprint.store.fingerprint import DataPrint, compare_data
 from imprint.store.request import ParameterSpec
 from imprint.task import Parameters, Task
 
@@ -52,6 +53,19 @@ def check_run(run: Run, task: Task, n: int, plan: Plan) -> None:
         )
     if plan.start >= len(run.steps):
         raise PlanError(f"start is {plan.start}, and the recorded run has {len(run.steps)} steps.")
+
+
+def refuse_other_data(run: Run, hashes: DataPrint, n: int) -> None:
+    """Refuse data that differ from those the run was recorded with, where the recording has their hash."""
+    recorded = getattr(run, "data", None)
+    if recorded is None:
+        return
+    likeness = compare_data(recorded, hashes, n)
+    if not likeness.same:
+        raise DataError(
+            f"the run was recorded with other training data{likeness.remark}: give the same examples in the same order."
+        )
+    likeness.warn()
 
 
 def complete_end(run: Run, task: Task) -> Parameters:

@@ -28,6 +28,7 @@ STEPS = (
 FIELDS: dict[str, tuple[Any, ...]] = {
     "schema": (0, 1, 99, "3", None, -1),
     "kind": ("halves", "", 5, None, "__import__"),
+    "question": ("this_run", "", 5, None),
     "n": (0, -12, "12", 2**62, None),
     "runs": (0, -1, 10**9, 2**62, "2", None, 1.5),
     "subsets": (0, 10**9, [], "6", None),

@@ -6,7 +6,6 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import matplotlib
 import pytest
 import torch
 from hypothesis import given
@@ -23,13 +22,6 @@ from imprint.store.fingerprint import of_batches, of_data, of_sources, probe_mea
 from imprint.store.request import describe
 
 SCORES = torch.tensor([[3.0, -6.0, 0.5], [-1.0, 2.0, 8.0]], dtype=torch.float64)
-
-
-@pytest.fixture(autouse=True)
-def _no_window() -> Any:
-    matplotlib.use("Agg")
-    yield
-    plt.close("all")
 
 
 def _labels(better: Any = "lower", **changes: Any) -> Labels:
@@ -116,7 +108,7 @@ def test_top_by_magnitude_raises_and_lowers() -> None:
 
 def test_a_credit_has_the_source_its_score_and_its_effect() -> None:
     (credit, *_) = _attribution().top(1)[0]
-    assert tuple(credit) == (0, "bob", "Bob <b>", -6.0, 0.6)
+    assert tuple(credit) == (0, "bob", "Bob <b>", -6.0, 0.6, "expected", None, False)
     assert (credit.query, credit.source, credit.name) == (0, "bob", "Bob <b>")
     assert credit.removal_effect == -credit.score / 10
 
@@ -171,7 +163,7 @@ def test_the_text_of_many_queries_is_short() -> None:
     many = Attribution(_labels(), SCORES.repeat(50, 1))
     assert "100 queries" in repr(many)
     assert repr(many).endswith("…")
-    assert len(repr(many).splitlines()) < 10
+    assert len(repr(many).splitlines()) <= 10
     assert len(repr(many.top(2)).splitlines()) < 10
 
 
@@ -189,14 +181,15 @@ def test_the_page_escapes_names_and_shows_ten_queries() -> None:
 def test_a_table_has_queries_as_rows_and_sources_as_columns() -> None:
     frame = _attribution().to_pandas()
     assert list(frame.columns) == ["ann", "bob", "cid"]
-    assert (frame.index.name, frame.columns.name) == ("query", "source")
+    assert (frame.index.name, frame.columns.name) == ("query", "source, expected")
     assert frame.loc[0, "bob"] == 0.6
     assert _attribution().to_pandas("scores").loc[1, "cid"] == 8.0
 
 
 def test_a_table_of_the_top_has_a_row_for_each_credit() -> None:
     frame = _attribution().top(2).to_pandas()
-    assert list(frame.columns) == ["query", "source", "name", "score", "removal_effect"]
+    more = ["question", "distinguishable", "estimate"]
+    assert list(frame.columns) == ["query", "source", "name", "score", "removal_effect", *more]
     assert frame["query"].tolist() == [0, 0, 1, 1]
     assert frame["source"].tolist() == ["bob", "ann", "cid", "bob"]
     assert frame["removal_effect"].tolist() == [0.6, -0.3, -0.8, -0.2]
@@ -217,7 +210,7 @@ def _bars(axes: Any) -> dict[str, float]:
 def test_a_plot_has_the_effects_of_one_query_as_bars() -> None:
     axes = _attribution().plot(query=1)
     assert _bars(axes) == pytest.approx({"Ann": 0.1, "Bob <b>": -0.2, "Cid": -0.8})
-    assert axes.get_xlabel() == _labels().unit
+    assert axes.get_xlabel() == f"{_labels().unit}\n{_labels().meaning}"
     assert axes.get_title() == "query 1"
 
 

@@ -30,6 +30,7 @@ def test_attributions_as_csv_safetensors_and_json_are_those_of_the_library(
         column = expected.labels.source_ids.index(row["source"])
         assert float(row["score"]) == float(expected.scores[int(row["query"]), column])
         assert float(row["removal_effect"]) == float(expected.removal_effect[int(row["query"]), column])
+        assert (row["question"], row["distinguishable"], row["estimate"]) == ("expected", "", "False")
 
     assert values == json.loads(json.dumps(expected.top(5).to_json()))
 
@@ -40,7 +41,10 @@ def test_the_first_sources_are_shown_in_the_order_that_is_asked_for(command: Com
         expected = attribute(model.task, "runs/news", model.queries, top=2, by=order, progress=False)
         shown = command("attribute", "runs/news", *TASK, "--top", 2, "--by", order)
         assert shown.code == 0, shown.err
-        assert "Change of loss if the source were removed: + means the source helps" in shown.out
+        assert (
+            "Change of loss if the source were removed: + means the source helps\n"
+            "expected: mean over trainings like this one\n"
+        ) in shown.out
         mean, each = shown.out.split("Change of loss")
         assert _names(each) == [credit.name for credits in expected for credit in credits]
         effects = attribute(model.task, "runs/news", model.queries, progress=False).mean()

@@ -28,7 +28,7 @@ def test_json_stands_on_standard_output_alone(name: str, command: Command, here:
     expected: dict[str, dict[str, object]] = {
         "check": {"ok": True, "sources": 3, "values": 12},
         "simulate": {"sources": 3, "n": 12, "path": str(tmp_path / "store")},
-        "attribute": {"n": 12, "measure": "loss", "better": "lower"},
+        "attribute": {"n": 12, "measure": "loss", "better": "lower", "question": "expected"},
         "inspect": {"sources": 3, "n": 12, "path": "runs/news"},
         "verify": {"sound": True, "path": "runs/news"},
     }
@@ -48,6 +48,7 @@ def test_the_demo_has_json_too(command: Command, tmp_path: Path, monkeypatch: py
     assert values["report"] == str(tmp_path / "demo" / "report.html")
     assert {row["name"] for row in values["contributors"]} == set(digits.CONTRIBUTORS)
     assert len(values["statistics"]) == 4
+    assert (values["question"], values["meaning"]) == ("expected", "expected: mean over trainings like this one")
 
 
 @pytest.mark.parametrize("name", ["check", "simulate", "attribute"])

@@ -187,7 +187,7 @@ def test_a_metric_is_short_to_look_at_and_has_equal_digits() -> None:
     assert repr(found) == f"Metric({found})"
     assert str(found) == (
         f"LDS {found.estimate.value:.3f} [{found.estimate.low:.3f}, {found.estimate.high:.3f}], "
-        f"ceiling {found.ceiling:.3f}"
+        f"ceiling {found.ceiling:.3f} (expected)"
     )
 
 

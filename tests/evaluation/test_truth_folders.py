@@ -138,7 +138,7 @@ DAMAGES: dict[str, tuple[Callable[[str], str], str]] = {
     "cut off": (lambda text: text[: len(text) // 2], "cannot be read"),
     "no object": (lambda text: "[]", "must be an object"),
     "lacking": (without("runs"), "was changed after it was written"),
-    "later": (lambda text: text.replace('"schema": 3', '"schema": 4'), "has schema 4, this version reads up to 3"),
+    "later": (lambda text: text.replace('"schema": 4', '"schema": 5'), "has schema 5, this version reads up to 4"),
 }
 
 

@@ -15,6 +15,7 @@ from imprint.benchmarking.sweep import sweep as run_sweep
 from imprint.cli.commands.options import AsJson
 from imprint.cli.terminal import console, errors, escape_markup, redirect_prints
 from imprint.errors import ConfigurationError
+from imprint.evaluation.matching import describe_question
 from imprint.runtime.threads import set_threads
 from imprint.store.files import write
 
@@ -101,7 +102,7 @@ def sweep(
         with benchmark.alone():
             results = run_sweep(benchmark, checkpoint, directions=directions, leave_one_out=loo)
         picture = out / f"{name_sweep(checkpoint, directions, loo)}.png"
-        plot_sweep(results, picture, f"{setting}, checkpoint {checkpoint}")
+        plot_sweep(results, picture, f"{setting}, checkpoint {checkpoint}, {results[0].question}")
     if json:
         typer.echo(dumps([vars(result) for result in results]))
         return
@@ -113,5 +114,5 @@ def sweep(
     )
     console.print(
         f"The best of {len(results)} settings has an LDS of {best.lds:.3f}: {chosen}, where μ is the largest "
-        f"curvature. Figure: {escape_markup(picture)}"
+        f"curvature. The ground truth answers {describe_question(best.question)}. Figure: {escape_markup(picture)}"
     )

@@ -44,9 +44,10 @@ def demo(
             "statistics": make_statistics(outcome),
             "suspicion": compare_suspicion(outcome),
         }
-        found |= {"warnings": outcome.attribution.warnings}
+        labels = outcome.attribution.labels
+        found |= {"question": labels.question, "meaning": labels.meaning, "warnings": labels.warnings}
         typer.echo(dumps({"report": str(page), **found}))
         return
-    console.print(render_demo(make_rows(outcome), make_statistics(outcome), outcome.attribution.warnings))
+    console.print(render_demo(make_rows(outcome), make_statistics(outcome), outcome.attribution.labels))
     console.print(escape_markup(compare_suspicion(outcome)))
     console.print(f"Report: [bold]{escape_markup(page)}[/bold]")

@@ -234,6 +234,13 @@ def evaluate(
             help="How to read out scores: `jvp` (the default), `central`, `literal` or `gradient`.", show_default=False
         ),
     ] = None,
+    across: Annotated[
+        bool,
+        typer.Option(
+            "--across",
+            help="Compare scores of one question with ground truth of the other, refused by default.",
+        ),
+    ] = False,
     json: AsJson = False,
 ) -> None:
     """Compare scores with ground truth, and with the best that any scores could achieve.
@@ -242,6 +249,10 @@ def evaluate(
     removed sources give the correlation, rank correlation and slope; removed examples give the leave-one-out
     correlation. Each metric comes with a 95% interval over queries, and with the ceiling set by the noise of
     retraining. Writes nothing.
+
+    Scores and ground truth answer one of two questions: what a removal does to the model of this very run
+    (`this_run`), or to models trained like it on average (`expected`). Scores of one question are compared with ground
+    truth of the other only with `--across`.
 
     The queries must be the same as those of the ground truth, in the same order. To scale effects to the sizes seen in
     retraining, use `result.calibrate(truth)` in Python.
@@ -263,9 +274,10 @@ def evaluate(
     else:
         named = Experiment(task=task, queries=queries, collate_fn=collate)
         result = _attribute(imprint.Store(store), named, readout or "jvp", context)
-    metrics = evaluate_scores(result, known)
+    metrics = evaluate_scores(result, known, across=across)
     if json:
-        typer.echo(dumps({"truth": str(truth), "metrics": [metric.to_json() for metric in metrics]}))
+        found = [metric.to_json() for metric in metrics]
+        typer.echo(dumps({"truth": str(truth), "question": known.question, "metrics": found}))
     else:
         console.print(render_metrics(metrics, known))
 

@@ -142,7 +142,7 @@ class Engine(ABC):
 
     def settle(self) -> None:
         """Decide how the checkpoint is simulated, and measure what that takes."""
-        if self.work.settings.lr == "auto":
+        if self.work.settings.lr == "auto" and self.rules.question != "this_run":  # which has those of the run
             raise PlanError(f'the {self.name} engine has no rule for lr="auto": give lr a number.')
         self.measured = Measured(one_by_one=self.choose_vectorised())
         rows = self.rows_that_fit()

@@ -71,6 +71,7 @@ def test_the_command_writes_its_report(
     for shown in (result.output, (tmp_path / "out" / "report.html").read_text(encoding="utf-8")):
         assert report.compare_suspicion(outcome) in " ".join(shown.split())
         assert f"{max(outcome.losses):.3f}" in shown
+        assert outcome.attribution.labels.meaning in " ".join(shown.split())
 
 
 def test_the_version_is_printed() -> None:

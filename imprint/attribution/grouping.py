@@ -1,0 +1,63 @@
+"""Sums the scores of sources over unions of them: `Attribution.group`."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from imprint.attribution.labels import LEFT_OUT, SHARED, Labels
+from imprint.errors import SourcesError
+from imprint.sources import Sources, find_groups
+
+Groups = Mapping[Any, Any] | Sequence[Any] | Tensor | Sources
+
+
+def sum_scores(labels: Labels, scores: Tensor, groups: Groups) -> tuple[Labels, Tensor]:
+    """Return the labels and the scores of unions of sources, shape (queries, groups)."""
+    if labels.details.get(SHARED):
+        raise SourcesError(
+            "these groups share sources, whose scores would be counted twice in a group of groups: group the result "
+            "of the single sources instead."
+        )
+    found = _read_division(labels, groups) if isinstance(groups, Sources) else find_groups(groups, labels.source_ids)
+    places = [torch.from_numpy(members) for members in found.members]
+    sizes = tuple(sum(labels.source_sizes[i] for i in each.tolist()) for each in places)
+    for name, size in zip(found.ids, sizes, strict=True):
+        if size > labels.n:
+            raise SourcesError(
+                f"the sources of group {name!r} share examples: they have {size} in all, the training data has "
+                f"{labels.n}. Scores that count an example twice do not add up: simulate the unions themselves, "
+                "sources.group({...})."
+            )
+    united = replace(
+        labels,
+        source_ids=found.ids,
+        source_names=found.names,
+        source_sizes=sizes,
+        summed=tuple(int(labels.counts[each].sum()) for each in places),
+        details={**labels.details, **_count_uneven(places, len(labels.source_ids))},
+        fingerprints={name: value for name, value in labels.fingerprints.items() if name != "sources"},
+    )
+    return united, torch.stack([scores[:, each].double().sum(1) for each in places], dim=1)
+
+
+def _count_uneven(places: list[Tensor], sources: int) -> dict[str, int]:
+    """Count the sources that are in no group, and those that are in several; what is 0 is left out."""
+    often = torch.cat(places).bincount(minlength=sources)
+    counts = {LEFT_OUT: int((often == 0).sum()), SHARED: int((often > 1).sum())}
+    return {name: count for name, count in counts.items() if count}
+
+
+def _read_division(labels: Labels, sources: Sources) -> Sources:
+    """Return sources of training examples as groups of scores; refuse them where scores are not of single examples."""
+    each = labels.source_ids == tuple(map(str, range(labels.n))) and max(labels.source_sizes) == 1
+    if not each:
+        raise SourcesError(
+            "an imprint.Sources divides training examples, and these scores are not of single examples "
+            "(Sources.per_example): give the groups by the ids of their sources, "
+            f"such as {{'group': [{labels.source_ids[0]!r}]}}."
+        )
+    sources.check(labels.n)
+    return sources

@@ -1,0 +1,60 @@
+"""How far a run's outputs move by chance, and which effects stand out from that.
+
+The runs of the noise rows differ from the recorded one by a tiny change of their start alone. What they change of F is
+what a removal may change of it without any meaning: an effect below twice their root mean square is not distinguishable
+from 0, and a run whose noise is as large as its effects is chaotic.
+"""
+
+import torch
+from torch import Tensor
+
+CHAOTIC = 0.3  # noise over effects; above it, sums of removals predict little
+_TIMES = 2.0  # an effect must exceed the noise this many times
+
+INDISTINGUISHABLE = "not distinguishable from 0: less than twice the change of F by a tiny change of the run's start"
+
+
+def root_mean_square(values: Tensor, dim: int | None = None) -> Tensor:
+    """Return the root of the mean of squares, in double precision."""
+    squares = values.double().square()
+    return (squares.mean() if dim is None else squares.mean(dim)).sqrt()
+
+
+def widen(noise: Tensor, counts: Tensor) -> Tensor:
+    """Return the noise of sums of so many removals each, from that of one; the shapes broadcast.
+
+    The k removals of a sum are compared with one and the same model. If a run deviates by chance with variance v, one
+    difference has variance 2v = noise², and the sum of k has kv + k²v = noise² · k(k + 1)/2.
+    """
+    k = counts.double()
+    return noise.double() * (k * (k + 1) / 2).sqrt()
+
+
+def stands_out(effects: Tensor, noise: Tensor) -> Tensor:
+    """Tell which effects are distinguishable from 0; noise has their shape, or one that broadcasts to it."""
+    return effects.double().abs() > _TIMES * noise
+
+
+def combine(first: Tensor | None, second: Tensor | None) -> Tensor | None:
+    """Return changes by noise, (runs, queries), whose mean square is the sum of both mean squares; None if unknown."""
+    if first is None or second is None:
+        return None
+    runs = len(first) + len(second)
+    return torch.cat([(runs / len(changes)) ** 0.5 * changes.double() for changes in (first, second)])
+
+
+def measure_chaos(noise: float, effect: float) -> float | None:
+    """Return the noise over the effect, both root mean squares; None where there is no effect at all."""
+    return noise / effect if effect > 0 else None
+
+
+def describe_chaos(noise: float, effect: float) -> str | None:
+    """Explain that a run is chaotic, and what to do; None where it is not."""
+    if not noise > CHAOTIC * effect:
+        return None
+    return (
+        f"this run is chaotic: a tiny change of its start moves these queries by {noise:.3g} (root mean square), the "
+        f"removal of a source by {effect:.3g}, so that most effects say more about chance than about the source. "
+        "Rather ask for the expectation over seeds: simulate from the run's checkpoints (checkpoints=run.paths), or "
+        "train with a lower learning rate, which makes a run calmer."
+    )

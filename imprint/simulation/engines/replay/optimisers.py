@@ -1,0 +1,114 @@
+"""The user's optimiser, made again from a recording: for one model, or for many rows of parameters at once."""
+
+import inspect
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from imprint.errors import SimulationError, first_line
+from imprint.recording.records import OptimiserState, Settings
+from imprint.tensors.batching import attempt
+
+_ROWS, _STEPS = 3, 3  # of small random tensors, on which stacking is tried
+_CLOSE = 1e-10  # relative, in float64: how far a row may come from where it goes alone
+
+
+def make_optimiser(
+    kind: type[Optimizer], groups: Sequence[Sequence[str]], settings: Sequence[Settings], tensors: Mapping[str, Tensor]
+) -> Optimizer:
+    """Make an optimiser with the groups and settings of a recording, of these tensors."""
+    parts = [
+        {"params": [tensors[name] for name in names], **_plain(values)}
+        for names, values in zip(groups, settings, strict=True)
+    ]
+    accepted = inspect.signature(kind).parameters
+    required = {name: value for name, value in _plain(settings[0]).items() if name in accepted}
+    try:
+        return kind(parts, **required)
+    except Exception as error:
+        raise SimulationError(
+            f"the optimiser {kind.__name__} cannot be made again from its recorded settings ({first_line(error)}): "
+            "give Recording(folder, optimiser=...) a class, or a function, that takes parameter groups and these "
+            "settings."
+        ) from error
+
+
+def set_settings(optimiser: Optimizer, settings: Sequence[Settings]) -> None:
+    """Give each parameter group the settings that it had at a step."""
+    for group, values in zip(optimiser.param_groups, settings, strict=True):
+        group.update(_plain(values))
+
+
+def _plain(settings: Settings) -> Settings:
+    """Turn the lists of JSON into tuples, as optimisers have them."""
+    return {name: tuple(value) if isinstance(value, list) else value for name, value in settings.items()}
+
+
+def load_state(
+    optimiser: Optimizer, state: OptimiserState, tensors: Mapping[str, Tensor], rows: int | None = None
+) -> None:
+    """Let an optimiser remember what it did in the recorded run; `rows` times, where its tensors are stacks."""
+    for name in {**state.tensors, **state.numbers}:
+        tensor = tensors[name]
+        own: dict[str, Any] = dict(state.numbers.get(name, {}))
+        for key, value in state.tensors.get(name, {}).items():
+            scalar = value.dim() == 0
+            value = value.clone() if scalar else value.to(tensor.device, copy=True)
+            if rows is not None and not scalar:
+                if value.shape != tensor.shape[1:]:
+                    raise NotImplementedError(f"the optimiser keeps {key!r} in another shape than its parameters")
+                value = value.expand(rows, *value.shape).clone()
+            own[key] = value
+        optimiser.state[tensor] = own
+
+
+def find_why_not_stackable(
+    kind: type[Optimizer], settings: Sequence[Settings], shapes: Sequence[Iterable[torch.Size]]
+) -> str | None:
+    """Return why rows of parameters cannot be moved together by one optimiser; None if they can.
+
+    Tried on small random tensors of the same ranks: together they must move as each of them does alone.
+
+    shapes: of the parameters of each group.
+    """
+    ranks = [sorted({len(shape) for shape in group}) for group in shapes]
+    names = [[f"{index}/{rank}" for rank in group] for index, group in enumerate(ranks)]
+    generator = torch.Generator().manual_seed(0)
+
+    def draw() -> dict[str, Tensor]:
+        return {
+            name: torch.randn((_ROWS, *range(2, 2 + rank)), generator=generator, dtype=torch.float64)
+            * torch.tensor([1e-3, 1.0, 30.0], dtype=torch.float64).reshape(-1, *[1] * rank)
+            for group, each in zip(names, ranks, strict=True)
+            for name, rank in zip(group, each, strict=True)
+        }
+
+    def move(start: dict[str, Tensor], slopes: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+        leaves = {name: torch.nn.Parameter(tensor.clone()) for name, tensor in start.items()}
+        optimiser = make_optimiser(kind, names, settings, leaves)
+        for slope in slopes:
+            for name, leaf in leaves.items():
+                leaf.grad = slope[name].clone()
+            optimiser.step()
+        return {name: leaf.detach() for name, leaf in leaves.items()}
+
+    start, slopes = draw(), [draw() for _ in range(_STEPS)]
+    together, reason = attempt(lambda: move(start, slopes))
+    if together is None:
+        return f"{kind.__name__} does not take a stack of rows: {reason}"
+    for row in range(_ROWS):
+        alone, reason = attempt(
+            lambda row=row: move(  # type: ignore[misc]
+                {name: tensor[row] for name, tensor in start.items()},
+                [{name: tensor[row] for name, tensor in slope.items()} for slope in slopes],
+            )
+        )
+        if alone is None:
+            return f"{kind.__name__} cannot be tried: {reason}"
+        for name, tensor in alone.items():
+            if not torch.allclose(together[name][row], tensor, rtol=_CLOSE, atol=_CLOSE):
+                return f"{kind.__name__} moves a stack of rows in another way than each of them alone"
+    return None

@@ -1,0 +1,247 @@
+"""A recorded training run again, step by step, plainly, on a private copy of the model.
+
+The unperturbed replay is one; where rows cannot be stacked, the run without each source is another.
+"""
+
+import functools
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import clip_grad_norm_, clip_grad_value_
+
+from imprint.batches import is_columnar, map_tensors, own_containers
+from imprint.compat import users_attention
+from imprint.data import Data
+from imprint.errors import ImprintError, TaskError, first_line
+from imprint.model.draws import UncapturableDraws, capture_draws, substitute_draws
+from imprint.model.replica import make_private
+from imprint.recording.records import Circumstances, MicroBatch, Run, Step, micro_seed
+from imprint.recording.seeding import seed_everything
+from imprint.simulation.engines.replay.optimisers import load_state, make_optimiser, set_settings
+from imprint.task import Batch, Parameters, Task, require_one_each
+
+logger = logging.getLogger(__name__)
+Excluded = np.ndarray[tuple[int], np.dtype[np.bool_]]
+"""For each training example, whether the run goes without it."""
+
+
+@dataclass(frozen=True)
+class Repetition:
+    """A recorded run, with the task and the data that it is repeated on, from the checkpoint at step `begin` on."""
+
+    task: Task
+    data: Data
+    run: Run
+    begin: int = 0
+
+    @property
+    def steps(self) -> range:
+        """The numbers of the steps that are repeated."""
+        return range(self.begin, len(self.run.steps))
+
+    @property
+    def trained(self) -> tuple[str, ...]:
+        """The names of the parameters that the optimiser moves."""
+        return tuple(name for group in self.run.groups for name in group)
+
+    def start(self) -> Parameters:
+        """Load the trained parameters and the buffers where the repetition begins, on the device of the data."""
+        return {name: tensor.to(self.data.device) for name, tensor in self.run.state(self.begin).items()}
+
+    def gather(self, batch: MicroBatch) -> tuple[Tensor, Batch]:
+        """Return the examples of a micro-batch, by index and as the batch that the loss is given."""
+        examples = torch.tensor(batch.examples)
+        return examples, self.data.gather(examples)
+
+    def make_model(self) -> nn.Module:
+        """Make a private copy of the model, as it was at the beginning and in the modes of training."""
+        model = make_private(self.task.model)
+        for name, module in model.named_modules():
+            module.training = name not in self.run.circumstances.evaluating
+        load_tensors(model, self.start())
+        return model
+
+
+def load_tensors(model: nn.Module, state: Parameters) -> None:
+    """Copy tensors into the parameters and buffers of a model."""
+    own = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    with torch.no_grad():
+        for name, tensor in state.items():
+            own[name].copy_(tensor)
+
+
+@contextmanager
+def as_recorded(circumstances: Circumstances, device: torch.device) -> Iterator[None]:
+    """Run forward passes as in the recorded training: its attention kernels and precision of matrix products."""
+    before = torch.get_float32_matmul_precision()
+    states = torch.get_rng_state(), torch.cuda.get_rng_state_all() if device.type == "cuda" else []
+    try:
+        torch.set_float32_matmul_precision(circumstances.matmul_precision)
+        with users_attention(), torch.enable_grad(), torch.inference_mode(False):
+            yield
+    finally:
+        torch.set_float32_matmul_precision(before)
+        torch.set_rng_state(states[0])
+        if states[1]:
+            torch.cuda.set_rng_state_all(states[1])
+
+
+def autocast(circumstances: Circumstances, device: torch.device) -> torch.autocast | nullcontext[None]:
+    """Return the autocasting of the recorded forward passes."""
+    if circumstances.autocast is None:
+        return nullcontext()
+    return torch.autocast(device.type, dtype=getattr(torch, circumstances.autocast))
+
+
+def compute_losses(repetition: Repetition, model: nn.Module, batch: Batch, count: int) -> Tensor:
+    """Compute the loss of each example of a batch, as in training."""
+    with autocast(repetition.run.circumstances, repetition.data.device):
+        values = repetition.task.loss(model, own_containers(batch))
+    return require_one_each(values, count, "loss", "example")
+
+
+@dataclass(frozen=True)
+class Seen:
+    """What a step of a training shows: its loss and the norm of its gradient, None where they are not asked for."""
+
+    loss: Tensor
+    gradient_norm: Tensor | None = None
+
+
+class Training:
+    """A training run as it was recorded, but without some examples.
+
+    leaves_out: whether those are left out of batches, for models where examples of a batch see each other; otherwise
+        they have weight 0.
+    """
+
+    def __init__(self, repetition: Repetition, excluded: Excluded | None = None, *, leaves_out: bool = False) -> None:
+        self.repetition, self._excluded, self._leaves_out = repetition, excluded, leaves_out
+        run = repetition.run
+        self.model = repetition.make_model()
+        own = dict(self.model.named_parameters())
+        self.parameters = {name: own[name] for name in repetition.trained}
+        settings = run.steps[repetition.begin].groups
+        self.optimiser = make_optimiser(run.optimiser, run.groups, settings, self.parameters)
+        load_state(self.optimiser, run.optimiser_state(repetition.begin), self.parameters)
+
+    def state(self) -> Parameters:
+        """Return the trained parameters and all buffers, not copied."""
+        parameters = {name: p.detach() for name, p in self.parameters.items()}
+        return {**parameters, **dict(self.model.named_buffers())}
+
+    def step(self, number: int, *, measure: bool = False) -> Seen:
+        """Make a step of the recorded run; `measure` asks for the norm of the gradient."""
+        step = self.repetition.run.steps[number]
+        set_settings(self.optimiser, step.groups)
+        if step.closure:
+            return self._step_with_closure(step)
+        loss, norm = self._backward(step, measure=measure)
+        self.optimiser.step()
+        return Seen(loss, norm)
+
+    def _step_with_closure(self, step: Step) -> Seen:
+        """Let the optimiser evaluate the loss itself, as often as it wants; the first value is what was recorded."""
+        losses: list[Tensor] = []
+
+        def closure() -> Tensor:
+            with torch.enable_grad():
+                losses.append(self._backward(step, measure=False)[0])
+            return losses[-1]
+
+        self.optimiser.step(closure)  # type: ignore[arg-type]
+        return Seen(losses[0])
+
+    def _backward(self, step: Step, *, measure: bool) -> tuple[Tensor, Tensor | None]:
+        """Leave the gradient of a step, clipped, in the parameters; return its loss, and the norm before clipping."""
+        self.model.zero_grad()
+        loss: Tensor = torch.zeros((), device=self.repetition.data.device)
+        for index, micro in enumerate(step.batches):
+            objective = self._objective(step, index, micro)
+            if index == 0 and self.repetition.task.regulariser is not None:
+                objective = objective + self.repetition.task.regulariser(self.model)
+            if objective.requires_grad:
+                objective.backward()  # type: ignore[no-untyped-call]
+            loss = loss + objective.detach()
+        parameters = list(self.parameters.values())
+        for name, p in self.parameters.items():
+            if name in step.missing:
+                p.grad = None
+            elif p.grad is None:
+                p.grad = torch.zeros_like(p)
+        norm = total_norm([p.grad for p in parameters if p.grad is not None]) if measure else None
+        if step.clipping is not None and step.clipping.kind == "norm":
+            clip_grad_norm_(parameters, step.clipping.limit, step.clipping.norm_type)
+        elif step.clipping is not None:
+            clip_grad_value_(parameters, step.clipping.limit)
+        return loss, norm
+
+    def _objective(self, step: Step, index: int, micro: MicroBatch) -> Tensor:
+        """Return the objective of a micro-batch: the sum of its losses, divided by the recorded normaliser."""
+        examples, batch = self.repetition.gather(micro)
+        without = None if self._excluded is None else torch.from_numpy(self._excluded[examples.numpy()])
+        seed = micro_seed(step.seed, index)
+        if without is None or not bool(without.any()):
+            seed_everything(seed)
+            return self._losses(batch, len(examples)).sum() / micro.normaliser
+        if not self._leaves_out:
+            seed_everything(seed)
+            losses = self._losses(batch, len(examples))
+            return (losses * (~without).to(losses.device, losses.dtype)).sum() / micro.normaliser
+        kept = (~without).nonzero().flatten()
+        if len(kept) == 0:
+            return torch.zeros((), device=self.repetition.data.device)
+        return self._losses_without(batch, examples, kept, seed).sum() / micro.normaliser
+
+    def _losses(self, batch: Batch, count: int) -> Tensor:
+        try:
+            return compute_losses(self.repetition, self.model, batch, count)
+        except (ImprintError, UncapturableDraws, torch.OutOfMemoryError):
+            raise
+        except Exception as error:
+            raise TaskError(f"the loss function failed in the modes of training: {first_line(error)}.") from error
+
+    def _losses_without(self, batch: Batch, examples: Tensor, kept: Tensor, seed: int) -> Tensor:
+        """Compute the losses of some examples of a batch, without the others but with the same random numbers."""
+        few = self._select(batch, examples, kept)
+        seed_everything(seed)
+        before = {name: buffer.clone() for name, buffer in self.model.named_buffers()}
+        drawn: list[Tensor] = []
+        try:
+            with torch.no_grad(), capture_draws() as drawn:
+                self._losses(batch, len(examples))
+            load_tensors(self.model, before)
+            seed_everything(seed)
+            with substitute_draws(drawn, kept, len(examples)) if drawn else nullcontext():
+                return self._losses(few, len(kept))
+        except UncapturableDraws as reason:
+            _warn_of_fresh_draws(str(reason))
+        load_tensors(self.model, before)
+        seed_everything(seed)
+        return self._losses(few, len(kept))
+
+    def _select(self, batch: Batch, examples: Tensor, kept: Tensor) -> Batch:
+        """Return a batch of some of its examples: its own rows where it has rows, so that padding stays."""
+        if is_columnar(batch, len(examples)):
+            return map_tensors(lambda t: t[kept.to(t.device)], batch)
+        return self.repetition.data.gather(examples[kept])
+
+
+@functools.cache
+def _warn_of_fresh_draws(reason: str) -> None:
+    logger.warning(
+        "%s: where a source is left out of a batch, the other examples get other random numbers than in training, "
+        "which counts as an effect of the source",
+        reason,
+    )
+
+
+def total_norm(gradients: list[Tensor]) -> Tensor:
+    """Return the Euclidean norm of all gradients together."""
+    wide = (g.float() if g.dtype.itemsize < 4 else g for g in gradients)
+    return torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(g) for g in wide]))

@@ -1,0 +1,128 @@
+"""The run without a source is the training that one would write by hand with that source at weight 0."""
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from imprint.recording.records import Clipping
+from imprint.simulation.engines.replay.stack import Rows, Stack
+from imprint.simulation.engines.replay.training import Training as Plain
+from imprint.simulation.engines.replay.training import as_recorded
+from imprint.task import Parameters
+from imprint.tensors.vectors import repeated
+from tests.simulation.engines.trainings import MemoryRun, Training, classification, mlp
+
+SOURCES = ([], [0, 1, 2, 3, 4, 5], [7, 11, 30], [39])
+
+
+def replay_stacked(training: Training, run: MemoryRun, begin: int = 0) -> list[Parameters]:
+    repetition = training.repetition(run, begin)
+    rows = Rows(tuple(np.array(s, dtype=np.int64) for s in SOURCES), tuple(map(str, range(len(SOURCES)))))
+    with as_recorded(run.circumstances, repetition.data.device):
+        stack = Stack(repetition, rows, repeated(repetition.start(), len(rows)))
+        for number in repetition.steps:
+            stack.step(number)
+    return [{name: p.detach()[row] for name, p in stack.parameters.items()} for row in range(len(rows))]
+
+
+def replay_plainly(training: Training, run: MemoryRun, begin: int = 0) -> list[Parameters]:
+    repetition = training.repetition(run, begin)
+    ends = []
+    for source in SOURCES:
+        excluded = np.zeros(training.n, dtype=bool)
+        excluded[source] = True
+        with as_recorded(run.circumstances, repetition.data.device):
+            plain = Plain(repetition, excluded, leaves_out=training.leaves_out)
+            for number in repetition.steps:
+                plain.step(number)
+        ends.append(plain.state())
+    return ends
+
+
+def check(ends: list[Parameters], training: Training) -> None:
+    for source, end in zip(SOURCES, ends, strict=True):
+        by_hand, _ = training.run(source)
+        for name, tensor in end.items():
+            torch.testing.assert_close(tensor, by_hand[name], rtol=1e-12, atol=1e-12, msg=f"{name} without {source}")
+
+
+class Sometimes(nn.Module):
+    """A layer that is left out at random, as LayerDrop does: its parameters then have no gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(6, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + torch.tanh(self.inner(x)) if torch.rand([]) < 0.5 else x
+
+
+class Words(nn.Module):
+    def __init__(self, **options: Any) -> None:
+        super().__init__()
+        self.enter = nn.Linear(4, 8)
+        layer = nn.TransformerEncoderLayer(8, 2, 16, **options)
+        self.encoder = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+        self.leave = nn.Linear(8, 3)
+        self.first = options.get("batch_first", False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.stack([x, x.flip(1), x * 2], 1)
+        x = x if self.first else x.transpose(0, 1)
+        return self.leave(self.encoder(self.enter(x)).mean(1 if self.first else 0))
+
+
+def words(**options: Any) -> nn.Module:
+    torch.manual_seed(0)
+    return Words(**options).double()
+
+
+def decay(model: nn.Module) -> Tensor:
+    return 0.01 * sum((p.square().sum() for p in model.parameters()), torch.zeros(()).double())
+
+
+SGD, ADAM, ADAMW = torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW
+CASES: dict[str, Callable[[], Training]] = {
+    "SGD": lambda: Training(mlp(), classification()),
+    "momentum": lambda: Training(mlp(), classification(), settings={"lr": 0.2, "momentum": 0.9}),
+    "Nesterov": lambda: Training(
+        mlp(), classification(), settings={"lr": 0.2, "momentum": 0.9, "nesterov": True, "weight_decay": 0.05}
+    ),
+    "Adam": lambda: Training(mlp(), classification(), ADAM, {"lr": 0.02, "weight_decay": 0.01}),
+    "AdamW": lambda: Training(mlp(), classification(), ADAMW, {"lr": 0.02, "betas": (0.8, 0.9)}),
+    "amsgrad": lambda: Training(mlp(), classification(), ADAM, {"lr": 0.02, "amsgrad": True}),
+    "RMSprop": lambda: Training(mlp(), classification(), torch.optim.RMSprop, {"lr": 0.02}),
+    "clipping": lambda: Training(mlp(), classification(), clipping=Clipping("norm", 0.3)),
+    "clipping by the largest": lambda: Training(mlp(), classification(), clipping=Clipping("norm", 0.1, float("inf"))),
+    "clipping by value": lambda: Training(mlp(), classification(), clipping=Clipping("value", 0.05)),
+    "accumulation": lambda: Training(mlp(nn.Dropout(0.3)), classification(), ADAM, {"lr": 0.02}, accumulate=3),
+    "schedule": lambda: Training(mlp(), classification(), ADAMW, {"lr": 0.02}, schedule=lambda t: (t + 1) / 6),
+    "regulariser": lambda: Training(mlp(), classification(), regulariser=decay, accumulate=2),
+    "dropout": lambda: Training(mlp(nn.Dropout(0.5), nn.AlphaDropout(0.2)), classification(), ADAM, {"lr": 0.02}),
+    "no gradients": lambda: Training(
+        mlp(Sometimes(), Sometimes()), classification(), settings={"lr": 0.2, "momentum": 0.9, "weight_decay": 0.1}
+    ),
+    # with Adam, biases of keys, whose gradient is 0, would follow rounding
+    "transformer": lambda: Training(words(dropout=0.3), classification(), settings={"lr": 0.1, "momentum": 0.9}),
+    "transformer, batch first": lambda: Training(
+        words(dropout=0.3, batch_first=True, norm_first=True), classification(), settings={"lr": 0.1, "momentum": 0.9}
+    ),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_stacked_rows_are_the_trainings_at_weight_0(case: str) -> None:
+    training = CASES[case]()
+    _, run = training.run()
+    check(replay_stacked(training, run), training)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_plain_rows_are_the_trainings_at_weight_0(case: str) -> None:
+    training = CASES[case]()
+    _, run = training.run()
+    check(replay_plainly(training, run), training)
