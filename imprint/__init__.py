@@ -19,6 +19,8 @@ from imprint.errors import (
 from imprint.plan import Plan
 from imprint.readout.reader import Reader
 from imprint.recorder import Recorder
+from imprint.recording.reading import Recording
+from imprint.recording.writing import RunRecorder
 from imprint.simulation import auto as _auto  # noqa: F401  (makes Plan.auto work)
 from imprint.simulation.runner import simulate
 from imprint.sources import Sources
@@ -40,6 +42,8 @@ __all__ = [
     "Reader",
     "ReadoutError",
     "Recorder",
+    "Recording",
+    "RunRecorder",
     "SimulationError",
     "Sources",
     "SourcesError",

@@ -17,13 +17,15 @@ from imprint.batches import map_tensors
 from imprint.data import Collate, HashData, as_tensors, is_columns, query_batches
 from imprint.errors import ImprintError, SimulationError, first_line
 from imprint.plan import Plan, State
-from imprint.readout.kernels import ReadoutName
+from imprint.readout.base import Base
+from imprint.readout.kernels import ReadoutName, forward_only
 from imprint.readout.reader import Reader
 from imprint.runtime.progress import format_duration
 from imprint.runtime.turns import settle_child
 from imprint.simulation import engines
 from imprint.simulation.estimate import Estimate, estimate
 from imprint.simulation.inputs import Inputs
+from imprint.simulation.recorded import open_run
 from imprint.simulation.runner import simulate
 from imprint.simulation.sizing import fit_batches
 from imprint.simulation.step_size import coarse_curvature
@@ -31,6 +33,7 @@ from imprint.sources import Sources
 from imprint.store.files import find_nearest_folder
 from imprint.store.reading import Store
 from imprint.task import Batch, Parameters, Task
+from imprint.tensors.batching import attempt
 
 _EXAMPLES = 32  # on which engines and readouts are tried
 _QUERIES = 4
@@ -60,6 +63,8 @@ def format_plan(plan: Plan) -> str:
     >>> format_plan(Plan(steps=9, lr=0.1, preconditioner="adam", momentum=0.9, batch_size=64))
     'tangent; steps 9; lr 0.1; damping 0; weight 1; preconditioner adam; momentum 0.9; batch size 64'
     """
+    if plan.rules.question == "this_run":
+        return f"{plan.engine} of the recorded run" + (f" from step {plan.start} on" if plan.start else "")
     head = [plan.engine] + (["Gauss–Newton"] if plan.seen_curvature == "gauss-newton" else [])
     parts = [", ".join(head + (["dropout"] if plan.dropout else []))]
     for name in ("steps", "lr", "damping", "weight"):
@@ -109,6 +114,11 @@ class Check:
         """What was run without trouble, where there was none: more is not known before the simulation."""
         few = min(_EXAMPLES, self.examples)
         readouts = ", ".join(possibility.name for possibility in self.readouts if possibility.works)
+        if self.plan.rules.question == "this_run":
+            return (
+                f"Nothing stands in the way: the {self.plan.engine} engine repeated a few steps of the recorded run, "
+                f"and the model can be read out by {readouts}. How chaotic the run is, the simulation measures."
+            )
         return (
             f"Nothing stands in the way: one step of the {self.plan.engine} engine ran on {few:,} examples and was "
             f"read out by {readouts}; a few steps were measured at the first checkpoint. Whether scores are right, "
@@ -152,6 +162,7 @@ def check(
     *,
     queries: Any = None,
     checkpoints: Sequence[State] | None = None,
+    run: Any = None,
     out: str | os.PathLike[str] | None = None,
     batch_size: int | None = None,
     collate_fn: Collate | None = None,
@@ -167,11 +178,11 @@ def check(
     """
     settle_child()
     options: dict[str, Any] = {"batch_size": batch_size, "collate_fn": collate_fn, "device": device, "dtype": dtype}
-    data = as_tensors(data)
+    data, run = as_tensors(data), open_run(run)
     if plan == "auto":
         given = (task, data, sources, checkpoints)
         plan = Plan.auto(*given, batch_size=batch_size, collate_fn=collate_fn, hash_data=hash_data, progress=False)
-    inputs = Inputs.checked(task, data, sources, plan, checkpoints, hash_data=hash_data, **options)
+    inputs = Inputs.checked(task, data, sources, plan, checkpoints, hash_data=hash_data, run=run, **options)
     problems: list[str] = []
     expected: Estimate | None = None
     with task.evaluating(), _silence():  # one thread at a time, as what is made quiet belongs to all of them
@@ -180,21 +191,10 @@ def check(
         state = inputs.state(inputs.first)
         inputs.examine()
         batch, count = _gather_queries(inputs, queries, collate_fn)
-        with coarse_curvature():
-            trials = {engine.name: engine.trial(inputs.plan) for engine in engines.registered()}
-            stores = {name: _try_plan(inputs, state, data, trial, collate_fn) for name, trial in trials.items()}
-        attempts = tuple(_describe_engine(name, found) for name, found in stores.items())
-        works = any(isinstance(found, Store) for found in stores.values())
-        chosen = stores[inputs.plan.engine]
-        stores = {inputs.plan.engine: chosen, **stores}  # readouts are tried on its own store, if there is one
-        paired = next(name for name, trial in trials.items() if trial.holds_pair)
-        readouts = (
-            tuple(_try_readout(task, stores, paired, kind, batch, count) for kind in get_args(ReadoutName))
-            if works
-            else ()
-        )
+        stores = _try_engines(inputs, state, data, collate_fn)
+        readouts = _try_readouts(inputs, state, stores, batch, count)
         try:
-            if isinstance(chosen, Exception):
+            if isinstance(chosen := stores.get(inputs.plan.engine), Exception):
                 raise chosen
             try:
                 expected = estimate(inputs, memory, out)
@@ -216,12 +216,24 @@ def check(
         sources=len(sources),
         checkpoints=sum(settings.weight > 0 for settings in inputs.settings),
         plan=inputs.plan,
-        engines=attempts,
+        engines=tuple(_describe_engine(engine, stores, inputs, expected) for engine in engines.registered()),
         readouts=readouts,
         estimate=expected,
         problems=tuple(problems),
         warnings=inputs.notices.messages,
     )
+
+
+def _try_engines(
+    inputs: Inputs, state: Parameters, data: Any, collate_fn: Collate | None
+) -> dict[str, Store | Exception]:
+    """Simulate a step by each engine that takes a checkpoint; those that repeat a run are tried by an estimate."""
+    with coarse_curvature():
+        return {
+            engine.name: _try_plan(inputs, state, data, engine.trial(inputs.plan), collate_fn)
+            for engine in engines.registered()
+            if engine.rules.question != "this_run"
+        }
 
 
 def _try_plan(
@@ -252,10 +264,48 @@ def _explain(error: Exception) -> str:
     return str(error)
 
 
-def _describe_engine(name: str, found: Store | Exception) -> Possibility:
+def _describe_engine(
+    engine: type[engines.Engine], stores: dict[str, Store | Exception], inputs: Inputs, expected: Estimate | None
+) -> Possibility:
+    found = stores.get(engine.name)
     if isinstance(found, Exception):
-        return Possibility(name, False, _explain(found))
-    return Possibility(name, True, _describe_way(found.checkpoints[0].measured.one_by_one))
+        return Possibility(engine.name, False, _explain(found))
+    if found is not None:
+        return Possibility(engine.name, True, _describe_way(found.checkpoints[0].measured.one_by_one))
+    if engine.name != inputs.plan.engine:
+        return Possibility(engine.name, False, "needs a recorded run, run=")
+    if expected is None:
+        return Possibility(engine.name, False, "see the problem")
+    return Possibility(engine.name, True, _describe_way(expected.one_by_one))
+
+
+def _try_readouts(
+    inputs: Inputs, state: Parameters, stores: dict[str, Store | Exception], batch: Batch, count: int
+) -> tuple[Possibility, ...]:
+    """Try the readouts that the plan's store will have, and those of others beside them."""
+    if inputs.plan.rules.removes:
+        return (_try_removed(inputs, state, batch, count),)
+    if not any(isinstance(found, Store) for found in stores.values()):
+        return ()
+    own = inputs.plan.engine
+    stores = {own: stores[own], **stores}  # readouts are tried on its own store, if there is one
+    perturbing = (engine for engine in engines.registered() if engine.rules.perturbs)
+    paired = next(engine.name for engine in perturbing if engine.trial(inputs.plan).holds_pair)
+    kinds: Iterator[ReadoutName] = (kind for kind in get_args(ReadoutName) if kind != "removed")
+    return tuple(_try_readout(inputs.task, stores, paired, kind, batch, count) for kind in kinds)
+
+
+def _try_removed(inputs: Inputs, state: Parameters, batch: Batch, count: int) -> Possibility:
+    """Evaluate the measurement where two removals might have led."""
+    descent = inputs.descent(inputs.first, state)
+    base = Base(inputs.first, 1.0, descent.task, descent.start)
+    rows = {name: tensor.new_full((2, *tensor.shape), 1e-3) for name, tensor in descent.start.items()}
+    with forward_only(inputs.task):
+        for vectorise, way in ((True, None), (False, "vmap does not take this model")):
+            _, failure = attempt(lambda v=vectorise: base.removed(rows, 1, batch, count, vectorise=v))
+            if failure is None:
+                return Possibility("removed", True, _describe_way(way))
+    return Possibility("removed", False, str(failure))
 
 
 def _try_readout(

@@ -212,12 +212,20 @@ class Attribution:
         caption = f"{for_html(self.labels.unit)}<br>{for_html(self.labels.meaning)}"
         return f"<table><caption>{caption}</caption>{''.join(rows)}</table>{under}{warned}"
 
-    def to_pandas(self, values: Literal["removal_effect", "scores"] = "removal_effect") -> "pd.DataFrame":
+    def to_pandas(
+        self, values: Literal["removal_effect", "scores", "distinguishable"] = "removal_effect"
+    ) -> "pd.DataFrame":
         """Return queries × sources as a table with the sources' ids as columns.
+
+        values: the effects, the scores, or which effects are "distinguishable" from 0.
 
         The name of the columns says which question the numbers answer; `attrs` has it in words, with the unit.
         """
-        table = getattr(self, values).numpy()
+        if (found := getattr(self, values)) is None:
+            raise ReadoutError(
+                "nothing is known of noise here: it is measured where a recorded run is repeated (simulate(..., run=))."
+            )
+        table = found.numpy()
         frame: pd.DataFrame = import_pandas().DataFrame(table, list(self.queries), list(self.labels.source_ids))
         frame.attrs.update(describe_table(self.labels))
         return frame.rename_axis(index="query", columns=f"source, {self.question.replace('_', ' ')}")

@@ -1,6 +1,7 @@
 """Score every query against every source of a store: `attribute`, and `self_influence` of training examples."""
 
 import os
+from collections.abc import Sequence
 from itertools import accumulate, product
 from typing import Any, TypedDict, Unpack, overload
 
@@ -9,6 +10,7 @@ import torch
 from torch import Tensor
 
 from imprint.attribution.labels import Labels
+from imprint.attribution.noise import describe_chaos, measure_chaos, root_mean_square
 from imprint.attribution.result import Attribution
 from imprint.attribution.top import Order, Top, limit_top, merge_best, rank_scores
 from imprint.data import Collate, Data, query_batches
@@ -21,7 +23,7 @@ from imprint.runtime.turns import settle_child
 from imprint.sources import Sources
 from imprint.store.fingerprint import of_batches, of_sources, probe_measures, recognise_data
 from imprint.store.reading import Store
-from imprint.task import Task
+from imprint.task import Batch, Task
 
 
 class ReadoutOptions(TypedDict, total=False):
@@ -54,7 +56,7 @@ def attribute(
     store: Store | str | os.PathLike[str],
     queries: Any,
     *,
-    readout: ReadoutName = "jvp",
+    readout: ReadoutName | None = None,
     top: int | None = None,
     by: Order = "magnitude",
     batch_size: int = 64,
@@ -67,7 +69,8 @@ def attribute(
 
     store: what `simulate` returned, or its folder.
     queries: a map-style dataset, a tuple or mapping of tensors with one row per query, or a generator of batches.
-    readout: "jvp" (default), "central", "literal" or "gradient"; see `imprint.readout.kernels`.
+    readout: "jvp", "central", "literal" or "gradient", and "removed" for stores of a repeated run; see
+        `imprint.readout.kernels`. By default "jvp", or "removed" for those.
     top: keep only this many sources per query, without ever holding all scores; `by` orders them.
     step: relative step of the "central" readout; calibrated by default.
     memory: what the readout may use, in bytes or as "4GiB"; by default a share of what is available.
@@ -88,10 +91,12 @@ def attribute(
     order = list(product(chunks, range(len(batches))))
     if reader.readout == "gradient":  # one backward per query: all sources of a batch before the next batch
         order.sort(key=lambda step: step[1])
+    squares = 0.0
     try:
         for (start, stop), index in order:
             count, batch = batches[index]
             block = reader.block(start, stop, batch, count, firsts[index]).cpu()
+            squares += float(block.double().square().sum())
             if k is None:
                 parts[index].append(block)
             else:
@@ -99,15 +104,45 @@ def attribute(
             bar.advance(count * (stop - start))
     finally:
         bar.close()
+    noise = _read_noise(reader, batches)
+    effect = (squares / (firsts[-1] * len(store))) ** 0.5 / store.n
+    labels = _make_labels(task, reader, batches, noise, effect)
+    if k is None:
+        return Attribution(labels, torch.cat([torch.cat(blocks, dim=1) for blocks in parts]), noise_changes=noise)
+    kept = [entry for entry in best if entry is not None]
+    scores = torch.cat([scores for _, scores in kept])
+    rms = None if noise is None else root_mean_square(noise, 0)
+    return Top(labels, torch.cat([indices for indices, _ in kept]), scores, tuple(range(len(scores))), rms)
+
+
+def _read_noise(reader: Reader, batches: Sequence[tuple[int, Batch]]) -> Tensor | None:
+    """Return how chance moves F of every query, shape (runs, queries); None where the store does not know."""
+    changes = [reader.noise_changes(batch, count) for count, batch in batches]
+    found = [each.cpu() for each in changes if each is not None]
+    return torch.cat(found, dim=1) if found else None
+
+
+def _make_labels(
+    task: Task, reader: Reader, batches: Sequence[tuple[int, Batch]], noise: Tensor | None, effect: float
+) -> Labels:
+    """Return what the scores are about, with all warnings; `effect` is the root mean square of removal effects."""
+    store = reader.store
     request = store.manifest.request
-    labels = Labels(
+    details: dict[str, Any] = {"readout": reader.readout, **reader.details}
+    chaos = None
+    if noise is not None:
+        moved = float(root_mean_square(noise))
+        chaos = describe_chaos(moved, effect)
+        if (figure := measure_chaos(moved, effect)) is not None:
+            details["chaos"] = figure
+    return Labels(
         store.n,
         store.source_ids,
         store.source_names,
         store.source_sizes,
         task.measure_name,
         task.better,
-        {"readout": reader.readout, **reader.details},
+        details,
         {
             "store": store.sha256,
             **{"data": vars(request.data), "sources": request.sources},
@@ -115,21 +150,16 @@ def attribute(
             "queries": of_batches(batches),
             "measures": probe_measures(task, batches),
         },
-        _show_warnings(reader),
+        _show_warnings(reader, [] if chaos is None else [chaos]),
         store.question,
         store.removes,
     )
-    if k is None:
-        return Attribution(labels, torch.cat([torch.cat(blocks, dim=1) for blocks in parts]))
-    kept = [entry for entry in best if entry is not None]
-    scores = torch.cat([scores for _, scores in kept])
-    return Top(labels, torch.cat([indices for indices, _ in kept]), scores, tuple(range(len(scores))))
 
 
-def _show_warnings(reader: Reader) -> tuple[str, ...]:
+def _show_warnings(reader: Reader, more: Sequence[str]) -> tuple[str, ...]:
     """Return the warnings of a readout, and show those that the store did not show before."""
     notices = Notices(reader.store.warnings)
-    for message in reader.warnings:
+    for message in (*reader.warnings, *more):
         notices.add(message)
     return notices.messages
 

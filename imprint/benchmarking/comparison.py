@@ -8,8 +8,8 @@ from typing import Any, Literal
 import numpy as np
 from torch import Tensor
 
+from imprint.attribution.labels import MEANINGS
 from imprint.errors import MissingExtra
-from imprint.evaluation.matching import describe_question
 from imprint.evaluation.statistics import Array, Estimate, mean_estimate
 from imprint.plan import Question
 from imprint.store.files import write
@@ -102,7 +102,7 @@ class Comparison:
                 f"{max(getattr(cost, key) or 0 for cost in costs) / 1e6:,.0f} MB" for key in ("peak_bytes", "bytes")
             ]
             lines.append(f"| {' | '.join([name, *found, *seconds, *sizes])} |")
-        lines.append(f"\nThe ground truth answers {describe_question(self.question)}.")
+        lines.append(f"\nThe ground truth answers {MEANINGS[self.question]}.")
         if not np.isnan(self.ceiling):
             lines.append(f"A perfect predictor would reach an LDS of about {self.ceiling:.2f} against one retraining.")
         return "\n".join(lines)

@@ -4,6 +4,7 @@ import math
 from dataclasses import asdict
 from typing import Any
 
+from imprint.readout.reader import list_readouts
 from imprint.store.reading import Store
 
 
@@ -36,11 +37,6 @@ def inspect_store(store: Store) -> dict[str, Any]:
         "versions": manifest.versions,
         "created": manifest.created,
     }
-
-
-def list_readouts(store: Store) -> list[str]:
-    """List the readouts that work with a store."""
-    return ["jvp", "central", *(["literal"] if store.manifest.plan.holds_pair else []), "gradient"]
 
 
 def _bytes_per_source(store: Store) -> int:

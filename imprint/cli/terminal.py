@@ -13,12 +13,11 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 from rich.text import Text
 
-from imprint.attribution.labels import Labels
+from imprint.attribution.labels import MEANINGS, Labels
 from imprint.attribution.top import Credit, Top, explain_marks
 from imprint.checking import Check, format_plan, format_size
 from imprint.cli.experiment import read_note
 from imprint.display import count_of, for_terminal, name_some
-from imprint.evaluation.matching import describe_question
 from imprint.runtime.progress import Advance, format_duration
 from imprint.store.values import is_number
 
@@ -181,33 +180,37 @@ def render_check(check: Check) -> RenderableType:
     return Group(render_pairs("Check", pairs), table, *verdict, *_render_warnings(check.warnings))
 
 
-def render_mean(top: Top) -> RenderableType:
-    """Render the top sources of the mean over queries."""
-    table = Table("source", "effect of removal, mean over queries")
-    for credit in top[0]:
-        table.add_row(cell(credit.name), _effect_cell(credit))
-    return Group(table, *map(cell, explain_marks(top[0])))
-
-
-def render_top(top: Top) -> RenderableType:
-    """Render the top sources of each query."""
+def render_attribution(mean: Top, top: Top) -> RenderableType:
+    """Render the top sources of the mean over queries, then those of each query."""
     unit = top.labels.unit[0].upper() + top.labels.unit[1:]
-    table = Table("query", "source", "effect of removal")
     shown = list(islice(top, _MOST_QUERIES))
+    more = len(top) - _MOST_QUERIES
+    return Group(
+        _render_mean(mean[0]),
+        cell(unit, "italic"),
+        cell(top.labels.meaning, "italic"),
+        _render_queries(shown),
+        *map(cell, explain_marks([*mean[0], *chain.from_iterable(shown)])),
+        *([Text(f"… and {more:,} more queries: write all of them with --out.")] if more > 0 else []),
+        *_render_warnings(top.warnings),
+    )
+
+
+def _render_mean(credits: list[Credit]) -> Table:
+    table = Table("source", "effect of removal, mean over queries")
+    for credit in credits:
+        table.add_row(cell(credit.name), _effect_cell(credit))
+    return table
+
+
+def _render_queries(shown: list[list[Credit]]) -> Table:
+    table = Table("query", "source", "effect of removal")
     for credits in shown:
         for position, credit in enumerate(credits):
             last = position == len(credits) - 1
             number = str(credit.query) if position == 0 else ""
             table.add_row(cell(number), cell(credit.name), _effect_cell(credit), end_section=last)
-    more = len(top) - _MOST_QUERIES
-    return Group(
-        cell(unit, "italic"),
-        cell(top.labels.meaning, "italic"),
-        table,
-        *map(cell, explain_marks(chain.from_iterable(shown))),
-        *([Text(f"… and {more:,} more queries: write all of them with --out.")] if more > 0 else []),
-        *_render_warnings(top.warnings),
-    )
+    return table
 
 
 def _effect_cell(credit: Credit) -> Text:
@@ -241,7 +244,7 @@ def render_truth(truth: "Truth", path: Path) -> RenderableType:
     table = render_pairs(
         f"Ground truth {path}",
         (
-            ("question", describe_question(truth.question)),
+            ("question", MEANINGS[truth.question]),
             ("models", f"{subsets:,} subsets ({what}), {made} {often}"),
             ("queries", f"{queries:,}, measured by {truth.measure}: {float(truth.values.mean()):.4g} on average"),
             ("sources", f"{len(truth.subsets.sources):,} of {truth.subsets.n:,} training examples"),
@@ -274,7 +277,7 @@ def render_metrics(metrics: "Sequence[Metric]", truth: "Truth") -> RenderableTyp
         if m.undefined
     ]
     for question in sorted({m.scores_question for m in metrics if m.scores_question} - {truth.question}):
-        asked, known = describe_question(question), describe_question(truth.question)
+        asked, known = MEANINGS[question], MEANINGS[truth.question]
         remarks.append(f"The scores answer {asked}, the ground truth {known}.")
     if truth.question == "this_run":
         remarks.append("There is no ceiling: the ground truth is this one run, without noise from other seeds.")

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from imprint.attribution.labels import Labels, describe_query
+from imprint.attribution.labels import MEANINGS, Labels, describe_query
 from imprint.attribution.result import Attribution
 from imprint.errors import DataError
 from imprint.evaluation.statistics import ROUNDING, is_constant
@@ -48,28 +48,18 @@ def match_scores(
 
 def question_of(result: Attribution | Tensor) -> Question | None:
     """Return the question that scores answer; None for a bare tensor, which does not say."""
-    return getattr(result.labels, "question", "expected") if isinstance(result, Attribution) else None
+    return result.question if isinstance(result, Attribution) else None
 
 
 def require_question(result: Attribution | Tensor, truth: Question) -> None:
     """Refuse scores of one question for a ground truth of another."""
     scores = question_of(result)
-    if scores not in (None, truth):
+    if scores is not None and scores != truth:
         raise DataError(
-            f"the scores answer {describe_question(scores)}, the ground truth {describe_question(truth)}, and good "
-            "scores of one may be bad scores of the other: compare them with ground truth of their own question, or "
-            "ask for this comparison with across=True (--across)."
+            f"the scores answer the question {scores!r} ({MEANINGS[scores]}), the ground truth {truth!r} "
+            f"({MEANINGS[truth]}), and good scores of one may be bad scores of the other: use ground truth of the same "
+            "question, or ask for this comparison with across=True (--across)."
         )
-
-
-def describe_question(question: Question) -> str:
-    """Say what a question is about.
-
-    >>> describe_question("expected")
-    '"expected" (the mean over training runs like it)'
-    """
-    about = {"this_run": "the very run that made the model", "expected": "the mean over training runs like it"}
-    return f'"{question}" ({about[question]})'
 
 
 def rounding_of(scores: Tensor) -> float:

@@ -8,14 +8,24 @@ from functools import cached_property
 
 from torch import Tensor
 
-from imprint.readout.kernels import Measure, difference_scores, gradient_scores, jvp_scores, query_gradients
+from imprint.readout.kernels import (
+    Measure,
+    difference_scores,
+    gradient_scores,
+    jvp_scores,
+    query_gradients,
+    removed_scores,
+)
 from imprint.task import Batch, Functional, Parameters
 from imprint.tensors.vectors import scale
 
 
 @dataclass(frozen=True)
 class Base:
-    """A checkpoint, by its index in the store and with its share in the mean over checkpoints."""
+    """A checkpoint, by its index in the store and with its share in the mean over checkpoints.
+
+    theta: everything that imprints displace there: the selected parameters and, of a replay, buffers.
+    """
 
     index: int
     share: float
@@ -38,6 +48,10 @@ class Base:
     def central(self, imprints: Parameters, c: Tensor, batch: Batch, count: int, *, vectorise: bool) -> Tensor:
         """Score by differences between θ + c_b·u_b and θ − c_b·u_b, shape (sources, queries)."""
         return difference_scores(self.measure(batch, count), self.theta, imprints, c, c, vectorise=vectorise)
+
+    def removed(self, removals: Parameters, n: int, batch: Batch, count: int, *, vectorise: bool) -> Tensor:
+        """Score finite removals u_b = N(θ − θ₋b) by evaluations at θ and θ₋b, shape (sources, queries)."""
+        return removed_scores(self.measure(batch, count), self.theta, removals, n, vectorise=vectorise)
 
     def gradients(self, batch: Batch, count: int, *, vectorise: bool) -> Parameters:
         """Return ∇F of each query, one row per query, for `gradient_scores`."""

@@ -23,8 +23,10 @@ class Activations:
     per_source: int
 
 
-def measure_activations(base: Base, batch: Batch, count: int, *, forward_mode: bool) -> Activations:
-    """Measure what a readout computes, forward mode for many sources at once or plain evaluations."""
+def measure_activations(
+    base: Base, batch: Batch, count: int, *, forward_mode: bool, evaluations: int = 2
+) -> Activations:
+    """Measure what a readout computes, forward mode for many sources at once or plain evaluations of each."""
 
     def sources(rows: int) -> int:
         imprints = zeros_like(base.theta, rows)
@@ -32,7 +34,7 @@ def measure_activations(base: Base, batch: Batch, count: int, *, forward_mode: b
 
     if not forward_mode:
         measure = base.measure(batch, count)
-        return Activations(0, 2 * activation_bytes(lambda: measure(base.theta)) // count)
+        return Activations(0, evaluations * activation_bytes(lambda: measure(base.theta)) // count)
     one, two = sources(1), sources(2)
     return Activations(max(0, 2 * one - two) // count, (two - one) // count)
 

@@ -43,10 +43,15 @@ class Observed:
         products = (some @ some.T).cpu()
         self.products = products if self.products is None else self.products + products
 
-    def warnings(self, n: int, checkpoints: Sequence[int], shares: Sequence[float]) -> Iterator[ReliabilityWarning]:
-        """Return the warnings; checkpoints are given by number, with their shares in the mean."""
+    def warnings(
+        self, n: int, checkpoints: Sequence[int], shares: Sequence[float], *, predicted: bool = True
+    ) -> Iterator[ReliabilityWarning]:
+        """Return the warnings; checkpoints are given by number, with their shares in the mean.
+
+        predicted: whether scores extrapolate; those of removals that were made may be as large as they are.
+        """
         found = (
-            warn_beyond_range(self.largest / n, self.values, self.unit),
+            warn_beyond_range(self.largest / n, self.values, self.unit) if predicted else None,
             None if self.products is None else warn_opposed(self.products, checkpoints, shares),
         )
         return (warning for warning in found if warning is not None)

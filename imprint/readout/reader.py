@@ -19,7 +19,15 @@ from imprint.readout.budget import Activations, ImprintCache, Loaded, measure_ac
 from imprint.readout.calibration import TRIAL_STEP, calibrate_step, step_lengths
 from imprint.readout.factored import FactoredReadout
 from imprint.readout.guards import Observed
-from imprint.readout.kernels import ReadoutName, difference, difference_scores, forward_only, gradient_scores
+from imprint.readout.kernels import (
+    UNLIKE_DERIVATIVES,
+    ReadoutName,
+    difference,
+    difference_scores,
+    forward_only,
+    gradient_scores,
+    removed_score,
+)
 from imprint.runtime.memory import budget, tensor_bytes
 from imprint.runtime.turns import jvp, settle_child
 from imprint.store.reading import Store
@@ -33,7 +41,8 @@ logger = logging.getLogger(__name__)
 class Reader:
     """A store made ready to score queries of a task; what fits the memory budget is kept between calls.
 
-    readout: "jvp", "central", "literal" or "gradient"; `jvp` gives way to `central` on models without forward mode.
+    readout: "jvp", "central", "literal" or "gradient"; `jvp` gives way to `central` on models without forward mode. The
+        removals of a replay are read out by "removed". The default is "jvp", or "removed" where nothing else is right.
     step: of `central`: the length of a displacement relative to that of the parameters, or to that of as many of the
         model's other weights where the selected ones are near 0; by default calibrated on the first queries and kept in
         `details`.
@@ -45,22 +54,20 @@ class Reader:
         task: Task,
         store: Store,
         *,
-        readout: ReadoutName = "jvp",
+        readout: ReadoutName | None = None,
         step: float | None = None,
         memory: int | str | None = None,
         measure: PerExample | None = None,
     ) -> None:
+        if readout is None:
+            readout = list_readouts(store)[0]
         if readout not in get_args(ReadoutName):
             raise ReadoutError(f"readout {readout!r} is unknown: use one of {', '.join(get_args(ReadoutName))}.")
         if step is not None and not (step > 0 and math.isfinite(step)):
             raise ReadoutError(f"step must be a positive number, got {step}.")
         settle_child()
         store.check_task(task)
-        if readout == "literal" and not store.manifest.plan.holds_pair:
-            raise ReadoutError(
-                "a literal readout needs both perturbed end points of each source, and this store was made without "
-                'them: simulate with keep_pair=True, or read out by "jvp".'
-            )
+        _refuse_readout(store, readout)
         self.task, self.store = task, store
         self.readout: ReadoutName = readout
         self.details: dict[str, float | str] = {}
@@ -75,7 +82,8 @@ class Reader:
         self._gradients: dict[int, tuple[Batch, Parameters]] = {}  # of the last batch, for its next chunk of sources
         with torch.inference_mode(False):
             self._bases = _bases(task, store, measure)
-            store.check_loss(self._bases[0].functional, self._bases[0].theta)
+            first = self._bases[0]
+            store.check_loss(first.functional, {name: first.theta[name] for name in task.names})
             room = self._budget // 2
             shared = {index: file.bytes for index, c in enumerate(store.checkpoints) if (file := c.basis) and c.weight}
             keep = sum(shared.values()) <= room
@@ -136,9 +144,28 @@ class Reader:
     def warnings(self) -> tuple[str, ...]:
         """What a reader of the scores must know: the store's warnings, then what the readout itself has found."""
         checkpoints, shares = [base.index for base in self._bases], [base.share for base in self._bases]
-        found = self.observed.warnings(self.store.n, checkpoints, shares)
+        found = self.observed.warnings(self.store.n, checkpoints, shares, predicted=not self.store.removes)
         own = (*self._derivative, *[SILENT] * self._silent, *map(str, found))
         return tuple(dict.fromkeys((*self.store.warnings, *own)))
+
+    def noise_changes(self, batch: Batch, count: int | None = None) -> Tensor | None:
+        """Return how F of each query changes in the runs whose start was perturbed, shape (runs, queries).
+
+        None where the store has no such runs. Effects of this size say nothing about their source.
+        """
+        count = length(batch) if count is None else count
+        batch = map_tensors(lambda t: t.to(self.task.device), batch)
+        with forward_only(self.task):
+            self._prepare(batch, count)
+            base = self._bases[0]
+            self.store.check_unchanged(base.index, 0, 0)
+            rows = self.store.noise(base.index, self.task.device)
+            if rows is None:
+                return None
+            changes = base.removed(rows, self.store.n, batch, count, vectorise=self._vectorise).double() / -self.store.n
+        if not bool(changes.isfinite().all()):
+            raise ReadoutError("a run with a perturbed start gives queries a value that is no finite number.")
+        return changes
 
     def diagonal(self, batch: Batch, start: int, stop: int) -> Tensor:
         """Return s(b, q_b): each source from `start` up to `stop` on the query in its own row of the batch."""
@@ -150,7 +177,7 @@ class Reader:
                 )
             self._prepare(batch, count)
             self._check_unchanged(start, stop)
-            if self.readout not in ("jvp", "central"):
+            if self.readout not in ("jvp", "central", "removed"):
                 raise ReadoutError(f'a diagonal is read out by "jvp" or "central", not by {self.readout!r}.')
             total = torch.zeros(count, device=self.task.device, dtype=torch.float64)
             single = map_tensors(lambda t: t.unsqueeze(1), batch)
@@ -177,12 +204,14 @@ class Reader:
 
             if self.readout == "jvp":
                 return jvp(measure, (base.theta,), (u,))[1]  # type: ignore[no-any-return]
+            if self.readout == "removed":
+                return removed_score(measure, base.theta, u, self.store.n)
             return difference(measure, base.theta, u, c, c)
 
-        c = step_lengths(base.scale, imprints, self._step or 1.0)
+        given = (imprints, step_lengths(base.scale, imprints, self._step or 1.0), single)
         if not self._vectorise:
-            return over_rows(one, imprints, c, single, vectorise=False)  # type: ignore[no-any-return]
-        found, reason = vectorise_or_loop(lambda vectorise: over_rows(one, imprints, c, single, vectorise=vectorise))
+            return over_rows(one, *given, vectorise=False)  # type: ignore[no-any-return]
+        found, reason = vectorise_or_loop(lambda vectorise: over_rows(one, *given, vectorise=vectorise))
         if reason is not None:
             logger.warning("this model does not run under vmap, examples are read one by one: %s", reason)
             self._vectorise = False
@@ -210,6 +239,8 @@ class Reader:
         if self.readout == "central":
             c = step_lengths(base.scale, imprints, self._step or TRIAL_STEP)
             return base.central(imprints, c, batch, count, vectorise=self._vectorise)
+        if self.readout == "removed":
+            return base.removed(imprints, self.store.n, batch, count, vectorise=self._vectorise)
         if self.readout == "literal":
             epsilon = self.store.checkpoints[base.index].choices.epsilon
             assert epsilon is not None
@@ -257,7 +288,8 @@ class Reader:
             given = (base.functional, base.theta, batch, count, direction)
             self._derivative = check_derivative(*given, backward=self.readout == "gradient")
         forward_mode = self.readout == "jvp" and not self._by_factors and self._vectorise
-        self._activations = measure_activations(base, batch, count, forward_mode=forward_mode)
+        evaluations = 1 if self.readout == "removed" else 2
+        self._activations = measure_activations(base, batch, count, forward_mode=forward_mode, evaluations=evaluations)
         return self._activations
 
     def _try_factors(self, base: Base, batch: Batch, count: int) -> None:
@@ -289,9 +321,38 @@ class Reader:
 
 def _bases(task: Task, store: Store, measure: PerExample | None) -> list[Base]:
     """Return the checkpoints that count, made ready for the measurement."""
-    weights = [checkpoint.weight for checkpoint in store.checkpoints]
-    return [
-        Base(index, weight / sum(weights), *task.at(store.state(index, task), measure))
-        for index, weight in enumerate(weights)
-        if weight > 0
-    ]
+    weights, bases = [checkpoint.weight for checkpoint in store.checkpoints], []
+    for index, weight in enumerate(weights):
+        if weight > 0:
+            state = store.state(index, task)
+            functional, theta = task.at(state, measure)
+            theta |= {name: state[name] for name in store.manifest.request.buffers}
+            bases.append(Base(index, weight / sum(weights), functional, theta))
+    return bases
+
+
+def list_readouts(store: Store) -> list[ReadoutName]:
+    """List the readouts that are right for a store; the first is the default."""
+    if store.removes:
+        return ["removed"]
+    return ["jvp", "central", *(["literal"] if store.manifest.plan.holds_pair else []), "gradient"]  # type: ignore[list-item]
+
+
+def _refuse_readout(store: Store, readout: ReadoutName) -> None:
+    """Refuse a readout that a store does not hold the imprints for."""
+    if readout in list_readouts(store):
+        return
+    if store.removes:
+        raise ReadoutError(
+            f"the imprints of this store are removals that were really made, and {UNLIKE_DERIVATIVES}: it is read out "
+            f'by "removed", not by "{readout}".'
+        )
+    if readout == "removed":
+        raise ReadoutError(
+            'the readout "removed" is for stores of a repeated run, whose imprints are removals that were really made; '
+            'the imprints of this one are derivatives: read it out by "jvp".'
+        )
+    raise ReadoutError(
+        "a literal readout needs both perturbed end points of each source, and this store was made without "
+        'them: simulate with keep_pair=True, or read out by "jvp".'
+    )

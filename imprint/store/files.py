@@ -90,8 +90,12 @@ def temporary_folder(parent: Path, prefix: str = "") -> Iterator[Path]:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def append(place: Path, text: str) -> None:
-    """Add to the end of a text file; durable once this returns. A crash may leave a part of `text` there."""
+def append(place: Path, text: str, *, durable: bool = True) -> None:
+    """Add to the end of a text file; durable once this returns. A crash may leave a part of `text` there.
+
+    durable: False hands the text to the system alone, which keeps it if the process is killed, and loses it if the
+        machine is; a later durable call, of an empty text too, keeps everything before it.
+    """
     try:
         refuse_irregular(place)
         is_new = not place.exists()
@@ -99,7 +103,8 @@ def append(place: Path, text: str) -> None:
         with os.fdopen(descriptor, "a", encoding="utf-8") as file:
             file.write(text)
             file.flush()
-            os.fsync(file.fileno())
+            if durable:
+                os.fsync(file.fileno())
         if is_new:
             _sync(place.parent)
     except OSError as error:

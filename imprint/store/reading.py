@@ -191,7 +191,10 @@ class Store:
 
     @property
     def _dtypes(self) -> dict[str, torch.dtype]:
-        return {name: about.torch_dtype for name, about in self.manifest.request.displaced.items()}
+        dtypes = {name: about.torch_dtype for name, about in self.manifest.request.displaced.items()}
+        if not self.removes:
+            return dtypes
+        return {name: torch.promote_types(dtype, torch.float32) for name, dtype in dtypes.items()}  # of differences
 
     def _load_rows(
         self,

@@ -27,6 +27,9 @@ def make_saved(folder: Path) -> tuple[Attribution, Path]:
 def is_same(found: Attribution, expected: Attribution) -> bool:
     """Whether two attributions are the same to the bit."""
     numbers = found.scores.dtype == expected.scores.dtype and torch.equal(found.scores, expected.scores)
+    numbers = numbers and (found.noise_changes is None) == (expected.noise_changes is None)
+    if numbers and found.noise_changes is not None and expected.noise_changes is not None:
+        numbers = torch.equal(found.noise_changes, expected.noise_changes)
     return numbers and plain(found.labels) == plain(expected.labels) and found.queries == expected.queries
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from imprint import Attribution, StoreError
+from imprint import Attribution, ReadoutError, StoreError
 from imprint.attribution.noise import describe_chaos, measure_chaos, widen
 from tests.attribution.results import NOISE, SCORES, make_replayed, make_result
 from tests.attribution.test_questions import Doubled
@@ -33,6 +33,8 @@ def test_without_noise_rows_nothing_is_said_of_noise() -> None:
     assert {credit.distinguishable for credits in result.top(3) for credit in credits} == {None}
     assert "~" not in repr(result) and "distinguishable" not in result._repr_html_()
     assert result.top(1).to_json()["noise"] is None
+    with pytest.raises(ReadoutError, match="nothing is known of noise here"):
+        result.to_pandas("distinguishable")
 
 
 def test_every_form_of_a_result_marks_what_does_not_stand_out() -> None:
@@ -47,6 +49,7 @@ def test_every_form_of_a_result_marks_what_does_not_stand_out() -> None:
     assert rows == STANDS_OUT
     assert top.distinguishable is not None and top.distinguishable.tolist()[0] == [True, True, False]
     assert top.to_pandas()["distinguishable"].tolist()[:3] == [True, True, False]
+    assert result.to_pandas("distinguishable").to_numpy().tolist() == STANDS_OUT
     assert top.to_json()["noise"] == pytest.approx([0.1, 0.2])
     assert "~" not in repr(result[:1].top(2))  # a mark is explained where it is shown
 

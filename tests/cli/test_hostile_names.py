@@ -14,7 +14,7 @@ from imprint import Attribution, Store, StoreError, attribute
 from imprint.attribution.labels import Labels
 from imprint.cli.app import app
 from imprint.cli.inspection import inspect_store
-from imprint.cli.terminal import console, render_store, render_top
+from imprint.cli.terminal import console, render_attribution, render_store
 from imprint.display import for_csv, for_html, for_picture, for_terminal
 from tests.cli.forging import DATA, HOSTILE, MODEL, forge, harmless, made, task
 
@@ -48,7 +48,7 @@ def test_whatever_a_result_prints_is_clean() -> None:
     for shown in (result, result.top(2), store, Attribution(labels, result.scores), result.top(2).labels):
         assert harmless(repr(shown)), repr(shown)
     with console.capture() as captured:
-        console.print(render_top(result.top(3)))
+        console.print(render_attribution(result.mean().top(3), result.top(3)))
     assert harmless(captured.get()) and "\\x1b]0;owned\\x07" in captured.get()
 
 

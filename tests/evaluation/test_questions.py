@@ -9,7 +9,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-from imprint import DataError, StoreError
+from imprint import DataError, ReadoutError, StoreError
 from imprint.evaluation.metrics import evaluate, lds, loo, predicted_lds, slope
 from imprint.evaluation.subsets import Subsets
 from imprint.evaluation.truth import Truth
@@ -26,7 +26,7 @@ def test_models_trained_anew_never_answer_for_one_run() -> None:
 def test_scores_are_refused_against_the_other_question_unless_asked_for(subsets: Subsets) -> None:
     result = attribution(scores_for(subsets), subsets)
     truth = replace(planted(scores_for(subsets), subsets), question="this_run")
-    with pytest.raises(DataError, match=r'scores answer "expected" .*, the ground truth "this_run" .*across=True'):
+    with pytest.raises(DataError, match=r"question 'expected' .*, the ground truth 'this_run' .*across=True"):
         evaluate(result, truth)
     for metric in evaluate(result, truth, across=True):
         assert "(scores of expected against ground truth of this_run)" in str(metric)
@@ -40,7 +40,7 @@ def test_every_metric_refuses_the_other_question() -> None:
         with pytest.raises(DataError, match="across=True"):
             measure(result, truth)
         assert measure(result, truth, across=True).scores_question == "expected"
-        with pytest.raises(DataError, match="across=True"):
+        with pytest.raises(ReadoutError, match="calibrate with ground truth of the same question"):
             result.calibrate(truth)
 
 

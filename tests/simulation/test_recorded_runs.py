@@ -112,7 +112,7 @@ def test_without_a_plan_the_run_is_repeated() -> None:
 
 
 def test_an_engine_without_its_run_and_a_run_without_its_engine_are_refused() -> None:
-    with pytest.raises(PlanError, match=r"removing engine repeats a recorded run: record the training with imprint\.Run"):
+    with pytest.raises(PlanError, match=r"removing engine repeats a recorded run: record the training"):
         replay(run=None)
     with pytest.raises(PlanError, match=r"tangent engine .* does not repeat a run: give checkpoints=run\.paths"):
         replay(plan=Plan(engine="tangent", steps=1))
@@ -150,13 +150,13 @@ def test_parameters_that_were_trained_but_are_not_selected_are_refused_by_name()
 
 def test_frozen_parameters_come_from_the_task() -> None:
     model = make_model()
-    model[0].requires_grad_(False)
+    model.get_submodule("0").requires_grad_(False)
     run = HandMadeRun.of(model)
     for state in run.states.values():
         del state["0.weight"], state["0.bias"]
     task = make_task(model)
     store = simulate(task, make_data(), SOURCES, make_plan(), run=run, progress=False)
-    torch.testing.assert_close(store.state(0, task)["0.weight"], model[0].weight)  # type: ignore[index]
+    torch.testing.assert_close(store.state(0, task)["0.weight"], model.get_parameter("0.weight"))
 
 
 def test_another_run_is_not_resumed_into_a_folder(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 from rich.markdown import Markdown
 
+from imprint.attribution.labels import MEANINGS
 from imprint.benchmarking.bench import Bench, Method
 from imprint.benchmarking.methods import imprints, paths
 from imprint.benchmarking.settings.catalogue import SETTINGS, load_protocol
@@ -15,7 +16,6 @@ from imprint.benchmarking.sweep import sweep as run_sweep
 from imprint.cli.commands.options import AsJson
 from imprint.cli.terminal import console, errors, escape_markup, redirect_prints
 from imprint.errors import ConfigurationError
-from imprint.evaluation.matching import describe_question
 from imprint.runtime.threads import set_threads
 from imprint.store.files import write
 
@@ -114,5 +114,5 @@ def sweep(
     )
     console.print(
         f"The best of {len(results)} settings has an LDS of {best.lds:.3f}: {chosen}, where μ is the largest "
-        f"curvature. The ground truth answers {describe_question(best.question)}. Figure: {escape_markup(picture)}"
+        f"curvature. The ground truth answers {MEANINGS[best.question]}. Figure: {escape_markup(picture)}"
     )

@@ -95,7 +95,12 @@ StoreTask = Annotated[
     ),
 ]
 ReadoutName = Annotated[
-    str, typer.Option("--readout", help="How to read out scores: `jvp`, `central`, `literal` or `gradient`.")
+    str | None,
+    typer.Option(
+        "--readout",
+        help="How to read out scores: `jvp`, `central`, `literal` or `gradient`; `removed` for a repeated run.",
+        show_default="jvp, or removed where the store needs it",
+    ),
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print the result as JSON.")]
 StorePath = Annotated[Path, typer.Argument(help="The store's folder.")]

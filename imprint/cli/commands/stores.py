@@ -42,10 +42,9 @@ from imprint.cli.terminal import (
     errors,
     escape_markup,
     redirect_prints,
+    render_attribution,
     render_check,
-    render_mean,
     render_store,
-    render_top,
     show_progress,
 )
 from imprint.display import for_csv, for_terminal
@@ -256,7 +255,7 @@ def attribute(
             help="Sort sources by `magnitude`, or list first those whose removal `raises` or `lowers` the measurement."
         ),
     ] = "magnitude",
-    readout: ReadoutName = "jvp",
+    readout: ReadoutName = None,
     batch_size: Annotated[int, typer.Option(min=1, help="How many queries to evaluate at once.")] = 64,
     memory: MemoryText = None,
     device: DeviceName = None,
@@ -309,7 +308,7 @@ def attribute(
     if json:
         typer.echo(dumps(first.to_json()))
     else:
-        console.print(render_mean(result.mean().top(top, options["by"])), render_top(first))
+        console.print(render_attribution(result.mean().top(top, options["by"]), first))
 
 
 def _write_scores(result: imprint.Attribution, out: Path) -> None:

@@ -1,0 +1,153 @@
+"""The model and the optimiser of a run that is recorded: what is known of them, and whether they were changed."""
+
+import platform
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from imprint.errors import PlanError, StoreError
+from imprint.recording.checkpoints import (
+    load_optimiser_state,
+    load_state,
+    persistent_buffers,
+    read_optimiser_state,
+    read_state,
+)
+from imprint.recording.header import SCHEMA, Header, Kept
+from imprint.recording.settings import describe_groups, name_class, plain, restore_groups
+from imprint.recording.watching import Stamp, name_groups, refuse_untrained, stamp
+from imprint.store.fingerprint import DataPrint, of_tensors
+
+
+class Subject:
+    """A model with the optimiser that trains it, and perhaps a scheduler of the learning rate.
+
+    groups: the names of the parameters in each group of the optimiser; `parameters` are these by name.
+    """
+
+    def __init__(self, model: nn.Module, optimiser: Optimizer, scheduler: Any) -> None:
+        if not isinstance(model, nn.Module):
+            raise PlanError(f"model must be an nn.Module, got {type(model).__name__}.")
+        if not isinstance(optimiser, Optimizer):
+            raise PlanError(f"optimiser must be a torch.optim.Optimizer, got {type(optimiser).__name__}.")
+        if scheduler is not None and not hasattr(scheduler, "load_state_dict"):
+            raise PlanError(f"scheduler must have state_dict() and load_state_dict(), got {type(scheduler).__name__}.")
+        self.model, self.optimiser, self.scheduler = model, optimiser, scheduler
+        self.groups = name_groups(model, optimiser)
+        describe_groups(optimiser)  # refuses at once what cannot be kept
+        own = dict(model.named_parameters())
+        self.parameters = {name: own[name] for group in self.groups for name in group}
+        self._stamps: dict[str, Stamp] | None = None
+
+    @property
+    def device(self) -> torch.device:
+        """Where the trained parameters are."""
+        return next(iter(self.parameters.values())).device
+
+    # --- changes
+
+    def mark(self) -> None:
+        """Remember the trained parameters and the buffers as unchanged up to now."""
+        self._stamps = {name: stamp(tensor) for name, tensor in self._kept().items()}
+
+    def mark_parameters(self) -> None:
+        """Remember the trained parameters alone, after the optimiser has moved them."""
+        if self._stamps is not None:
+            self._stamps.update({name: stamp(parameter) for name, parameter in self.parameters.items()})
+
+    def mark_buffers(self) -> None:
+        """Remember the buffers alone, after forward passes."""
+        if self._stamps is not None:
+            self._stamps.update({name: stamp(buffer) for name, buffer in persistent_buffers(self.model).items()})
+
+    def find_change(self, *, buffers: bool = True) -> str | None:
+        """Return the first parameter or buffer that was written to or replaced since it was marked."""
+        now = self._kept() if buffers else self.parameters
+        before = self._stamps or {name: stamp(tensor) for name, tensor in now.items()}
+        return next((name for name, tensor in now.items() if before.get(name) != stamp(tensor)), None)
+
+    def refuse_changes(self, when: str, *, buffers: bool = True) -> None:
+        """Refuse changes that neither a forward pass nor the optimiser has made in a step."""
+        if changed := self.find_change(buffers=buffers):
+            raise PlanError(
+                f"{changed!r} was changed {when}, other than by the recorded optimiser, which a recording cannot keep. "
+                "Evaluate in evaluation mode (model.eval()), load weights before the first step, and leave the model "
+                "on its device."
+            )
+
+    def refuse_regrouping(self) -> None:
+        """Refuse an optimiser that trains other parameters than when the recording began."""
+        if name_groups(self.model, self.optimiser) != self.groups:
+            raise PlanError("the optimiser's parameter groups changed during the run: a recording has one division.")
+
+    def refuse_untrained(self) -> None:
+        """Refuse parameters that require gradients and are not the optimiser's."""
+        refuse_untrained(self.model, self.parameters.keys())
+
+    def _kept(self) -> dict[str, Tensor]:
+        return {**self.parameters, **persistent_buffers(self.model)}
+
+    # --- what a recording says of them
+
+    def describe(self, n: int, seed: int, every: int | None, data: DataPrint | None) -> Header:
+        """Return what is known of a run before its first step."""
+        defaults = self.optimiser.defaults
+        frozen, frozen_sha256 = self._describe_frozen()
+        return Header(
+            schema=SCHEMA,
+            finished=False,
+            n=n,
+            seed=seed,
+            every=every,
+            optimiser=name_class(type(self.optimiser)),
+            defaults={name: plain(value, f"default {name!r} of the optimiser") for name, value in defaults.items()},
+            groups=self.groups,
+            buffers=tuple(persistent_buffers(self.model)),
+            frozen=frozen,
+            frozen_sha256=frozen_sha256,
+            data=data,
+            versions={"python": platform.python_version(), "torch": torch.__version__},
+        )
+
+    def refuse_other(self, header: Header, n: int | None, seed: int, data: DataPrint | None, folder: Path) -> None:
+        """Refuse to resume a recording of another model or optimiser, or with other data or another seed."""
+        advice = "resume it with what it was begun with, or give a new folder"
+        for what, before, now in (
+            ("the optimiser", header.optimiser, name_class(type(self.optimiser))),
+            ("the number of training examples", header.n, n or header.n),
+            ("the seed", header.seed, seed),
+        ):
+            if before != now:
+                raise StoreError(f"{folder} is an unfinished recording, where {what} is {before}, not {now}: {advice}.")
+        for what, same in (
+            ("trained parameters", header.groups == self.groups),
+            ("buffers", header.buffers == tuple(persistent_buffers(self.model))),
+            ("frozen parameters", (header.frozen, header.frozen_sha256) == self._describe_frozen()),
+            ("data", None in (header.data, data) or header.data == data),
+        ):
+            if not same:
+                raise StoreError(f"{folder} is an unfinished recording with other {what}: {advice}.")
+
+    def load(self, folder: Path, kept: Kept, header: Header) -> None:
+        """Set model, optimiser and scheduler to a checkpoint of a recording."""
+        load_state(self._kept(), read_state(folder, kept, header))
+        load_optimiser_state(self.optimiser, self.parameters, read_optimiser_state(folder, kept, header))
+        if header.settings:  # otherwise nothing but the start was kept
+            restore_groups(self.optimiser, header.settings)
+        if self.scheduler is not None and header.schedule is not None:
+            self.scheduler.load_state_dict({**self.scheduler.state_dict(), **header.schedule})
+
+    def find_moved_buffers(self, start: Mapping[str, Tensor]) -> tuple[str, ...]:
+        """Return the buffers of real numbers that differ from the start."""
+        buffers = {name: buffer.detach().cpu() for name, buffer in persistent_buffers(self.model).items()}
+        moved = (name for name, buffer in buffers.items() if buffer.is_floating_point())
+        return tuple(name for name in moved if not torch.equal(buffers[name], start[name]))
+
+    def _describe_frozen(self) -> tuple[tuple[str, ...], str]:
+        """Return the names of the parameters that are not trained, and a hash of their values."""
+        frozen = {name: p for name, p in self.model.named_parameters() if name not in self.parameters}
+        return tuple(frozen), of_tensors(frozen)

@@ -1,0 +1,178 @@
+"""Watches a model and its optimiser in training: their gradients, their changes, and how forward passes run."""
+
+import weakref
+from collections.abc import Callable, Mapping, Set
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import get_total_norm
+from torch.optim import Optimizer
+
+from imprint.compat import is_scripted, version_of
+from imprint.display import name_some
+from imprint.errors import PlanError
+from imprint.recording.records import Circumstances
+
+Stamp = tuple[int, int]
+"""Where a tensor lies, and how often it was written to."""
+
+
+def stamp(tensor: Tensor) -> Stamp:
+    """Return what changes if a tensor is written to or replaced."""
+    return tensor.data_ptr(), version_of(tensor)
+
+
+def name_groups(model: nn.Module, optimiser: Optimizer) -> tuple[tuple[str, ...], ...]:
+    """Return the names of the parameters in each group; refuse an optimiser that does not train this model alone."""
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    groups: list[tuple[str, ...]] = []
+    for index, group in enumerate(optimiser.param_groups):
+        for parameter in group["params"]:
+            if id(parameter) not in names:
+                raise PlanError(
+                    f"the optimiser's parameter group {index} has a tensor of shape {tuple(parameter.shape)} that is "
+                    "no parameter of the model: record the module that has all of them (an nn.ModuleList of several "
+                    "will do), and build the optimiser after moving the model to its device."
+                )
+        groups.append(tuple(names[id(parameter)] for parameter in group["params"]))
+    trained = {name for group in groups for name in group}
+    if not trained:
+        raise PlanError("the optimiser has no parameters to train.")
+    refuse_untrained(model, trained)
+    return tuple(groups)
+
+
+def refuse_untrained(model: nn.Module, trained: Set[str]) -> None:
+    """Refuse parameters that get gradients, which count in clipping, and are not the optimiser's."""
+    outside = [name for name, p in model.named_parameters() if p.requires_grad and name not in trained]
+    if outside:
+        raise PlanError(
+            f"parameters that require gradients are not in the optimiser: {name_some(outside)}. Freeze them with "
+            "requires_grad_(False), or train them with the same optimiser: a recording has one."
+        )
+
+
+class Gradients:
+    """Knows the gradients that backward passes have made, and notices changes that it was not told of.
+
+    passes: how many gradients were accumulated so far.
+    stray: the first parameter that got a gradient while nobody expected one, if any.
+    """
+
+    def __init__(self, parameters: Mapping[str, Tensor]) -> None:
+        self._parameters = dict(parameters)
+        self._known: dict[str, Stamp] = {}
+        self._handles: dict[str, Any] = {}
+        self.expected = False
+        self.passes = 0
+        self.stray: str | None = None
+
+    def clear(self) -> None:
+        """Forget all gradients, as before the first backward pass of a step; watch what requires one."""
+        self._known.clear()
+        for name, parameter in self._parameters.items():
+            parameter.grad = None
+            if parameter.requires_grad and name not in self._handles:
+                hook = _AfterGradient(self, name)
+                self._handles[name] = parameter.register_post_accumulate_grad_hook(hook)
+
+    def notice(self, name: str, parameter: Tensor) -> None:
+        """Take note of a gradient that a backward pass has just accumulated."""
+        self.passes += 1
+        if self.expected and parameter.grad is not None:
+            self._known[name] = stamp(parameter.grad)
+        elif self.stray is None:
+            self.stray = name
+
+    def accept(self) -> None:
+        """Take all gradients as they are now, after a change that is known."""
+        self._known = {name: stamp(p.grad) for name, p in self._parameters.items() if p.grad is not None}
+
+    def find_changed(self) -> str | None:
+        """Return the first parameter whose gradient is not what backward passes have left, if any."""
+        for name, parameter in self._parameters.items():
+            now = None if parameter.grad is None else stamp(parameter.grad)
+            if self._known.get(name) != now:
+                return name
+        return None
+
+    @property
+    def missing(self) -> frozenset[str]:
+        """The parameters without a gradient."""
+        return frozenset(name for name, parameter in self._parameters.items() if parameter.grad is None)
+
+    def norm(self) -> Tensor:
+        """Return the Euclidean norm of all gradients together."""
+        found = {name: p.grad for name, p in self._parameters.items() if p.grad is not None}
+        for name, gradient in found.items():
+            if gradient.layout is not torch.strided:
+                raise PlanError(f"the gradient of {name!r} is sparse, which a recording cannot keep: use sparse=False.")
+        return get_total_norm(list(found.values()))
+
+    def release(self) -> None:
+        """Stop watching."""
+        for handle in self._handles.values():
+            handle.remove()
+
+
+class _AfterGradient:
+    """Called after each accumulation of a gradient; does not keep its owner alive."""
+
+    def __init__(self, owner: Gradients, name: str) -> None:
+        self._owner, self._name = weakref.ref(owner), name
+
+    def __call__(self, parameter: Tensor) -> None:
+        if owner := self._owner():
+            owner.notice(self._name, parameter)
+
+
+class ForwardHook:
+    """Called before forward passes of a module, but not of copies of it; models stay copyable and picklable."""
+
+    def __init__(self, notice: Callable[[], None] | None = None) -> None:
+        self._notice = notice
+
+    def __call__(self, module: nn.Module, given: Any) -> None:
+        if not torch.compiler.is_compiling() and self._notice is not None:
+            self._notice()
+
+    def __reduce__(self) -> tuple[type["ForwardHook"], tuple[()]]:
+        return ForwardHook, ()
+
+
+def watch_forward(model: nn.Module, notice: Callable[[], None]) -> list[Any]:
+    """Have `notice` called before forward passes of a model, also where a loss calls its children alone."""
+    hook = ForwardHook(notice)
+    modules = [model, *(child for child in model.children() if not is_scripted(child))]
+    return [module.register_forward_pre_hook(hook) for module in modules]
+
+
+def observe(model: nn.Module, device: torch.device) -> Circumstances:
+    """Return how a forward pass of a model runs at this moment."""
+    kind = device.type
+    autocast = str(torch.get_autocast_dtype(kind)).removeprefix("torch.") if torch.is_autocast_enabled(kind) else None
+    return Circumstances(
+        device=str(device),
+        evaluating=frozenset(name for name, module in model.named_modules() if not module.training),
+        autocast=autocast,
+        matmul_precision=torch.get_float32_matmul_precision(),
+    )
+
+
+def refuse_other(before: Circumstances, now: Circumstances, step: int) -> None:
+    """Refuse circumstances that differ from those of earlier steps, by name."""
+    for name in sorted(before.evaluating ^ now.evaluating):
+        was, mode = ("evaluation", "training") if name in before.evaluating else ("training", "evaluation")
+        raise PlanError(
+            f"{f'module {name!r}' if name else 'the model'} is in {mode} mode in step {step}, and was in {was} mode "
+            "before: a recording has one mode for the whole run. Set it with model.train() or model.eval() before each "
+            "step, such as after an evaluation."
+        )
+    for what, old, new in (
+        ("the device", before.device, now.device),
+        ("the dtype of autocast", before.autocast, now.autocast),
+        ("the float32 matmul precision", before.matmul_precision, now.matmul_precision),
+    ):
+        if old != new:
+            raise PlanError(f"{what} is {new} in step {step}, and was {old} before: keep it for the whole run.")

@@ -1,0 +1,393 @@
+"""`RunRecorder`: records a training run from its own loop, so that it can be repeated step by step."""
+
+import operator
+import os
+import time
+import warnings
+import weakref
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils.data import DataLoader
+
+from imprint.data import Collate, Data
+from imprint.errors import PlanError, ReliabilityWarning, StoreError
+from imprint.recording.checkpoints import read_state
+from imprint.recording.folder import RecordingFolder
+from imprint.recording.journal import Position
+from imprint.recording.order import Item, Order, count_examples, loaded_batches, shuffled_batches
+from imprint.recording.reading import Recording
+from imprint.recording.records import Circumstances
+from imprint.recording.seeding import derive_seed
+from imprint.recording.settings import describe_groups, describe_scheduler
+from imprint.recording.steps import Indices, RunStep
+from imprint.recording.subject import Subject
+from imprint.recording.watching import Gradients, observe, refuse_other, watch_forward
+from imprint.store.fingerprint import of_data
+
+_OPEN: "weakref.WeakValueDictionary[Path, RunRecorder]" = weakref.WeakValueDictionary()
+
+
+class RunRecorder:
+    """Records a training run in a folder: every step, and the model and the optimiser now and then.
+
+    data: the training data, or `n`, the number of its examples, if `batches` and `loader` are not used; data is
+        hashed, so that a replay with other data is refused. `collate_fn` collates its examples, as in `simulate`.
+    every: after how many steps the model and the optimiser are saved, besides start and end. By default they are
+        saved after 10, 20, 40, … steps such that at most eight are kept.
+    seed: what orders and random numbers of the run are drawn from. At each micro-batch the recorder seeds torch,
+        `random` and numpy.
+    scheduler: a learning rate scheduler whose state is to be saved and resumed with the optimiser's.
+    step: resume an unfinished recording after so many steps, from a checkpoint of your own; see `resume`.
+
+    >>> import tempfile, torch
+    >>> x = torch.randn(32, 3)
+    >>> model = nn.Linear(3, 1)
+    >>> optimiser = torch.optim.SGD(model.parameters(), lr=0.1)
+    >>> run = RunRecorder(tempfile.mkdtemp(), model, optimiser)
+    >>> for indices in run.batches(len(x), 8, epochs=2):
+    ...     with run.step(indices) as step:
+    ...         step.backward(model(x[indices]).square().mean())
+    ...         _ = step.clip_grad_norm_(1.0)
+    ...         optimiser.step()
+    >>> recording = run.finish()
+    >>> len(recording.steps), recording.steps[0].clipping.limit
+    (8, 1.0)
+    """
+
+    def __init__(
+        self,
+        folder: str | os.PathLike[str],
+        model: nn.Module,
+        optimiser: Optimizer,
+        *,
+        data: Any = None,
+        n: int | None = None,
+        collate_fn: Collate | None = None,
+        every: int | None = None,
+        seed: int = 0,
+        scheduler: Any = None,
+        step: int | None = None,
+    ) -> None:
+        if every is not None and (not isinstance(every, int) or every < 1):
+            raise PlanError(f"every must be a number of steps of at least 1, got {every!r}.")
+        if not isinstance(seed, int) or not 0 <= seed < 2**63:
+            raise PlanError(f"seed must be a whole number of at least 0, got {seed!r}.")
+        self.folder, self._every, self._seed = Path(folder), every, seed
+        self._subject = Subject(model, optimiser, scheduler)
+        examples = None if data is None else Data(data, device="cpu", collate_fn=collate_fn)
+        self._data = None if examples is None else of_data(examples)
+        self._n = n if examples is None else len(examples)
+        self._gradients = Gradients(self._subject.parameters)
+        self._step: RunStep | None = None
+        self._broken: str | None = None  # why nothing more can be recorded
+        self._position: Position | None = None
+        self._epochs = 0  # that batches() and loader() were asked for
+        self._circumstances: Circumstances | None = None
+        self._observed = False  # whether the present micro-batch has had a forward pass
+        self._due = False  # whether the model is to be saved before the next step
+        self._seconds, self._since = 0.0, 0.0
+        self._recording: Recording | None = None
+        self._hooks: list[Any] = []
+        self._files = _open(self.folder, self)
+        try:
+            self._prepare(step)
+        except BaseException:
+            self.close()
+            raise
+        self._hooks = _watch(self)
+
+    def _prepare(self, step: int | None) -> None:
+        """Take over what an unfinished recording has, and go on after a step if one is given."""
+        header = self._files.header
+        self._waits = header is not None  # for resume()
+        if header is not None:
+            self._subject.refuse_other(header, self._n, self._seed, self._data, self.folder)
+            self._n, self._seconds = header.n, header.seconds
+            self._circumstances = None if header.circumstances is None else header.circumstances.restore()
+        if step is not None:
+            self._go_back(operator.index(step))
+
+    @property
+    def model(self) -> nn.Module:
+        """The model that is trained."""
+        return self._subject.model
+
+    @property
+    def optimiser(self) -> Optimizer:
+        """The optimiser that trains it."""
+        return self._subject.optimiser
+
+    def __repr__(self) -> str:
+        state = "finished, " if self._recording else ""
+        return f"RunRecorder({str(self.folder)!r}, {type(self.optimiser).__name__}: {state}{self.steps} steps)"
+
+    def __enter__(self) -> "RunRecorder":
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is None:
+            self.finish()
+        else:
+            self.close()
+
+    @property
+    def steps(self) -> int:
+        """How many steps are recorded."""
+        return self._files.steps
+
+    # --- resuming
+
+    def resume(self) -> int:
+        """Load the latest checkpoint of an unfinished recording into model and optimiser; return its step.
+
+        Later steps are dropped: the training makes them again. `batches` and `loader` go on from there. In a new
+        folder there is nothing to load, and the step is 0.
+        """
+        header = self._files.header
+        if header is None:
+            return 0
+        if not self._waits:
+            raise StoreError(f"{self.folder} is being recorded: resume() comes before the first step.")
+        kept = self._files.latest()
+        self._subject.load(self.folder, kept, header)
+        self._go_back(kept.step)
+        return kept.step
+
+    def _go_back(self, step: int) -> None:
+        """Go on after so many steps."""
+        if self._files.header is None:
+            if step != 0:
+                raise StoreError(f"{self.folder} has no recording: steps 1 to {step} are missing.")
+            return
+        self._position = self._files.go_back(step)
+        self._waits = False
+
+    # --- the order of the data
+
+    def batches(
+        self, n: int, batch_size: int, *, epochs: int = 1, shuffle: bool = True, drop_last: bool = False
+    ) -> Iterator[Tensor]:
+        """Yield the indices of each batch of all epochs, in an order drawn from the recorder's seed.
+
+        A resumed run goes on where it stopped. Another call yields the epochs that follow.
+        """
+        if n < 1 or batch_size < 1 or epochs < 1:
+            raise PlanError(f"n, batch_size and epochs must be at least 1, got {n}, {batch_size} and {epochs}.")
+        self._set_n(n)
+        return self._follow(
+            shuffled_batches(n, batch_size, seed=self._seed, shuffle=shuffle, drop_last=drop_last), epochs
+        )
+
+    def loader(self, loader: DataLoader[Any], *, epochs: int = 1) -> Iterator[tuple[list[int], Any]]:
+        """Yield (indices, batch) of all epochs of a DataLoader, with its own sampler, workers and collate_fn.
+
+        Each epoch begins with seeds drawn from the recorder's. A resumed run goes on where it stopped: what lies
+        before is not read. Another call yields the epochs that follow.
+        """
+        self._set_n(count_examples(loader))
+        return self._follow(loaded_batches(loader, seed=self._seed), epochs)
+
+    def _follow(self, order: Order[Item], epochs: int) -> Iterator[Item]:
+        """Yield the items of the next epochs, from the position on that the run has reached."""
+        self._refuse_waiting()
+        begin, self._epochs = self._epochs, self._epochs + epochs
+        return self._walk(order, range(begin, self._epochs))
+
+    def _walk(self, order: Order[Item], epochs: range) -> Iterator[Item]:
+        for epoch in epochs:
+            first, done = self._position or (0, 0)
+            if epoch < first:
+                continue
+            for number, item in order(epoch, done if epoch == first else 0):
+                self._position = (epoch, number)
+                yield item
+
+    def _set_n(self, n: int) -> None:
+        if self._n is not None and self._n != n:
+            raise PlanError(f"the recording is of {self._n} training examples, got {n}: give the same data.")
+        self._n = n
+
+    # --- steps
+
+    def step(self, indices: Indices | None = None, *, normaliser: float | None = None) -> RunStep:
+        """Begin a step of the optimiser, with the examples of its batch; use it as `with run.step(indices) as step:`.
+
+        Without indices, each `step.batch(indices)` begins a micro-batch: their gradients accumulate.
+        normaliser: what the sum of the examples' losses is divided by; by default the number of examples.
+        """
+        self._begin_step()
+        assert self._n is not None
+        number = self.steps + 1
+        seed = derive_seed(self._seed, "step", number)
+        step = RunStep(number, seed, self._n, self._subject.parameters.values(), self._gradients, self)
+        self._step = step
+        if indices is not None:
+            try:
+                step.batch(indices, normaliser)
+            except BaseException:
+                self._step = None
+                raise
+        return step
+
+    def _begin_step(self) -> None:
+        """Refuse a step that cannot be recorded, begin the recording with the first one, save what is due."""
+        self._refuse_waiting()
+        if self._step is not None:
+            raise PlanError("a step is being recorded: end it before the next one, with run.step() as step: ...")
+        if self._n is None:
+            raise PlanError(
+                "the recorder does not know how many training examples there are: give it data= or n=, or use "
+                "run.batches or run.loader."
+            )
+        self._subject.refuse_untrained()
+        if self._gradients.stray is not None:
+            raise PlanError(
+                f"{self._gradients.stray!r} got a gradient outside of run.step(): call backward() within it, or use "
+                "torch.autograd.grad for gradients that no step takes."
+            )
+        self._subject.refuse_changes("between two steps")
+        if self._files.header is None:
+            header = self._subject.describe(self._n, self._seed, self._every, self._data)
+            self._files.begin(header, self.model, self.optimiser)
+        if self._due:
+            self._keep()
+        if not self._since:
+            self._since = time.monotonic()
+        self._subject.mark()
+        self._gradients.clear()
+        self._gradients.expected = True
+
+    def begin_batch(self) -> None:
+        """Called by a step when a micro-batch begins."""
+        self._observed = False
+
+    def end_step(self, step: RunStep, succeeded: bool) -> None:
+        """Called by a step at its end: append it to the recording, unless it failed."""
+        self._step, self._gradients.expected = None, False
+        if step.moved:
+            self._broken = f"step {step.number} failed after the optimiser had moved the model"
+        if not succeeded:
+            return
+        record = step.finish()
+        if self._files.require_header().circumstances is None and self._circumstances is not None:
+            self._files.note(self._circumstances)
+        self._files.add(record, self._position)
+        self._broken = None
+        self._subject.mark_buffers()
+        self._due = self._files.is_due()
+        self._seconds, self._since = self._seconds + time.monotonic() - self._since, time.monotonic()
+
+    def observe_forward(self) -> None:
+        """Called before forward passes of the model: take note how the first of a micro-batch runs."""
+        if self._step is None or self._observed:
+            return
+        self._observed = True
+        now = observe(self.model, self._subject.device)
+        if self._circumstances is not None:
+            refuse_other(self._circumstances, now, self._step.number)
+        self._circumstances = now
+
+    def before_optimiser(self, closure: bool) -> None:
+        """Called before the optimiser steps."""
+        if self._recording is not None or self._broken == _CLOSED:
+            return
+        if self._step is None:
+            raise PlanError("the optimiser stepped outside of run.step(): such a step cannot be replayed.")
+        self._subject.refuse_regrouping()
+        self._subject.refuse_changes("before the optimiser stepped", buffers=False)
+        if not closure:
+            self.observe_forward()  # if the loss has called no module: the modes are as they are now
+        self._step.before_optimiser(describe_groups(self.optimiser), closure)
+
+    def after_optimiser(self) -> None:
+        """Called after the optimiser has stepped."""
+        if self._step is not None:
+            self._step.after_optimiser()
+            self._subject.mark_parameters()
+
+    # --- the end
+
+    def finish(self) -> Recording:
+        """Save the end of the run and return the recording; nothing more can be recorded."""
+        if self._recording is not None:
+            return self._recording
+        self._refuse_waiting()
+        header = self._files.header
+        if header is None or not self.steps:
+            raise PlanError(f"no step was recorded in {self.folder}: put the training loop's steps into run.step().")
+        if self._step is not None:
+            raise PlanError("a step is being recorded: end it before run.finish().")
+        if changed := self._subject.find_change():
+            warnings.warn(
+                f"{changed!r} was changed after the last step: the recorded end is the model as it is now, which no "
+                "replay reaches. Call run.finish() right after the training loop.",
+                ReliabilityWarning,
+                stacklevel=2,
+            )
+        if header.checkpoints[-1].step != self.steps:
+            self._keep()
+        start = read_state(self.folder, header.checkpoints[0], header)
+        self._files.finish(moved=self._subject.find_moved_buffers(start), seconds=self._seconds)
+        self._recording = Recording(self.folder, type(self.optimiser))
+        self.close()
+        return self._recording
+
+    def close(self) -> None:
+        """Stop recording without finishing: the folder can be resumed later."""
+        for hook in self._hooks:
+            hook.remove()
+        self._gradients.release()
+        self._files.release()
+        self._broken = _CLOSED
+        if _OPEN.get(self.folder.absolute()) is self:
+            del _OPEN[self.folder.absolute()]
+
+    def _keep(self) -> None:
+        self._files.keep(self.model, self.optimiser, self._seconds, describe_scheduler(self._subject.scheduler))
+        self._due = False
+
+    def _refuse_waiting(self) -> None:
+        """Refuse to go on with a recording that is closed, broken, or waits to be resumed."""
+        if self._broken is not None:
+            raise StoreError(f"{self.folder} cannot be recorded any further: {self._broken}. Make a new RunRecorder.")
+        if self._waits:
+            raise StoreError(
+                f"{self.folder} holds an unfinished recording of {len(self._files.entries)} steps: call run.resume() "
+                "to load its latest checkpoint, give step= if you have loaded one of your own, or give a new folder."
+            )
+
+
+_CLOSED = "it is closed"
+
+
+def _open(folder: Path, recorder: RunRecorder) -> RecordingFolder:
+    if folder.absolute() in _OPEN:
+        raise StoreError(f"{folder} is being recorded by this process: call close() of that RunRecorder first.")
+    files = RecordingFolder(folder)
+    _OPEN[folder.absolute()] = recorder
+    return files
+
+
+def _watch(recorder: RunRecorder) -> list[Any]:
+    """Have the recorder told of forward passes and steps; the hooks do not keep it alive."""
+    weak = weakref.ref(recorder)
+
+    def forward() -> None:
+        if found := weak():
+            found.observe_forward()
+
+    def before(optimiser: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if found := weak():
+            found.before_optimiser(kwargs.get("closure", args[1] if len(args) > 1 else None) is not None)
+
+    def after(optimiser: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if found := weak():
+            found.after_optimiser()
+
+    optimiser = recorder.optimiser
+    hooks = [optimiser.register_step_pre_hook(before), optimiser.register_step_post_hook(after)]
+    return [*hooks, *watch_forward(recorder.model, forward)]
