@@ -72,7 +72,7 @@ def _enabled_attention() -> list[SDPBackend]:
         SDPBackend.MATH: torch.backends.cuda.math_sdp_enabled,
         SDPBackend.CUDNN_ATTENTION: torch.backends.cuda.cudnn_sdp_enabled,
     }
-    return [backend for backend, is_enabled in switches.items() if is_enabled()]
+    return [backend for backend, is_enabled in switches.items() if is_enabled()]  # type: ignore[no-untyped-call]
 
 
 def argument_of(operation: Any, name: str, given: tuple[Any, ...], named: dict[str, Any]) -> Any:

@@ -52,7 +52,7 @@ def _name(operation: Any) -> str:
 
 def _draws_nothing(operation: Any, given: tuple[Any, ...], named: dict[str, Any]) -> bool:
     """Tell whether a fused kernel, such as attention, has no dropout in this call."""
-    return argument_of(operation, "dropout_p", given, named) == 0.0
+    return bool(argument_of(operation, "dropout_p", given, named) == 0.0)
 
 
 class _Capture(TorchDispatchMode):
@@ -121,7 +121,7 @@ class _Substitute(TorchDispatchMode):
         kept = self._kept
         for place, (there, wanted) in enumerate(zip(found.shape, shape, strict=True)):
             if there != wanted and there % self._count == 0 and wanted * self._count == there * len(kept):
-                split = found.unflatten(place, (self._count, there // self._count))
+                split: Tensor = found.unflatten(place, (self._count, there // self._count))
                 return split.index_select(place, kept.to(found.device)).flatten(place, place + 1)
         return found
 

@@ -29,7 +29,7 @@ def seed_everything(seed: int) -> None:
     torch.default_generator.manual_seed(seed)  # torch.manual_seed keeps a stack trace for each device that is absent
     if torch.cuda.is_initialized():
         torch.cuda.manual_seed_all(seed)
-    if torch.mps.is_available():
+    if torch.backends.mps.is_available():
         torch.mps.manual_seed(seed)
     random.seed(seed)
     np.random.seed(seed % 2**32)  # what the user's code may draw from

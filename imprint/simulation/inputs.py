@@ -29,6 +29,7 @@ from imprint.simulation.recorded import (
     check_run,
     choose_plan_for,
     complete_end,
+    find_begin,
     find_changed_buffers,
     refuse_other_data,
 )
@@ -118,8 +119,12 @@ class Inputs:
 
     @property
     def settings(self) -> list[Settings]:
-        """What the plan says about each checkpoint."""
-        return [self.plan.at(k, len(self.states)) for k in range(len(self.states))]
+        """What the plan says about each checkpoint; the steps to a recorded end are those that are repeated."""
+        planned = [self.plan.at(k, len(self.states)) for k in range(len(self.states))]
+        if self.run is None:
+            return planned
+        steps = len(self.run.steps) - find_begin(self.run, self.plan.start)
+        return [replace(settings, steps=steps) for settings in planned]
 
     @property
     def first(self) -> int:

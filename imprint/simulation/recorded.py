@@ -68,6 +68,11 @@ def refuse_other_data(run: Run, hashes: DataPrint, n: int) -> None:
     likeness.warn()
 
 
+def find_begin(run: Run, start: int) -> int:
+    """Return the last checkpoint of a run that is not after a step, from which a replay of that step begins."""
+    return max(step for step in run.checkpoints if step <= start)
+
+
 def complete_end(run: Run, task: Task) -> Parameters:
     """Return the recorded end as a complete state: what the run did not train comes from the task's model."""
     return {**task.state(), **run.state(len(run.steps))}

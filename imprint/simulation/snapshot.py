@@ -58,6 +58,15 @@ def _look(tensor: Tensor | None) -> str:
     return "missing" if tensor is None else f"{tuple(tensor.shape)} of {tensor.dtype}"
 
 
+@dataclass(frozen=True)
+class Found:
+    """What a snapshot holds: tensors, after how many steps they were kept, and what their owner noted about them."""
+
+    step: int
+    tensors: Parameters
+    note: str
+
+
 class Snapshot:
     """Keeps the latest state of the chunk of sources that starts at row `start`."""
 
@@ -67,18 +76,30 @@ class Snapshot:
         self._used = False
 
     def keep(self, state: PathState) -> None:
-        """Write the state if the last one is old enough. It is insurance: a full disk does not stop the run."""
+        """Write the state of a path if the last one is old enough."""
+
+        def make() -> tuple[Parameters, str]:
+            assert state.pull is not None
+            stacks = ((kind, getattr(state, kind)) for kind in _STACKS)
+            named = {f"{kind}/{name}": t for kind, stack in stacks for name, t in stack.items()}
+            return {"pull": state.pull, **named}, ""
+
+        self.keep_tensors(state.step, make)
+
+    def keep_tensors(self, step: int, make: Callable[[], tuple[Parameters, str]]) -> None:
+        """Write tensors, and a text about them, if the last ones are old enough.
+
+        It is insurance: a full disk does not stop the run.
+        """
         begin = self._clock()
         if begin - self._last < SECONDS * max(1.0, self._took / _LONGEST):
             return
-        assert state.pull is not None
-        tensors = {"pull": state.pull.cpu()}
-        for kind in _STACKS:
-            tensors |= {f"{kind}/{name}": t.cpu().contiguous() for name, t in getattr(state, kind).items()}
-        about = {"step": state.step, "start": self._start, "sha256": _checksum(state.step, self._start, tensors)}
-        metadata = {"imprint": json.dumps(about)}
+        tensors, note = make()
+        written = {name: tensor.cpu().contiguous() for name, tensor in tensors.items()}
+        sha256 = _checksum(step, self._start, note, written)
+        metadata = {"imprint": json.dumps({"step": step, "start": self._start, "note": note, "sha256": sha256})}
         try:
-            write_tensors(self._path, tensors, metadata)
+            write_tensors(self._path, written, metadata)
             self._used = True
         except StoreError as error:
             logger.warning("no snapshot could be saved, the simulation continues without it: %s", error)
@@ -87,41 +108,53 @@ class Snapshot:
 
     def restore(self, start: PathState, steps: int) -> PathState | None:
         """Return the state that was kept, if it is of this chunk and on a path of so many steps from `start`."""
-        state = self._read(next(iter(start.base.values())).device)
-        count = len(next(iter(start.rows.values())))
-        if state is None or any(tensor.shape[:1] != (count,) for tensor in state.rows.values()):
-            return None
-        if different := state.misfit(start, steps):
-            self._refuse(different)
-            return None
-        self._used = True
-        return state
-
-    def _refuse(self, reason: str) -> None:
-        logger.warning("%s is damaged, its chunk starts over: %s", self._path, reason)
-
-    def _read(self, device: torch.device) -> PathState | None:
-        if not self._path.is_file():
-            return None
-        try:
-            with safe_open(self._path, framework="pt") as file:
-                about = parsed(file.metadata()["imprint"].encode(), self._path).record("step", "start", "sha256")
-                step, start, checksum = about["step"].whole(), about["start"].whole(), about["sha256"].checksum()
-                tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-                pull = tensors["pull"].to(device)
-            if checksum != _checksum(step, start, tensors):
-                raise ValueError("it differs from its checksum")
-        except (OSError, SafetensorError, MemoryError, StoreError, ValueError, KeyError, TypeError) as error:
-            self._refuse(first_line(error))
-            return None
-        if start != self._start:
+        found = self.read_tensors(next(iter(start.base.values())).device)
+        if found is None:
             return None
 
         def stack(kind: str) -> Parameters:
             start = f"{kind}/"
-            return {name.removeprefix(start): t.to(device) for name, t in tensors.items() if name.startswith(start)}
+            return {name.removeprefix(start): t for name, t in found.tensors.items() if name.startswith(start)}
 
-        return PathState(step=step, pull=pull, **{kind: stack(kind) for kind in _STACKS})
+        state = PathState(found.step, pull=found.tensors.get("pull"), **{kind: stack(kind) for kind in _STACKS})
+        count = len(next(iter(start.rows.values())))
+        if any(tensor.shape[:1] != (count,) for tensor in state.rows.values()):
+            return None
+        if different := state.misfit(start, steps):
+            self.refuse(different)
+            return None
+        self._used = True
+        return state
+
+    def refuse(self, reason: str) -> None:
+        """Report why a snapshot cannot be used."""
+        logger.warning("%s is damaged, its chunk starts over: %s", self._path, reason)
+
+    def read_tensors(self, device: torch.device) -> "Found | None":
+        """Return what was kept of this chunk, if its file is whole; the caller checks whether it fits."""
+        if not self._path.is_file():
+            return None
+        try:
+            with safe_open(self._path, framework="pt") as file:
+                about = parsed(file.metadata()["imprint"].encode(), self._path).record(
+                    "step", "start", "note", "sha256"
+                )
+                step, start, checksum = about["step"].whole(), about["start"].whole(), about["sha256"].checksum()
+                note = about["note"].text()
+                tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+            if checksum != _checksum(step, start, note, tensors):
+                raise ValueError("it differs from its checksum")
+            moved = {name: tensor.to(device) for name, tensor in tensors.items()}
+        except (OSError, SafetensorError, MemoryError, StoreError, ValueError, KeyError, TypeError) as error:
+            self.refuse(first_line(error))
+            return None
+        if start != self._start:
+            return None
+        return Found(step, moved, note)
+
+    def use(self) -> None:
+        """Say that the state that was read is gone on from, so that it is removed with the chunk."""
+        self._used = True
 
     def clear(self) -> None:
         """Remove the state of a chunk that is done, if this one was kept or restored."""
@@ -129,5 +162,5 @@ class Snapshot:
             self._path.unlink(missing_ok=True)
 
 
-def _checksum(step: int, start: int, tensors: Parameters) -> str:
-    return hashlib.sha256(f"{step} {start} {of_tensors(tensors)}".encode()).hexdigest()
+def _checksum(step: int, start: int, note: str, tensors: Parameters) -> str:
+    return hashlib.sha256(f"{step} {start} {note} {of_tensors(tensors)}".encode()).hexdigest()

@@ -13,6 +13,7 @@ from imprint.simulation.engines.protocol import (
     registered,
     unregister,
 )
+from imprint.simulation.engines.replay import Replay
 from imprint.simulation.engines.spectral import Spectral
 from imprint.simulation.engines.tangent import Tangent
 from imprint.simulation.engines.trajectories import Trajectories
@@ -34,3 +35,4 @@ __all__ = [
 register(Tangent, default=True)
 register(Trajectories)
 register(Spectral)
+register(Replay)

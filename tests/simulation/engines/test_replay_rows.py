@@ -16,7 +16,7 @@ from imprint.task import Parameters
 from imprint.tensors.vectors import repeated
 from tests.simulation.engines.trainings import MemoryRun, Training, classification, mlp
 
-SOURCES = ([], [0, 1, 2, 3, 4, 5], [7, 11, 30], [39])
+SOURCES: tuple[list[int], ...] = ([], [0, 1, 2, 3, 4, 5], [7, 11, 30], [39])
 
 
 def replay_stacked(training: Training, run: MemoryRun, begin: int = 0) -> list[Parameters]:
@@ -73,7 +73,8 @@ class Words(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         x = torch.stack([x, x.flip(1), x * 2], 1)
         x = x if self.first else x.transpose(0, 1)
-        return self.leave(self.encoder(self.enter(x)).mean(1 if self.first else 0))
+        logits: Tensor = self.leave(self.encoder(self.enter(x)).mean(1 if self.first else 0))
+        return logits
 
 
 def words(**options: Any) -> nn.Module:

@@ -95,7 +95,7 @@ class Training:
         model.train()
         if start is not None:
             model.load_state_dict(start, strict=False)
-        named = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        named: Parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
         optimiser = self.optimiser(list(named.values()), **self.settings)
         states, memories, steps = {}, {}, []
         base = self.settings["lr"]

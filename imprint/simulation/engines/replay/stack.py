@@ -34,6 +34,13 @@ class Rows:
     def __len__(self) -> int:
         return len(self.names)
 
+    def padded(self, count: int) -> "Rows":
+        """Return as many rows as are asked for: the first ones, or these and unperturbed ones after them."""
+        nothing = np.zeros(0, dtype=np.int64)
+        more = max(0, count - len(self))
+        without, names = (*self.without, *[nothing] * more), (*self.names, *["the unperturbed run"] * more)
+        return Rows(without[:count], names[:count])
+
 
 class Stack:
     """Trainings that were recorded as one, each without some examples, in one stack of parameters.
@@ -46,7 +53,7 @@ class Stack:
         self.repetition, self.rows = repetition, rows
         self._model = repetition.make_model()
         self._host = Host(self._model)
-        self.parameters = {name: nn.Parameter(start[name].clone()) for name in repetition.trained}
+        self.parameters: Parameters = {name: nn.Parameter(start[name].clone()) for name in repetition.trained}
         settings = run.steps[repetition.begin].groups
         self.optimiser = make_optimiser(run.optimiser, run.groups, settings, self.parameters)
         load_state(self.optimiser, run.optimiser_state(repetition.begin), self.parameters, len(rows))
@@ -64,7 +71,7 @@ class Stack:
         total: Tensor | None = None
         for index, micro in enumerate(step.batches):
             objectives = self._objectives(step, index, micro)
-            objectives.sum().backward()  # type: ignore[no-untyped-call]
+            objectives.sum().backward()
             total = objectives.detach() if total is None else total + objectives.detach()
         assert total is not None
         for name, p in self.parameters.items():

@@ -151,22 +151,25 @@ class Training:
 
         def closure() -> Tensor:
             with torch.enable_grad():
-                losses.append(self._backward(step, measure=False)[0])
+                losses.append(self._backward(step, measure=False, seeds=not losses)[0])
             return losses[-1]
 
         self.optimiser.step(closure)  # type: ignore[arg-type]
         return Seen(losses[0])
 
-    def _backward(self, step: Step, *, measure: bool) -> tuple[Tensor, Tensor | None]:
-        """Leave the gradient of a step, clipped, in the parameters; return its loss, and the norm before clipping."""
+    def _backward(self, step: Step, *, measure: bool, seeds: bool = True) -> tuple[Tensor, Tensor | None]:
+        """Leave the gradient of a step, clipped, in the parameters; return its loss, and the norm before clipping.
+
+        seeds: whether micro-batches are seeded, as they are once in a step.
+        """
         self.model.zero_grad()
         loss: Tensor = torch.zeros((), device=self.repetition.data.device)
         for index, micro in enumerate(step.batches):
-            objective = self._objective(step, index, micro)
+            objective = self._objective(micro, micro_seed(step.seed, index) if seeds else None)
             if index == 0 and self.repetition.task.regulariser is not None:
                 objective = objective + self.repetition.task.regulariser(self.model)
             if objective.requires_grad:
-                objective.backward()  # type: ignore[no-untyped-call]
+                objective.backward()
             loss = loss + objective.detach()
         parameters = list(self.parameters.values())
         for name, p in self.parameters.items():
@@ -181,16 +184,15 @@ class Training:
             clip_grad_value_(parameters, step.clipping.limit)
         return loss, norm
 
-    def _objective(self, step: Step, index: int, micro: MicroBatch) -> Tensor:
+    def _objective(self, micro: MicroBatch, seed: int | None) -> Tensor:
         """Return the objective of a micro-batch: the sum of its losses, divided by the recorded normaliser."""
         examples, batch = self.repetition.gather(micro)
         without = None if self._excluded is None else torch.from_numpy(self._excluded[examples.numpy()])
-        seed = micro_seed(step.seed, index)
-        if without is None or not bool(without.any()):
+        if seed is not None:
             seed_everything(seed)
+        if without is None or not bool(without.any()):
             return self._losses(batch, len(examples)).sum() / micro.normaliser
         if not self._leaves_out:
-            seed_everything(seed)
             losses = self._losses(batch, len(examples))
             return (losses * (~without).to(losses.device, losses.dtype)).sum() / micro.normaliser
         kept = (~without).nonzero().flatten()
@@ -206,10 +208,11 @@ class Training:
         except Exception as error:
             raise TaskError(f"the loss function failed in the modes of training: {first_line(error)}.") from error
 
-    def _losses_without(self, batch: Batch, examples: Tensor, kept: Tensor, seed: int) -> Tensor:
+    def _losses_without(self, batch: Batch, examples: Tensor, kept: Tensor, seed: int | None) -> Tensor:
         """Compute the losses of some examples of a batch, without the others but with the same random numbers."""
         few = self._select(batch, examples, kept)
-        seed_everything(seed)
+        if seed is None:
+            return self._losses(few, len(kept))
         before = {name: buffer.clone() for name, buffer in self.model.named_buffers()}
         drawn: list[Tensor] = []
         try:
@@ -244,4 +247,5 @@ def _warn_of_fresh_draws(reason: str) -> None:
 def total_norm(gradients: list[Tensor]) -> Tensor:
     """Return the Euclidean norm of all gradients together."""
     wide = (g.float() if g.dtype.itemsize < 4 else g for g in gradients)
-    return torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(g) for g in wide]))
+    total: Tensor = torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(g) for g in wide]))
+    return total

@@ -1,0 +1,196 @@
+"""Compares the unperturbed replay with the recording: the loss and the gradient of every step, and the end.
+
+What differs from the first step on, or suddenly, is another loss, other data or another optimiser: it is refused with
+what to look for. What grows slowly is rounding, which is measured and stated.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import chain
+
+import torch
+from torch import Tensor
+
+from imprint.errors import SimulationError
+from imprint.recording.records import Step
+from imprint.simulation.engines.replay.training import Repetition, Seen
+from imprint.task import Parameters
+from imprint.tensors.vectors import minus, norm
+
+_FIRST = 3  # steps that are compared strictly
+_BLOCK = 32  # steps that are compared together: reading a number makes a GPU wait
+_JUMP = 30.0  # times more than any step before: no growth of rounding
+_SMALL = 1e-2  # of the largest value so far: values below count as that large
+_STEADY = 0.05  # relative spread of a ratio that is called constant
+_ASTRAY = 0.5  # of the way that the run went: by so much its end may be missed
+
+
+def tolerance(repetition: Repetition) -> float:
+    """Return the relative difference that rounding may make in a first step."""
+    dtypes = {p.dtype for name, p in repetition.task.model.named_parameters() if name in repetition.trained}
+    size = min(dtype.itemsize for dtype in dtypes)
+    if repetition.run.circumstances.autocast is not None or size < 4:
+        return 3e-2
+    return 1e-4 if size == 4 else 1e-9
+
+
+@dataclass(frozen=True)
+class _Pair:
+    """A figure of a step, replayed and recorded."""
+
+    step: int
+    what: str
+    replayed: float
+    recorded: float
+    deviation: float
+
+
+class Agreement:
+    """Hears what every step of the unperturbed replay shows, and refuses a replay that is not of the recorded run."""
+
+    def __init__(self, repetition: Repetition) -> None:
+        self._repetition, self._tolerance = repetition, tolerance(repetition)
+        self._waiting: list[tuple[int, Seen]] = []
+        self._largest = {"loss": 0.0, "gradient norm": 0.0}
+        self._first: list[_Pair] = []
+        self.worst = 0.0  # relative difference so far
+
+    def add(self, number: int, seen: Seen) -> None:
+        """Take what a step shows."""
+        self._waiting.append((number, seen))
+        at_first = number < self._repetition.begin + _FIRST
+        if len(self._waiting) == (_FIRST if at_first else _BLOCK) or number == self._repetition.steps[-1]:
+            self._compare()
+
+    def _compare(self) -> None:
+        """Compare the steps that wait."""
+        waiting, self._waiting = self._waiting, []
+        steps = self._repetition.run.steps
+        pairs = list(chain.from_iterable(self._pairs(number, seen, steps[number]) for number, seen in waiting))
+        if waiting[0][0] == self._repetition.begin:
+            self._first = pairs
+        for pair in pairs:
+            strict = pair.step < self._repetition.begin + _FIRST
+            allowed = self._tolerance if strict else _JUMP * max(self._tolerance, self.worst)
+            if not pair.deviation <= allowed * (1 if pair.what == "loss" else 10):
+                raise SimulationError(self._explain(pair))
+            if pair.what == "loss" or not strict:
+                self.worst = max(self.worst, pair.deviation / (1 if pair.what == "loss" else 10))
+
+    def _pairs(self, number: int, seen: Seen, step: Step) -> list[_Pair]:
+        """Return the figures of a step that were recorded."""
+        losses = [micro.loss for micro in step.batches]
+        recorded = {
+            "loss": None if any(loss is None for loss in losses) else sum(loss or 0.0 for loss in losses),
+            "gradient norm": step.gradient_norm,
+        }
+        replayed = {"loss": seen.loss, "gradient norm": seen.gradient_norm}
+        found: list[_Pair] = []
+        for what, before in recorded.items():
+            now = replayed[what]
+            if before is None or now is None:
+                continue
+            self._largest[what] = max(self._largest[what], abs(before))
+            size = max(abs(before), _SMALL * self._largest[what], 1e-30)
+            value = float(now)
+            found.append(_Pair(number, what, value, before, abs(value - before) / size))
+        return found
+
+    def _explain(self, pair: _Pair) -> str:
+        """Say at which step the replay leaves the recording, and what to look for."""
+        begin = self._repetition.begin
+        said = (
+            f"the replay differs from the recording at step {pair.step}: the {pair.what} is {pair.replayed:.6g}, and "
+            f"was {pair.recorded:.6g} in training. "
+        )
+        if pair.step == begin and pair.what == "loss":
+            return said + (self._explain_ratio() or _WRONG_LOSS)
+        if pair.step == begin:
+            return said + _WRONG_GRADIENT
+        if pair.step < begin + _FIRST:
+            return said + (
+                f"Step {begin} agrees, so that loss and data are right, and the optimiser went elsewhere from there: "
+                "look for another class or other settings of the optimiser, clipping that was not recorded, or weights "
+                "that were changed between steps."
+            )
+        return said + (
+            f"The steps before agree to {max(self.worst, 1e-16):.1g}: look for steps that were not recorded, data that "
+            "changed during training, weights that were changed between steps, or random numbers that do not come from "
+            "torch, numpy or random."
+        )
+
+    def _explain_ratio(self) -> str | None:
+        """Say that all losses are wrong by one factor, if they are: the normaliser, or a mean for a sum."""
+        losses = [pair for pair in self._first if pair.what == "loss"]
+        ratios = [pair.replayed / pair.recorded for pair in losses if pair.recorded]
+        if len(ratios) < 2 or min(ratios) <= 0 or max(ratios) > (1 + _STEADY) * min(ratios):
+            return None
+        batch = self._repetition.run.steps[self._repetition.begin].batches[0]
+        return (
+            f"It is {math.exp(sum(map(math.log, ratios)) / len(ratios)):.4g} times the recorded one in every step: the "
+            f"losses of {len(batch.examples)} examples are summed and divided by the recorded normaliser "
+            f"{batch.normaliser:g}. Look for a loss that is reduced or scaled in another way than in training (a sum "
+            "over tokens against a mean), or give the recorder the right normaliser."
+        )
+
+
+_WRONG_LOSS = (
+    "Look for another loss or reduction than in training, other data or data in another order, another model, or a "
+    "regulariser that only one of them has."
+)
+_WRONG_GRADIENT = (
+    "The loss agrees: look for gradients that were changed before the step (scaled, accumulated from an earlier step, "
+    "hooks), or a regulariser that the reported loss leaves out."
+)
+
+
+def compare_end(repetition: Repetition, end: Parameters, agreement: Agreement) -> float:
+    """Return how far the unperturbed replay ends from the recorded end, relative to the way the run went.
+
+    A far end after losses that agreed is refused: the weights were changed after the last step.
+    """
+    recorded = _trained(repetition, repetition.run.state(len(repetition.run.steps)))
+    way = norm(minus(recorded, _trained(repetition, repetition.start())))
+    missed = norm(minus(_trained(repetition, end), recorded)) / way if way else 0.0
+    if missed > _ASTRAY and agreement.worst < _JUMP * tolerance(repetition):
+        raise SimulationError(
+            f"the replay misses the recorded end by {missed:.0%} of the way that the run went, although its losses "
+            f"agree to {max(agreement.worst, 1e-16):.1g}: look for weights that were averaged, restored or changed "
+            "after the last recorded step."
+        )
+    return missed
+
+
+def _trained(repetition: Repetition, state: Parameters) -> Parameters:
+    return {name: state[name].to(repetition.data.device) for name in repetition.trained}
+
+
+class Watch:
+    """Keeps the first step at which the loss of each row was not finite, and refuses such a row by its name."""
+
+    def __init__(self, names: Sequence[str]) -> None:
+        self._names, self._unread = names, 0
+        self._first: Tensor | None = None
+
+    def add(self, number: int, losses: Tensor) -> None:
+        """Take the loss of each row at a step."""
+        if self._first is None:
+            self._first = torch.full_like(losses, -1, dtype=torch.long)
+        self._first = torch.where((self._first < 0) & ~losses.isfinite(), number, self._first)
+        self._unread += 1
+        if self._unread == _BLOCK:
+            self.check()
+
+    def check(self) -> None:
+        """Refuse a row whose loss was not finite."""
+        self._unread = 0
+        if self._first is None:
+            return
+        steps = self._first.tolist()
+        for name, step in zip(self._names, steps, strict=True):
+            if step >= 0:
+                raise SimulationError(
+                    f"the loss of {name} is not finite at step {step}: without these examples the run diverges. A "
+                    "smaller learning rate, or clipping, makes such a training robust."
+                )

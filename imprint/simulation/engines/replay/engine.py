@@ -1,0 +1,340 @@
+"""The replay engine: the recorded run once per source, with that source at weight 0.
+
+θ₋b is where the run ends without b, all else equal: start, order, normalisers, random numbers, learning rates. The row
+of b is u_b = N(θ − θ₋b), with θ the recorded end; of parameters, and of buffers that training changes.
+
+First the run is replayed as it was (`settle`), and compared with the recording step by step. Then come the rows:
+stacked where the model and the optimiser allow it, otherwise one by one (`ways.py`). With the first sources go two runs
+from slightly other starts, which say how much of an effect is chaos.
+"""
+
+import logging
+import math
+import time
+from collections.abc import Callable, Sequence
+from functools import cached_property
+from statistics import median
+from typing import ClassVar
+
+import torch
+
+from imprint.plan import EngineRules, Plan, Settings
+from imprint.recording.records import Run
+from imprint.runtime.memory import Peak, activation_bytes, budget, most_that_fit, tensor_bytes
+from imprint.runtime.timing import measure_seconds
+from imprint.simulation.descent import Descent
+from imprint.simulation.engines.protocol import Chunk, Cost, Engine, Work
+from imprint.simulation.engines.replay.agreement import Agreement, Watch, compare_end
+from imprint.simulation.engines.replay.effects import Effects
+from imprint.simulation.engines.replay.rows import (
+    NOISE_ROWS,
+    Keeping,
+    Lineup,
+    follow,
+    replay_one_by_one,
+    replay_together,
+    restore_ends,
+)
+from imprint.simulation.engines.replay.stack import Stack
+from imprint.simulation.engines.replay.training import Repetition, Seen, Training, as_recorded, compute_losses
+from imprint.simulation.engines.replay.ways import Way, find_dependence, find_way
+from imprint.simulation.path import Hooks
+from imprint.simulation.recorded import find_begin
+from imprint.simulation.snapshot import Snapshot
+from imprint.sources import Sources
+from imprint.store.checkpoint import Decided, Measured, ShardFigures
+from imprint.task import Parameters
+from imprint.tensors.vectors import minus, norm, repeated, scale
+
+logger = logging.getLogger(__name__)
+CHAOTIC = 0.3  # of a removal's effect: above, a perturbed start moves F as removals do
+_DEVIATES = 0.1  # of a removal's effect: by so much the unperturbed replay may miss the recorded end without a warning
+_LOST = 0.3  # of a removal's effect: by so much a later start may change it without a warning
+_SPREAD = 2  # sources that are replayed from step 0 too, where a plan starts later
+_STEPS = 6  # measured, of which the first two, which warm up, do not count
+
+
+class Replay(Engine):
+    """The recorded run without each source, for few sources and any training that can be repeated."""
+
+    name = "replay"
+    rules = EngineRules(frozenset({"start"}), second_order=False, question="this_run", removes=True)
+    unit: ClassVar[str] = "source-steps"
+
+    def __init__(self, work: Work) -> None:
+        super().__init__(work)
+        self._way: Way | None = None
+
+    @property
+    def run(self) -> Run:
+        """The recorded run."""
+        assert self.work.run is not None  # a plan for this engine is refused without one
+        return self.work.run
+
+    @cached_property
+    def repetition(self) -> Repetition:
+        """What is repeated: the steps from the last checkpoint on that is not after the plan's start."""
+        return self.repetition_from(find_begin(self.run, self.plan.start))
+
+    def repetition_from(self, begin: int) -> Repetition:
+        """Return the repetition of the run from one of its checkpoints on."""
+        return Repetition(self.descent.task.task, self.descent.data, self.run, begin)
+
+    @cached_property
+    def effects(self) -> Effects:
+        """Measures changes of F relative to the recorded end."""
+        return Effects(self.descent.task, self.descent.start, self.descent.data)
+
+    @property
+    def way(self) -> Way:
+        """How rows are replayed, once that is decided."""
+        assert self._way is not None
+        return self._way
+
+    # --- before the rows
+
+    def settle(self) -> None:
+        """Choose how rows are replayed, replay the run as it was and compare it with the recording."""
+        self.choose_way()
+        deviation = self.replay_unperturbed()
+        lost = self.measure_start_lost() if self.repetition.begin else None
+        # the deviation is that of F here, and relative to the effect of a removal once effects are known
+        self.measured = Measured(one_by_one=self.way.one_by_one, deviation=deviation, start_lost=lost)
+        rows = self.rows_that_fit()
+        rate = self.run.steps[self.repetition.begin].groups[0].get("lr")
+        self.decided = Decided(
+            lr=float(rate) if isinstance(rate, int | float) else self.descent.lr,
+            rows_per_file=rows,
+            rows_at_once=rows,
+            vectorised=self.way.one_by_one is None,
+            noise_rows=NOISE_ROWS,
+        )
+
+    def choose_way(self) -> None:
+        """Find out how rows can be replayed."""
+        with as_recorded(self.run.circumstances, self.descent.data.device):
+            self._way = find_way(self.repetition)
+
+    def take_over(self, decided: Decided, measured: Measured) -> None:
+        self.decided, self.measured = decided, measured
+        with as_recorded(self.run.circumstances, self.descent.data.device):
+            dependence = None if decided.vectorised else find_dependence(self.repetition)
+        self._way = Way(dependence is not None, measured.one_by_one)
+
+    def replay_unperturbed(self) -> float:
+        """Replay the run as it was; return the root mean square difference of F between its end and the recorded."""
+        repetition, snapshot = self.repetition, self._own_snapshot()
+        agreement, training = Agreement(repetition), Training(repetition)
+        _, left = restore_ends(repetition, 1, snapshot)
+        keeping, watch = Keeping(snapshot, left=left), Watch(("the unperturbed replay",))
+
+        def hear(number: int, seen: Seen) -> None:
+            agreement.add(number, seen)
+            self.work.advance(0)
+
+        follow(training, keeping, hear, watch=watch, measure=True)
+        missed = compare_end(repetition, training.state(), agreement)
+        deviation = self.effects.change(self._displaced(training.state()))
+        logger.info(
+            "the unperturbed replay misses the recorded end by %.2g of the way and F there by %.2g (losses by %.2g)",
+            *(missed, deviation, agreement.worst),
+        )
+        if snapshot:
+            snapshot.clear()
+        return deviation
+
+    def _own_snapshot(self) -> Snapshot | None:
+        files = self.work.files
+        path = files.writer.snapshot(files.folder) if files else None
+        return Snapshot(path, len(self.descent.sources)) if path else None  # where no chunk of sources begins
+
+    def measure_start_lost(self) -> float:
+        """Return how much of a removal's effect a later start loses: rms change of F over the rms effect."""
+        few = self.descent.sources.spread(_SPREAD)
+        late = self._replay(self.repetition, Lineup(few), Hooks())
+        early = self._replay(self.repetition_from(0), Lineup(few), Hooks())
+        changes, effects = [], []
+        for members, one, other in zip(few.members, late, early, strict=True):
+            changes.append(self.effects.compare(self._displaced(one), self._displaced(other), members))
+            effects.append(self.effects.change(self._displaced(other), members))
+        return _rms(changes) / _rms(effects) if any(effects) else 0.0
+
+    # --- rows
+
+    def simulate(self, descent: Descent, hooks: Hooks) -> Chunk:
+        """Replay the run without each of some sources; with the first ones, from slightly other starts too."""
+        stacked, sources = self.way.one_by_one is None, descent.sources
+        lineup = Lineup(sources, self.plan.seed if hooks.first else None, control=hooks.first and stacked)
+        ends = [self._displaced(end) for end in self._replay(self.repetition, lineup, hooks)]
+        own, others = ends[: len(sources)], ends[len(sources) :]
+        effects = [self.effects.change(e, members) for e, members in zip(own, sources.members, strict=True)]
+        noise = others[: NOISE_ROWS if hooks.first else 0]
+        deviation = max([self.measured.deviation or 0.0, *map(self.effects.change, others[len(noise) :])])
+        start = {**descent.start, **self._displaced(self.repetition.start())}
+        return Chunk(
+            base=descent.start,
+            imprints=self._rows(own),
+            drift=norm(minus(descent.start, start)) / scale(descent.start, descent.task),
+            noise=self._rows(noise) if noise else None,
+            effects=effects,
+            noise_effect=_rms([self.effects.change(end) for end in noise]) if noise else None,
+            deviation=deviation if hooks.first else None,
+        )
+
+    def _replay(self, repetition: Repetition, lineup: Lineup, hooks: Hooks) -> list[Parameters]:
+        if self.way.one_by_one is None:
+            return replay_together(repetition, lineup, hooks)
+        return replay_one_by_one(repetition, lineup, hooks, leaves_out=self.way.leaves_out)
+
+    def _displaced(self, end: Parameters) -> Parameters:
+        """Return what of an end the imprints hold: parameters, and buffers that the run changed."""
+        return {name: end.get(name, tensor) for name, tensor in self.descent.start.items()}
+
+    def _rows(self, ends: Sequence[Parameters]) -> Parameters:
+        """Return u = N(θ − θ₋b) for each end, as a stack."""
+        n = self.descent.n
+        return {
+            name: torch.stack([(tensor - end[name]) * n for end in ends]) for name, tensor in self.descent.start.items()
+        }
+
+    def measure_chaos(self, count: int = 4) -> float:
+        """Return the chaos figure of a few sources: the rms change of F by perturbed starts, over that by removals."""
+        few = self.descent.sources.spread(count)
+        found = self.simulate(self.descent.with_sources(few), Hooks(first=True))
+        size = _rms(found.effects)
+        return (found.noise_effect or 0.0) / size if size else math.inf
+
+    # --- what follows from them
+
+    def conclude(self, measured: Measured, shards: Sequence[ShardFigures], notice: Callable[[str], None]) -> Measured:
+        measured = super().conclude(measured, shards, notice)
+        if measured.chaos is not None and measured.chaos > CHAOTIC:
+            notice(
+                f"this run is chaotic: a start that differs by a thousandth moves predictions by {measured.chaos:.2g} "
+                f"times what removing a source does (above {CHAOTIC}, removals no longer predict each other). What "
+                "this very run would have been without a source is then mostly chance. Ask what training like this "
+                "does (engines that start at checkpoints), or train with a smaller learning rate."
+            )
+        if measured.deviation is not None and measured.deviation > _DEVIATES:
+            notice(
+                f"the replay misses the recorded end: predictions differ by {measured.deviation:.2g} times what "
+                "removing a source does, which every effect contains. Rounding grows where a run is chaotic, and some "
+                "GPU kernels do not repeat: torch.use_deterministic_algorithms(True) in training and replay helps."
+            )
+        if measured.start_lost is not None and measured.start_lost > _LOST:
+            notice(
+                f"a replay from step {self.repetition.begin} on differs from one of the whole run by "
+                f"{measured.start_lost:.2g} of a removal's effect: replay from an earlier start= for exact effects."
+            )
+        return measured
+
+    # --- what it takes
+
+    @classmethod
+    def units(cls, plan: Plan, settings: Settings, sources: Sources) -> int:
+        return settings.path * len(sources)
+
+    @classmethod
+    def trial(cls, plan: Plan) -> Plan:
+        return Plan(engine=cls.name, start=plan.start if plan.engine == cls.name else 0)
+
+    def attempt(self, trial: Descent) -> None:
+        """Make a step of a few sources."""
+        self._time_steps(trial.sources, 1)
+
+    def rows_that_fit(self, before: int | None = None) -> int:
+        """Return how many sources fit the memory budget together, beside the other rows of the first chunk."""
+        sources, device = self.descent.sources, self.descent.data.device
+        if self.way.one_by_one is not None:
+            return len(sources)
+        allowed = budget(self.work.memory, device)
+        if device.type == "cuda":
+            most = len(sources) + NOISE_ROWS + 1
+            fit = most_that_fit(self._measure_rows, allowed, most)
+        else:
+            fit = allowed // self._bound_row()
+        if fit < 1 + NOISE_ROWS + 1:
+            logger.warning(
+                "a source and the rows beside it need more than the memory budget of %d bytes: simulating one source "
+                "at a time",
+                allowed,
+            )
+        return max(1, min(len(sources), fit - NOISE_ROWS - 1))
+
+    def _measure_rows(self, rows: int) -> int:
+        """Measure what a step of so many rows takes on CUDA, beside what is allocated already."""
+        device = self.descent.data.device
+        there, peak = torch.cuda.memory_allocated(device), Peak(device)
+        try:
+            self._time_steps(self.descent.sources.spread(min(rows, len(self.descent.sources))), 2, rows)
+        except torch.OutOfMemoryError:
+            return 2**63
+        return (peak.bytes or 0) - there
+
+    def _bound_row(self) -> int:
+        """Return about how many bytes a row takes: parameters, their gradient, what the optimiser remembers and its
+        temporaries, and twice the activations of a micro-batch, for the backward pass.
+        """
+        repetition, model = self.repetition, self.repetition.make_model()
+        memory = self.run.optimiser_state(self.run.checkpoints[-1]).tensors.values()
+        largest = max(self.run.steps[repetition.begin].batches, key=lambda micro: len(micro.examples))
+        examples, batch = repetition.gather(largest)
+        with as_recorded(self.run.circumstances, self.descent.data.device):
+            activations = activation_bytes(lambda: compute_losses(repetition, model, batch, len(examples)))
+        return 4 * tensor_bytes(self.descent.start) + sum(map(tensor_bytes, memory)) + 2 * activations
+
+    def cost(self, checkpoints: list[Settings]) -> Cost:
+        """Measure a few steps of a plain training and of a chunk of sources."""
+        trying, _ = measure_seconds(self.choose_way)
+        self.measured = Measured(one_by_one=self.way.one_by_one)
+        fitting, rows = measure_seconds(self.rows_that_fit)
+        sources, steps = self.descent.sources, len(self.repetition.steps)
+        plain = self._time_plain()
+        measuring, _ = measure_seconds(lambda: self.effects)
+        others = NOISE_ROWS + (self.way.one_by_one is None)
+        total = len(sources) + others
+        if self.way.one_by_one is None:
+            at_once = min(rows + others, total)
+            step = self._time_steps(sources.spread(min(rows, len(sources))), _STEPS, at_once) * total / at_once
+        else:
+            step = plain * total
+        seconds = trying + fitting + steps * (plain + step) + measuring * total
+        if self.repetition.begin:
+            seconds += _SPREAD * (steps + len(self.run.steps)) * plain
+        values = sum(p.numel() for p in self.descent.start.values())
+        noise = NOISE_ROWS * values * self.work.stored.itemsize
+        memory = sum(map(tensor_bytes, self.run.optimiser_state(self.run.checkpoints[-1]).tensors.values()))
+        ends = tensor_bytes(self.descent.start)
+        kept = self.way.one_by_one is not None
+        scratch = total * ends + memory if kept else min(rows + others, total) * (ends + memory)
+        return Cost(seconds, values, rows, shared=noise, scratch=scratch)
+
+    def _time_plain(self) -> float:
+        """Measure a step of a plain training."""
+        training, taken = Training(self.repetition, leaves_out=self.way.leaves_out), []
+        with as_recorded(self.run.circumstances, self.descent.data.device):
+            for number in self.repetition.steps[:_STEPS]:
+                taken.append(self._measure(lambda number=number: training.step(number, measure=True)))  # type: ignore[misc]
+        return median(taken[2:] or taken)
+
+    def _time_steps(self, sources: Sources, count: int, rows: int | None = None) -> float:
+        """Measure a step of a stack of sources, with as many other rows beside them as make up `rows`."""
+        lineup = Lineup(sources).rows.padded(rows or len(sources))
+        stack = Stack(self.repetition, lineup, repeated(self.repetition.start(), len(lineup)))
+        with as_recorded(self.run.circumstances, self.descent.data.device):
+            taken = [
+                self._measure(lambda number=number: stack.step(number))  # type: ignore[misc]
+                for number in self.repetition.steps[:count]
+            ]
+        return median(taken[2:] or taken)
+
+    def _measure(self, call: Callable[[], object]) -> float:
+        begin = time.monotonic()
+        call()
+        if self.descent.data.device.type == "cuda":
+            torch.cuda.synchronize()
+        return time.monotonic() - begin
+
+
+def _rms(values: Sequence[float]) -> float:
+    return math.sqrt(sum(value**2 for value in values) / len(values)) if values else 0.0

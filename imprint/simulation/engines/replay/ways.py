@@ -1,0 +1,115 @@
+"""How the runs without a source are made: as a stack, or one by one; at weight 0, or left out of batches."""
+
+import logging
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from imprint.batches import Batch, is_columnar, map_tensors
+from imprint.compat import trains_batch_norm
+from imprint.recording.records import MicroBatch, micro_seed
+from imprint.recording.seeding import seed_everything
+from imprint.simulation.engines.replay.agreement import tolerance
+from imprint.simulation.engines.replay.optimisers import find_why_not_stackable
+from imprint.simulation.engines.replay.stack import Rows, Stack
+from imprint.simulation.engines.replay.training import Repetition, Training, compute_losses
+from imprint.tensors.batching import attempt
+from imprint.tensors.vectors import repeated
+
+logger = logging.getLogger(__name__)
+_TRIED = 2  # steps that are made both ways
+
+
+@dataclass(frozen=True)
+class Way:
+    """How rows are replayed.
+
+    leaves_out: whether examples are left out of batches, because those of a batch see each other.
+    one_by_one: why rows are not stacked; None if they are.
+    """
+
+    leaves_out: bool
+    one_by_one: str | None
+
+
+def find_way(repetition: Repetition) -> Way:
+    """Find out how the runs without a source can be made."""
+    dependence = find_dependence(repetition)
+    reason = dependence or _find_why_not_stacked(repetition)
+    if reason is not None:
+        logger.warning("runs are replayed one by one: %s", reason)
+    return Way(dependence is not None, reason)
+
+
+def find_dependence(repetition: Repetition) -> str | None:
+    """Return why the loss of an example depends on which others are in its batch; None if it does not."""
+    model, run = repetition.make_model(), repetition.run
+    if trains_batch_norm(model):
+        return "batch normalisation lets examples of a batch see each other, so that sources are left out of batches"
+    step, index, micro = next(_larger_batches(repetition), (0, 0, None))
+    if micro is None:
+        return None
+    examples, batch = repetition.gather(micro)
+    count, seed = len(examples), micro_seed(run.steps[step].seed, index)
+
+    def losses(given: Batch) -> Tensor:
+        seed_everything(seed)
+        with torch.no_grad():
+            return compute_losses(repetition, model, given, count)
+
+    before = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    plain = losses(batch)
+    for name, buffer in model.named_buffers():
+        if not torch.equal(buffer, before[name]):
+            return f"a forward pass in training changes the buffer {name!r}, so that sources are left out of batches"
+    places = torch.arange(count)
+    places[-1] = 0  # in place of the last example the first one again
+    if is_columnar(batch, count):
+        other = map_tensors(lambda t: t[places.to(t.device)], batch)
+    else:
+        other = repetition.data.gather(examples[places])
+    change = (losses(other) - plain)[:-1].abs().max()
+    if float(change) > tolerance(repetition) * float(plain.abs().mean()):
+        return "the loss of an example depends on the others in its batch, so that sources are left out of batches"
+    return None
+
+
+def _larger_batches(repetition: Repetition) -> Iterator[tuple[int, int, MicroBatch]]:
+    """Yield the micro-batches of different examples, each with its step and its number there."""
+    for step in repetition.steps:
+        for index, micro in enumerate(repetition.run.steps[step].batches):
+            if len(set(micro.examples)) > 1:
+                yield step, index, micro
+
+
+def _find_why_not_stacked(repetition: Repetition) -> str | None:
+    """Return why many runs cannot be made at once; None if they can."""
+    run, steps = repetition.run, repetition.steps
+    if any(run.steps[number].closure for number in steps):
+        return f"{run.optimiser.__name__} evaluates the loss itself, as often as it wants"
+    shapes = dict(repetition.task.model.named_parameters())
+    groups = [[shapes[name].shape for name in group] for group in run.groups]
+    reason = find_why_not_stackable(run.optimiser, run.steps[steps[0]].groups, groups)
+    if reason is not None:
+        return reason
+    missed, reason = attempt(lambda: _compare_ways(repetition, steps[:_TRIED]))
+    if missed is None:
+        return f"vmap does not support this model: {reason}"
+    if missed > 10 * tolerance(repetition):
+        return f"a row of a stack has other losses than a plain training, by {missed:.1g} in {_TRIED} steps"
+    return None
+
+
+def _compare_ways(repetition: Repetition, steps: range) -> float:
+    """Return the largest relative difference in loss between an unperturbed row of a stack and a plain training.
+
+    Parameters would not do: those without a gradient follow rounding wherever Adam takes them.
+    """
+    nothing = np.zeros(0, dtype=np.int64)
+    stack = Stack(repetition, Rows((nothing, nothing), ("a row", "another")), repeated(repetition.start(), 2))
+    plain = Training(repetition)
+    losses = [(stack.step(number)[0], plain.step(number).loss) for number in steps]
+    return max(abs(float(one - other)) / max(abs(float(other)), 1e-30) for one, other in losses)
