@@ -7,6 +7,7 @@ import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from functools import partial
 from itertools import islice
 from typing import Any, Literal, get_args
 
@@ -25,7 +26,7 @@ from imprint.runtime.turns import settle_child
 from imprint.simulation import engines
 from imprint.simulation.estimate import Estimate, estimate
 from imprint.simulation.inputs import Inputs
-from imprint.simulation.recorded import open_run
+from imprint.simulation.recorded import Recorded, open_run, settle_states
 from imprint.simulation.runner import simulate
 from imprint.simulation.sizing import fit_batches
 from imprint.simulation.step_size import coarse_curvature
@@ -162,7 +163,7 @@ def check(
     *,
     queries: Any = None,
     checkpoints: Sequence[State] | None = None,
-    run: Any = None,
+    run: Recorded | None = None,
     out: str | os.PathLike[str] | None = None,
     batch_size: int | None = None,
     collate_fn: Collate | None = None,
@@ -178,11 +179,12 @@ def check(
     """
     settle_child()
     options: dict[str, Any] = {"batch_size": batch_size, "collate_fn": collate_fn, "device": device, "dtype": dtype}
-    data, run = as_tensors(data), open_run(run)
+    data, recorded = as_tensors(data), open_run(run)
     if plan == "auto":
-        given = (task, data, sources, checkpoints)
-        plan = Plan.auto(*given, batch_size=batch_size, collate_fn=collate_fn, hash_data=hash_data, progress=False)
-    inputs = Inputs.checked(task, data, sources, plan, checkpoints, hash_data=hash_data, run=run, **options)
+        chosen_by: dict[str, Any] = {"batch_size": batch_size, "collate_fn": collate_fn, "hash_data": hash_data}
+        plan = Plan.auto(task, data, sources, checkpoints, run=recorded, progress=False, **chosen_by)
+        recorded, checkpoints = settle_states(plan, recorded, checkpoints, task)
+    inputs = Inputs.checked(task, data, sources, plan, checkpoints, hash_data=hash_data, run=recorded, **options)
     problems: list[str] = []
     expected: Estimate | None = None
     with task.evaluating(), _silence():  # one thread at a time, as what is made quiet belongs to all of them
@@ -302,7 +304,8 @@ def _try_removed(inputs: Inputs, state: Parameters, batch: Batch, count: int) ->
     rows = {name: tensor.new_full((2, *tensor.shape), 1e-3) for name, tensor in descent.start.items()}
     with forward_only(inputs.task):
         for vectorise, way in ((True, None), (False, "vmap does not take this model")):
-            _, failure = attempt(lambda v=vectorise: base.removed(rows, 1, batch, count, vectorise=v))
+            read = partial(base.removed, rows, 1, batch, count, vectorise=vectorise)
+            _, failure = attempt(read)
             if failure is None:
                 return Possibility("removed", True, _describe_way(way))
     return Possibility("removed", False, str(failure))

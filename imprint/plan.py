@@ -271,6 +271,7 @@ class Plan:
         sources: "Sources",
         checkpoints: "Sequence[State] | None" = None,
         *,
+        run: Any = None,
         batch_size: int | None = None,
         collate_fn: "Collate | None" = None,
         hash_data: "HashData" = "all",
@@ -279,9 +280,10 @@ class Plan:
         """Choose a plan with settings for each checkpoint, from curvature and gradients there; see `simulation.auto`.
 
         The arguments are those of `simulate`. Sources of one example each get the spectral engine, groups the path
-        of the tangent engine, with dropout if the model has some.
+        of the tangent engine, with dropout if the model has some. A recorded run is repeated where that takes no more
+        than a night and the run is calm; otherwise the plan is for the checkpoints of the run.
         """
-        return _choosers[-1](task, data, sources, checkpoints, batch_size, collate_fn, hash_data, progress)
+        return _choosers[-1](task, data, sources, checkpoints, run, batch_size, collate_fn, hash_data, progress)
 
     def to_json(self) -> dict[str, Any]:
         """Return plain JSON values."""

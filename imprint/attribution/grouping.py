@@ -9,6 +9,7 @@ from torch import Tensor
 
 from imprint.attribution.labels import LEFT_OUT, SHARED, Labels
 from imprint.errors import SourcesError
+from imprint.runtime.notices import Notices
 from imprint.sources import Sources, find_groups
 
 Groups = Mapping[Any, Any] | Sequence[Any] | Tensor | Sources
@@ -31,8 +32,16 @@ def sum_scores(labels: Labels, scores: Tensor, groups: Groups) -> tuple[Labels, 
                 f"{labels.n}. Scores that count an example twice do not add up: simulate the unions themselves, "
                 "sources.group({...})."
             )
+    notices = Notices(labels.warnings)
+    if (total := sum(labels.source_sizes)) > labels.n and any(len(each) > 1 for each in places):
+        notices.add(
+            f"some of the sources share examples: they have {total} in all, the training data has {labels.n}. Groups "
+            "that hold two such sources count the shared examples twice: simulate the unions themselves, "
+            "sources.group({...})."
+        )
     united = replace(
         labels,
+        warnings=notices.messages,
         source_ids=found.ids,
         source_names=found.names,
         source_sizes=sizes,

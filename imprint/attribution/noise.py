@@ -8,7 +8,8 @@ from 0, and a run whose noise is as large as its effects is chaotic.
 import torch
 from torch import Tensor
 
-CHAOTIC = 0.3  # noise over effects; above it, sums of removals predict little
+from imprint.store.checkpoint import CHAOTIC
+
 _TIMES = 2.0  # an effect must exceed the noise this many times
 
 INDISTINGUISHABLE = "not distinguishable from 0: less than twice the change of F by a tiny change of the run's start"

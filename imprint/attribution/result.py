@@ -12,7 +12,7 @@ from torch import Tensor
 from imprint.attribution.comparing import check_comparable, subtract
 from imprint.attribution.drawing import draw_effects
 from imprint.attribution.grouping import Groups, sum_scores
-from imprint.attribution.labels import MEANINGS, Labels, Query, describe_groups, describe_query
+from imprint.attribution.labels import Labels, Query, describe_groups, describe_query
 from imprint.attribution.noise import combine, measure_chaos, root_mean_square, stands_out, widen
 from imprint.attribution.saved import load_scores, save_scores
 from imprint.attribution.top import (
@@ -133,17 +133,14 @@ class Attribution:
         return Top(self.labels, indices, self.scores.gather(1, indices), self.queries, self.noise)
 
     def calibrate(self, truth: Calibrator) -> "Attribution":
-        """Return scores scaled to the ground truth: times the slope of actual on predicted effects."""
+        """Return scores scaled to the ground truth: times the slope of actual on predicted effects.
+
+        The ground truth must answer the same question as the scores.
+        """
         if not isinstance(truth, Calibrator):
             raise ReadoutError(f"calibrate needs a Truth, got a {type(truth).__name__}: Truth.load reads a folder.")
         if self.labels.difference:
             raise ReadoutError("a difference of two results has no ground truth: calibrate both, then subtract.")
-        asked: Question = getattr(truth, "question", "expected")
-        if asked != self.question:
-            raise ReadoutError(
-                f"the scores answer the question {self.question!r} ({self.labels.meaning}), the ground truth "
-                f"{asked!r} ({MEANINGS[asked]}): calibrate with ground truth of the same question."
-            )
         slope = truth.slope(self)
         if not slope > 0:  # nothing is flipped, and constant scores have no slope
             raise ReadoutError(

@@ -88,12 +88,9 @@ def attribute(
     parts: list[list[Tensor]] = [[] for _ in batches]
     best: list[tuple[Tensor, Tensor] | None] = [None for _ in batches]
     firsts = [0, *accumulate(count for count, _ in batches)]
-    order = list(product(chunks, range(len(batches))))
-    if reader.readout == "gradient":  # one backward per query: all sources of a batch before the next batch
-        order.sort(key=lambda step: step[1])
     squares = 0.0
     try:
-        for (start, stop), index in order:
+        for (start, stop), index in _order_blocks(reader, chunks, len(batches)):
             count, batch = batches[index]
             block = reader.block(start, stop, batch, count, firsts[index]).cpu()
             squares += float(block.double().square().sum())
@@ -113,6 +110,14 @@ def attribute(
     scores = torch.cat([scores for _, scores in kept])
     rms = None if noise is None else root_mean_square(noise, 0)
     return Top(labels, torch.cat([indices for indices, _ in kept]), scores, tuple(range(len(scores))), rms)
+
+
+def _order_blocks(reader: Reader, chunks: list[tuple[int, int]], batches: int) -> list[tuple[tuple[int, int], int]]:
+    """Return pairs of a chunk of sources and the number of a batch, in the order that computes least."""
+    order = list(product(chunks, range(batches)))
+    if reader.readout == "gradient":  # one backward per query: all sources of a batch before the next batch
+        order.sort(key=lambda step: step[1])
+    return order
 
 
 def _read_noise(reader: Reader, batches: Sequence[tuple[int, Batch]]) -> Tensor | None:

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from imprint.errors import DataError, MissingExtra
+from imprint.errors import DataError
 from imprint.evaluation.statistics import Array
 
 Terms = Callable[[str], Iterable[str]]
@@ -61,14 +61,14 @@ def tf_idf(queries: Sequence[str], sources: Sequence[str], terms: Terms = words)
 
     idf = 1 + log((1 + S)/(1 + n)) for a term that n of S sources have.
     """
-    try:
-        from sklearn.feature_extraction.text import TfidfVectorizer
-    except ImportError as error:
-        raise MissingExtra("TF-IDF", "report") from error
-    _refuse_no_terms(queries, sources, terms)
-    vectorizer = TfidfVectorizer(analyzer=terms, sublinear_tf=True)
-    had = vectorizer.fit_transform(sources)
-    return torch.from_numpy((vectorizer.transform(queries) @ had.T).toarray())
+    asked, had = _counts(queries, sources, terms)
+    idf = 1 + np.log((1 + len(had)) / (1 + (had > 0).sum(0)))
+
+    def weigh(counts: Array) -> Array:
+        weights = np.where(counts > 0, 1 + np.log(np.maximum(counts, 1)), 0) * idf
+        return np.asarray(weights / np.maximum(np.linalg.norm(weights, axis=1, keepdims=True), 1e-300))
+
+    return torch.from_numpy(weigh(asked) @ weigh(had).T)
 
 
 def size_only(queries: Sequence[str], sources: Sequence[str]) -> Tensor:

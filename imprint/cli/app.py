@@ -15,8 +15,9 @@ import typer
 import imprint
 from imprint.cli.commands.bench import bench, sweep
 from imprint.cli.commands.demo import demo
-from imprint.cli.commands.evaluation import evaluate, retrain
+from imprint.cli.commands.evaluation import evaluate
 from imprint.cli.commands.export import export
+from imprint.cli.commands.retraining import retrain
 from imprint.cli.commands.stores import attribute, check, inspect, simulate, verify
 from imprint.cli.loading import user_frames
 from imprint.cli.terminal import console, errors, escape_markup

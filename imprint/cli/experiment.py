@@ -45,6 +45,7 @@ class Experiment:
     task, data, sources, queries, collate_fn: import strings; `task` may also name a built-in setting, and `sources`
         may be "per-example".
     checkpoints: .safetensors files, or the import string of a list.
+    run: the folder of a recorded run, or the import string of one.
     plan: fields of a `Plan`, which override the `plan` in the task's module.
     """
 
@@ -54,6 +55,7 @@ class Experiment:
     queries: str | None = None
     collate_fn: str | None = None
     checkpoints: tuple[str, ...] = ()
+    run: str | None = None
     plan: dict[str, Any] = field(default_factory=dict)
     batch_size: int | None = None
     dtype: str | None = None
@@ -125,6 +127,8 @@ class Experiment:
             path, colon, name = text.rpartition(":")
             if text.endswith(".safetensors"):
                 return os.path.normpath(folder / text)
+            if text == self.run and not colon:
+                return os.path.normpath(folder / text)
             return f"{os.path.normpath(folder / path)}{colon}{name}" if path.endswith(".py") else text
 
         objects: dict[str, Any] = {name: resolve(value) for name in _OBJECTS if (value := getattr(self, name))}
@@ -148,7 +152,7 @@ class Experiment:
         return replace(other, **{**given, "plan": plan})
 
 
-_OBJECTS = ("task", "data", "sources", "queries", "collate_fn")
+_OBJECTS = ("task", "data", "sources", "queries", "collate_fn", "run")
 _TYPES: dict[str, Any] = {"plan": dict, "batch_size": int, "memory": str | int, "checkpoints": list | tuple | str}
 _TYPE_NAMES = {
     "plan": "a table",

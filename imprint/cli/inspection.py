@@ -24,10 +24,12 @@ def inspect_store(store: Store) -> dict[str, Any]:
             {"id": store.source_ids[i], "name": store.source_names[i], "size": store.source_sizes[i]}
             for i in sorted(range(len(store)), key=lambda index: -store.source_sizes[index])[:8]
         ],
-        "parameters": sum(math.prod(p.shape) for p in manifest.parameters.values()),
+        "parameters": sum(math.prod(p.shape) for p in manifest.request.displaced.values()),
         "dtype": manifest.dtype,
         "bytes": store.bytes,
         "bytes_per_source": _bytes_per_source(store),
+        "question": store.question,
+        "recording": manifest.request.recording,
         "plan": manifest.plan.to_json(),
         "checkpoints": checkpoints,
         "readouts": list_readouts(store),

@@ -21,8 +21,9 @@ from imprint.benchmarking.settings.catalogue import SETTINGS, BuiltIn, load_sett
 from imprint.cli.experiment import PER_EXAMPLE, Experiment, suggest_names
 from imprint.data import Data, as_tensors, is_columns, length_of
 from imprint.errors import ConfigurationError, ImprintError, PlanError, first_line
-from imprint.plan import Plan
+from imprint.plan import Plan, engine_for
 from imprint.runtime.threads import set_threads
+from imprint.simulation.recorded import open_run, settle_states
 from imprint.sources import Sources
 from imprint.store.request import DTYPES
 from imprint.task import Task
@@ -94,21 +95,36 @@ class Objects:
         """The collate function for the queries, which columns of tensors do not need."""
         return self._collate_for(self.queries)
 
+    @property
+    def examples_collate_fn(self) -> Any:
+        """The collate function for the training data, which columns of tensors do not need."""
+        return self._collate_for(self.data)
+
     @cached_property
     def examples(self) -> Data:
         """The training data as batches on the device of the task's model."""
-        return Data(self.data, device=self.task.device, collate_fn=self._collate_for(self.data))
+        return Data(self.data, device=self.task.device, collate_fn=self.examples_collate_fn)
 
     def _collate_for(self, dataset: Any) -> Any:
         """Return the collate function unless the dataset is columns of tensors."""
         return None if is_columns(as_tensors(dataset)) else self.collate_fn
 
     @cached_property
+    def run(self) -> Any:
+        """The recorded run, if one is named: by its folder or by an import string."""
+        named = self.experiment.run
+        if named is None:
+            return None
+        _ = self.task  # first: the function that returns the task may train and record it
+        is_string = ":" in named and not Path(named).exists()
+        return open_run(self._find("run", named) if is_string else named)
+
+    @cached_property
     def checkpoints(self) -> Any:
         _ = self.task  # first: the function that returns the task may train it, and fill the list of checkpoints
         named = self.experiment.checkpoints
         if not named:
-            return self._find_by_convention("checkpoints")
+            return None if self.run is not None else self._find_by_convention("checkpoints")
         if len(named) > 1 or Path(named[0]).suffix in (".safetensors", *_NOT_TAKEN):
             return list(named)
         return self._find("checkpoints", named[0])
@@ -120,11 +136,12 @@ class Objects:
         if base is not None and not isinstance(base, Plan):
             raise ConfigurationError(f"plan in {self._place} is a {type(base).__name__}, not an imprint.Plan.")
         given = dict(self.experiment.plan)
+        if self.run is not None and (base is None or base.rules.question != "this_run"):
+            base = Plan(engine=engine_for("this_run"))  # the plan beside the task is for its checkpoints
         chosen: list[str] = []
         if given.pop("auto", False):
-            shared = ("batch_size", "collate_fn", "hash_data")
-            options = {name: value for name, value in self.options.items() if name in shared}
-            base = Plan.auto(self.task, self.data, self.sources, self.checkpoints, **options)
+            options = {"collate_fn": self.collate_fn, **self._given("batch_size", "hash_data")}
+            base = Plan.auto(self.task, self.data, self.sources, self.checkpoints, run=self.run, **options)
             default = vars(Plan())
             chosen = [name for name, value in vars(base).items() if value != default[name] and name not in given]
         try:
@@ -143,14 +160,25 @@ class Objects:
         given: dict[str, Any] = {
             "collate_fn": self.collate_fn,
             "memory": experiment.memory,
-            "checkpoints": self.checkpoints,
+            **self._states,
         }
-        for name in ("batch_size", "hash_data"):
-            if getattr(experiment, name) is not None:
-                given[name] = getattr(experiment, name)
+        given |= self._given("batch_size", "hash_data")
         if experiment.dtype is not None:
             given["dtype"] = DTYPES[experiment.dtype]
         return given
+
+    def _given(self, *names: str) -> dict[str, Any]:
+        """Return the settings of these names that were given."""
+        values = {name: getattr(self.experiment, name) for name in names}
+        return {name: value for name, value in values.items() if value is not None}
+
+    @property
+    def _states(self) -> dict[str, Any]:
+        """The run, or the checkpoints; those of the run where an automatic plan prefers them."""
+        run, checkpoints = self.run, self.checkpoints
+        if self.experiment.plan.get("auto"):
+            run, checkpoints = settle_states(self.plan, run, checkpoints, self.task)
+        return {"checkpoints": checkpoints, "run": run}
 
     def has(self, name: str) -> bool:
         """Tell whether an object is named, or found by convention."""

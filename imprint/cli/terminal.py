@@ -18,6 +18,7 @@ from imprint.attribution.top import Credit, Top, explain_marks
 from imprint.checking import Check, format_plan, format_size
 from imprint.cli.experiment import read_note
 from imprint.display import count_of, for_terminal, name_some
+from imprint.plan import Plan
 from imprint.runtime.progress import Advance, format_duration
 from imprint.store.values import is_number
 
@@ -59,14 +60,14 @@ def _name_largest(sources: list[dict[str, Any]]) -> Iterator[str]:
 
 def render_store(values: dict[str, Any]) -> RenderableType:
     """Render what `inspect_store` returns."""
-    plan = {name: value for name, value in values["plan"].items() if value is not None}
     head = render_pairs(
         f"Store {values['path']}",
         (
+            ("question", MEANINGS[values["question"]]),
             ("sources", f"{values['sources']:,} of {values['n']:,} training examples"),
             ("largest", ", ".join(_name_largest(values["largest_sources"]))),
             ("imprints", _describe_imprints(values)),
-            ("plan", ", ".join(f"{name}={value}" for name, value in plan.items())),
+            ("plan", _describe_plan(values)),
             ("readouts", ", ".join(values["readouts"])),
             ("took", _describe_cost(values)),
             ("created", f"{values['created']} with torch {values['versions']['torch']}"),
@@ -74,8 +75,9 @@ def render_store(values: dict[str, Any]) -> RenderableType:
     )
     table = Table("checkpoint", *(str(index) for index in range(len(values["checkpoints"]))))
     measured = next((c["measured"]["curvature_of"] for c in values["checkpoints"] if c["decided"]), "")
+    hidden = _DESCENT if values["recording"] else ()
     for name, *cells in zip(_FIGURES, *(_figures(checkpoint) for checkpoint in values["checkpoints"]), strict=True):
-        if name not in _SOMETIMES or set(cells) != {"–"}:
+        if name not in hidden and (name not in _SOMETIMES or set(cells) != {"–"}):
             label = _CURVATURES.get(measured, name) if name == "curvature" else name
             table.add_row(label, *map(cell, cells))
     return Group(head, table, *_render_warnings(values["warnings"]))
@@ -91,6 +93,13 @@ _CURVATURES = {
     "gauss-newton": "curvature (Gauss–Newton)",
     "preconditioned": "curvature (preconditioned)",
 }
+
+
+def _describe_plan(values: dict[str, Any]) -> str:
+    """Describe the plan of a store; where a recorded run was repeated, which one."""
+    if values["recording"]:
+        return f"{format_plan(Plan.from_json(values['plan']))} {values['recording'][:12]}"
+    return ", ".join(f"{name}={value}" for name, value in values["plan"].items() if value is not None)
 
 
 def _describe_imprints(values: dict[str, Any]) -> str:
@@ -119,9 +128,11 @@ def _describe_cost(values: dict[str, Any]) -> str:
     return f"{times}; at most {peak} of memory (estimated {format_size(memory)})"
 
 
-_SOMETIMES = (  # shown only where a checkpoint has them: of a basis, and of Adam
+_DESCENT = ("steps", "lr", "damping", "ε", "curvature", "stability", "drift", "linearity")  # which a run has by itself
+_SOMETIMES = (  # shown only where a checkpoint has them: of a basis, of Adam, and of a repeated run
     *("directions", "curvature outside", "share outside", "lost"),
     *("second moments", "share unmoved"),
+    *("chaos", "deviation from the recorded end", "lost by a late start"),
 )
 _FIGURES = (
     *("weight", "steps", "lr", "damping", "ε", "curvature", "stability", "drift", "linearity", "‖u‖, median"),
@@ -143,7 +154,8 @@ def _figures(checkpoint: dict[str, Any]) -> list[str]:
         *(measured[name] for name in ("rest", "share", "lost")),
     )
     cells += [_format_figure(value, 3) for value in more]
-    return [*cells, measured["moments"] or "–", _format_figure(measured["unmoved"], 3)]
+    last = [_format_figure(measured[name], 3) for name in ("unmoved", "chaos", "deviation", "start_lost")]
+    return [*cells, measured["moments"] or "–", *last]
 
 
 def _format_figure(value: Any, digits: int) -> str:

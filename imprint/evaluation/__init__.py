@@ -2,6 +2,8 @@
 
 from imprint.evaluation.metrics import Metric, evaluate, lds, loo, overlap, slope
 from imprint.evaluation.mislabels import MislabelDetection, detection_auc, example_losses, mislabel_auc
+from imprint.evaluation.recorded import record_training
+from imprint.evaluation.replaying import Record, replay_run, replay_seeds
 from imprint.evaluation.retraining import retrain
 from imprint.evaluation.subsets import Subsets
 from imprint.evaluation.together import Together, Train
@@ -11,6 +13,7 @@ from imprint.evaluation.truth import Truth
 __all__ = [
     "Metric",
     "MislabelDetection",
+    "Record",
     "Subsets",
     "Together",
     "Train",
@@ -23,6 +26,9 @@ __all__ = [
     "loo",
     "mislabel_auc",
     "overlap",
+    "record_training",
+    "replay_run",
+    "replay_seeds",
     "retrain",
     "slope",
 ]

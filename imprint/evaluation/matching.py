@@ -94,6 +94,8 @@ def check_sources(labels: Labels, sources: Sources) -> None:
 
 def check_origin(labels: Labels, known: dict[str, Any]) -> None:
     """Refuse scores of other training data or another model than these, as far as both are known."""
+    if labels.difference:
+        raise DataError("the scores are a difference of two results, which no model has: compare each of the two.")
     mine = labels.fingerprints
     if mine.get("data") and known.get("data"):
         data = compare_data(mine["data"], known["data"], labels.n)

@@ -91,16 +91,26 @@ class Subsets:
 
     @classmethod
     def without_some(
-        cls, sources: Sources | int, count: int, share: float = 0.2, *, n: int | None = None, seed: int = 0
+        cls,
+        sources: Sources | int,
+        count: int,
+        share: float = 0.2,
+        *,
+        drop: int | None = None,
+        n: int | None = None,
+        seed: int = 0,
     ) -> "Subsets":
         """Leave out random unions of sources; the first subset is the baseline. A larger count adds to the same unions.
 
         share: of the sources, rounded to whole sources and at least one.
+        drop: how many sources a union has, in place of a share.
         """
         sources, n = _resolve_sources(sources, n)
         if not (isinstance(share, Real) and 0 < share < 1):
             raise SourcesError(f"share must be between 0 and 1, got {share}.")
-        size = max(1, round(share * len(sources)))
+        size = max(1, round(share * len(sources))) if drop is None else require_whole("drop", drop, 1)
+        if size >= len(sources):
+            raise SourcesError(f"a union of {size} sources leaves none of {len(sources)}: drop fewer.")
         return cls("removal", n, sources, ((), *_draw_sets(len(sources), size, count, seed)))
 
     @classmethod

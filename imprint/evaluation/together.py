@@ -1,5 +1,6 @@
 """Describes how retrained models are made: by a function of the user's, or many small ones as one computation."""
 
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
@@ -10,8 +11,10 @@ from torch import Tensor, nn
 from imprint.batches import leaves
 from imprint.data import Data, as_tensors, is_columns
 from imprint.errors import DataError, TaskError
+from imprint.evaluation.recorded import record_training
 from imprint.evaluation.subsets import ORDER, derive_seed, require_whole
 from imprint.evaluation.training import Training, initialise, train_together
+from imprint.recording.reading import Recording
 from imprint.task import Batch, Parameters, Task
 
 Train = Callable[[Tensor, int], nn.Module]
@@ -81,3 +84,7 @@ class Together:
             self.build, self.task_of, self.examples, subsets, seeds, self.training, orders=orders, on_epoch=on_epoch
         )
         return kept[self.training.epochs]
+
+    def record(self, seed: int, folder: str | os.PathLike[str], *, every: int | None = None) -> Recording:
+        """Train one model on all data in a plain loop, and record the run in a folder; see `record_training`."""
+        return record_training(self.build, self.task_of, self.examples, self.training, seed, folder, every=every)

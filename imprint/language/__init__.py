@@ -1,5 +1,6 @@
 """Causal language models of transformers, and their PEFT adapters: documents, completions, tasks and tokens."""
 
+from imprint.language import recording
 from imprint.language.aiming import aim
 from imprint.language.callback import CheckpointCallback
 from imprint.language.causal import LanguageTask, task
@@ -13,6 +14,7 @@ __all__ = [
     "LanguageTask",
     "TokenAttribution",
     "aim",
+    "recording",
     "task",
     "token_scores",
 ]

@@ -157,10 +157,15 @@ class LanguageTask(Task):
         return torch.autocast(self.device.type, torch.bfloat16, cache_enabled=False)  # cached casts outlive transforms
 
     def _logits_before(self, model: nn.Module, batch: Batch) -> Tensor:
-        """Return the logits of each token but the first from those before it, (n, length − 1, vocabulary)."""
+        """Return the logits of each token but the first from those before it, (n, length − 1, vocabulary).
+
+        The attention mask of a Trainer's batch says nothing new (`read_columns`), but in training mode, where a run
+        is repeated, it may decide which kernel computes attention and draws its dropout.
+        """
         ids, _ = self._read(batch)
+        mask = batch.get("attention_mask") if model.training else None
         with self._precision():
-            return in_full_precision(_logits(model, ids)[:, :-1])
+            return in_full_precision(_logits(model, ids, mask)[:, :-1])
 
     def _log_likelihood(self, model: nn.Module, batch: Batch) -> Tensor:
         """Return Σ_t weight_t · log p(token_t | tokens before), (n,)."""
@@ -266,8 +271,9 @@ def _weighted_loss(logits: Tensor, batch: Batch) -> Tensor:
     return weighted_sum(each, weights)
 
 
-def _logits(model: nn.Module, ids: Tensor) -> Tensor:
-    found: Tensor | None = getattr(model(input_ids=ids, use_cache=False), "logits", None)
+def _logits(model: nn.Module, ids: Tensor, mask: Tensor | None = None) -> Tensor:
+    masked = {} if mask is None else {"attention_mask": mask}
+    found: Tensor | None = getattr(model(input_ids=ids, use_cache=False, **masked), "logits", None)
     if found is None:
         raise TaskError(
             f"{type(causal(model)).__name__} gives no logits: a model with a language-model head is needed, as "

@@ -8,6 +8,9 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from imprint.attribution.labels import Labels
+from imprint.attribution.result import Attribution
+from imprint.attribution.top import describe_warnings, explain_marks
+from imprint.display import for_terminal
 from imprint.errors import ReadoutError
 from imprint.language.causal import LanguageTask
 from imprint.language.data import Completions, Tokenizer
@@ -26,12 +29,14 @@ class TokenAttribution:
     """Scores s(b, t) of the tokens of one completion, shape (tokens, sources); over the tokens they add up to its own.
 
     tokens: the text that each token adds; "" for one that only begins a character, whose text the next one has.
+    noise_changes: what a tiny change of the run's start changes of each token, (runs, tokens); None where unknown.
     """
 
     labels: Labels
     prompt: str
     tokens: tuple[str, ...]
     scores: Tensor
+    noise_changes: Tensor | None = None
 
     @property
     def removal_effect(self) -> Tensor:
@@ -43,6 +48,12 @@ class TokenAttribution:
         effects = self.removal_effect.sum(0)
         order = effects.abs().argsort(descending=True, stable=True)[:k].tolist()
         return [(self.labels.source_names[index], float(effects[index])) for index in order]
+
+    @property
+    def completion(self) -> Attribution:
+        """The attribution of the whole completion, as of one query: the sum over its tokens."""
+        noise = None if self.noise_changes is None else self.noise_changes.sum(1, keepdim=True)
+        return Attribution(self.labels, self.scores.sum(0, keepdim=True), noise_changes=noise)
 
     def words(self, source: str | None = None) -> list[tuple[str, float]]:
         """Return the completion in words, each with what the source contributes to its log-probability.
@@ -70,9 +81,12 @@ class TokenAttribution:
 
     def __repr__(self) -> str:
         tokens, sources = self.scores.shape
-        top = ", ".join(f"{name} {effect:+.3g}" for name, effect in self.top(3))
-        about = f"{self.labels.unit}\n{self.labels.meaning}"
-        return f"TokenAttribution: {tokens} tokens × {sources} sources\n{about}\n  completion: {top}"
+        credits = self.completion.top(3)[0]
+        top = ", ".join(f"{for_terminal(credit.name)} {credit.format_effect()}" for credit in credits)
+        head = f"TokenAttribution: {tokens} tokens × {sources} sources"
+        about = (for_terminal(self.labels.unit), self.labels.meaning)
+        notes = (*explain_marks(credits), *describe_warnings(self.labels))
+        return "\n".join((head, *about, f"  completion: {top}", *notes))
 
     def __rich_console__(self, console: "Console", options: "ConsoleOptions") -> "RenderResult":
         """Show the completion, its words shaded by what its first source contributes."""
@@ -99,7 +113,9 @@ class TokenAttribution:
         words = self.words(source)
         largest = _largest(words)
         body = "".join(_span(word, value, largest) for word, value in words)
-        rows = "".join(f"<tr><td>{escape(name)}</td><td>{effect:+.3g}</td></tr>" for name, effect in self.top(_LISTED))
+        credits = self.completion.top(_LISTED)[0]
+        rows = "".join(f"<tr><td>{escape(c.name)}</td><td>{c.format_effect()}</td></tr>" for c in credits)
+        notes = (*explain_marks(credits), *describe_warnings(self.labels))
         bar = ", ".join(f"rgb{_shade(step, 1.0)}" for step in (-1.0, -0.5, 0.0, 0.5, 1.0))
         return _PAGE.format(
             name=escape(self.labels.source_names[index]),
@@ -112,6 +128,7 @@ class TokenAttribution:
             unit=escape(self.labels.unit),
             meaning=escape(self.labels.meaning),
             rows=rows,
+            notes="".join(f'<p class="unit">{escape(note)}</p>' for note in notes),
         )
 
     def _repr_html_(self) -> str:
@@ -136,6 +153,8 @@ def token_scores(
     last = lambda model, batch: task.token_log_probs(model, batch)[0, -count:]  # noqa: E731 (of a single row)
     reader = Reader(task, store, measure=last, **options)
     scores = reader.scores(columns, count).cpu()
+    changes = reader.noise_changes(columns, count)
+    noise = None if changes is None else changes.cpu()
     details = {"readout": reader.readout, **reader.details}
     labels = Labels(
         n=store.n,
@@ -150,7 +169,9 @@ def token_scores(
         removes=store.removes,
     )
     texts = _texts(tokenizer, columns["input_ids"][0].tolist())
-    return TokenAttribution(labels, "".join(texts[:-count]), tuple(texts[-count:]), scores)
+    return TokenAttribution(
+        labels, "".join(texts[:-count]), tuple(texts[-count:]), scores, None if noise is None else noise.cpu()
+    )
 
 
 def _texts(tokenizer: Tokenizer, tokens: list[int]) -> list[str]:
@@ -218,6 +239,7 @@ td + td {{ text-align: right; font-variant-numeric: tabular-nums }}
 <p class="text"><span class="prompt">{prompt}</span>{body}</p>
 <p class="unit">All of the completion: {unit}<br>{meaning}</p>
 <table>{rows}</table>
+{notes}
 </body>
 </html>
 """

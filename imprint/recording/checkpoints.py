@@ -56,18 +56,18 @@ def _has_moments(optimiser: Optimizer) -> bool:
 
 
 def capture(optimiser: Optimizer, parameters: Mapping[str, Tensor]) -> OptimiserState:
-    """Return what an optimiser remembers about each of some parameters. Tensors are its own, not copies."""
+    """Return what an optimiser remembers about each of some parameters, in their order. Tensors are its own."""
+    found = {id(parameter): state for parameter, state in optimiser.state.items()}
+    known = {id(parameter) for parameter in parameters.values()}
+    if not found.keys() <= known or not all(isinstance(key, str) for state in found.values() for key in state):
+        raise PlanError(
+            f"the optimiser, {type(optimiser).__name__}, remembers something that belongs to no parameter, which a "
+            "recording cannot keep."
+        )
     tensors: dict[str, dict[str, Tensor]] = {}
     numbers: dict[str, dict[str, Any]] = {}
-    names = {id(parameter): name for name, parameter in parameters.items()}
-    for parameter, state in optimiser.state.items():
-        if id(parameter) not in names or not all(isinstance(key, str) for key in state):
-            raise PlanError(
-                f"the optimiser, {type(optimiser).__name__}, remembers something that belongs to no parameter, which "
-                "a recording cannot keep."
-            )
-        name = names[id(parameter)]
-        for key, value in state.items():
+    for name, parameter in parameters.items():
+        for key, value in sorted(found.get(id(parameter), {}).items()):
             (tensors if isinstance(value, Tensor) else numbers).setdefault(name, {})[key] = value
     return OptimiserState(tensors, numbers)
 

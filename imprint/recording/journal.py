@@ -7,7 +7,7 @@ import hashlib
 import json
 import os
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -78,18 +78,18 @@ class Journal:
 
     def add(self, step: Step, position: Position | None) -> None:
         """Append a step. It survives the end of the process, and with `sync` the end of the machine."""
-        line = _Line(
-            step=self.steps + 1,
-            seed=step.seed,
-            batches=tuple(_Batch(batch.examples, batch.normaliser, batch.loss) for batch in step.batches),
-            changed=_compare(self._groups, step.groups),
-            gradient_norm=step.gradient_norm,
-            clipping=step.clipping,
-            missing=tuple(sorted(step.missing)),
-            closure=step.closure,
-            position=position,
-        )
-        text = json.dumps(asdict(line), separators=(",", ":"), allow_nan=False)
+        line = {
+            "step": self.steps + 1,
+            "seed": step.seed,
+            "batches": [vars(batch) for batch in step.batches],
+            "changed": _compare(self._groups, step.groups),
+            "gradient_norm": step.gradient_norm,
+            "clipping": None if step.clipping is None else vars(step.clipping),
+            "missing": sorted(step.missing),
+            "closure": step.closure,
+            "position": position,
+        }
+        text = json.dumps(line, separators=(",", ":"), allow_nan=False)
         append(self.place, f"{_checksum(text.encode())} {text}\n", durable=False)
         self.steps += 1
         self._groups = step.groups

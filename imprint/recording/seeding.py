@@ -18,7 +18,7 @@ def derive_seed(seed: int, *places: int | str) -> int:
 
 
 def seed_everything(seed: int) -> None:
-    """Seed torch on every device, `random` and numpy: what a micro-batch draws then depends on its seed alone.
+    """Seed torch on every device in use, `random` and numpy: what a micro-batch draws then depends on its seed alone.
 
     >>> seed_everything(7)
     >>> first = torch.rand(2), random.random(), np.random.rand()
@@ -26,9 +26,11 @@ def seed_everything(seed: int) -> None:
     >>> torch.equal(first[0], torch.rand(2)), first[1:] == (random.random(), np.random.rand())
     (True, True)
     """
-    torch.default_generator.manual_seed(seed)  # torch.manual_seed keeps a stack trace for each device that is absent
+    torch.default_generator.manual_seed(seed)  # torch.manual_seed would queue calls for devices that are not in use
     if torch.cuda.is_initialized():
         torch.cuda.manual_seed_all(seed)
+    if torch.xpu.is_initialized():
+        torch.xpu.manual_seed_all(seed)
     if torch.backends.mps.is_available():
         torch.mps.manual_seed(seed)
     random.seed(seed)

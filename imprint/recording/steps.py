@@ -109,8 +109,11 @@ class RunStep:
         if not (self._inside and losses):  # of a closure, the first evaluation counts
             losses.append(loss.detach())
 
-    def note_clipping(self, clipping: Clipping, norm: Tensor | float | None = None) -> None:
-        """Record that the gradients have just been clipped, and their Euclidean norm before that."""
+    def note_clipping(self, clipping: Clipping | None, norm: Tensor | float | None = None) -> None:
+        """Record that the gradients have just been clipped, and their Euclidean norm before that.
+
+        clipping: None if they were written to without a change, such as by a clipping without a limit.
+        """
         self._clipping = clipping
         if norm is not None:
             self._norm = torch.as_tensor(norm)
@@ -128,15 +131,14 @@ class RunStep:
                 f"the optimiser stepped a second time within step {self.number}: use one run.step() for each of its "
                 "steps, with several step.batch(indices) to accumulate gradients."
             )
+        if not closure:
+            self._refuse_changed_gradients()
+            if self._clipping is not None and self._passes_at_clipping != self._gradients.passes:
+                raise PlanError("gradients were clipped before the last backward pass of the step: clip them after it.")
+            self._missing = self._gradients.missing
+            if self._norm is None:
+                self._norm = self._gradients.norm()
         self._groups, self._closure, self._inside = groups, closure, True
-        if closure:
-            return
-        self._refuse_changed_gradients()
-        if self._clipping is not None and self._passes_at_clipping != self._gradients.passes:
-            raise PlanError("gradients were clipped before the last backward pass of the step: clip them after it.")
-        self._missing = self._gradients.missing
-        if self._norm is None:
-            self._norm = self._gradients.norm()
 
     def after_optimiser(self) -> None:
         """Take note that the optimiser has made its step."""

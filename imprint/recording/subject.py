@@ -26,7 +26,8 @@ from imprint.store.fingerprint import DataPrint, of_tensors
 class Subject:
     """A model with the optimiser that trains it, and perhaps a scheduler of the learning rate.
 
-    groups: the names of the parameters in each group of the optimiser; `parameters` are these by name.
+    groups: the names of the parameters in each group of the optimiser.
+    parameters: these by name, in the model's order, in which norms are summed.
     """
 
     def __init__(self, model: nn.Module, optimiser: Optimizer, scheduler: Any) -> None:
@@ -40,7 +41,10 @@ class Subject:
         self.groups = name_groups(model, optimiser)
         describe_groups(optimiser)  # refuses at once what cannot be kept
         own = dict(model.named_parameters())
-        self.parameters = {name: own[name] for group in self.groups for name in group}
+        trained = {name for group in self.groups for name in group}
+        self.parameters = {name: parameter for name, parameter in own.items() if name in trained}
+        self._frozen = {name: parameter for name, parameter in own.items() if name not in self.parameters}
+        self._persistent = persistent_buffers(model).keys()
         self._stamps: dict[str, Stamp] | None = None
 
     @property
@@ -62,7 +66,7 @@ class Subject:
     def mark_buffers(self) -> None:
         """Remember the buffers alone, after forward passes."""
         if self._stamps is not None:
-            self._stamps.update({name: stamp(buffer) for name, buffer in persistent_buffers(self.model).items()})
+            self._stamps.update({name: stamp(buffer) for name, buffer in self._buffers().items()})
 
     def find_change(self, *, buffers: bool = True) -> str | None:
         """Return the first parameter or buffer that was written to or replaced since it was marked."""
@@ -81,15 +85,20 @@ class Subject:
 
     def refuse_regrouping(self) -> None:
         """Refuse an optimiser that trains other parameters than when the recording began."""
-        if name_groups(self.model, self.optimiser) != self.groups:
+        now = [[id(parameter) for parameter in group["params"]] for group in self.optimiser.param_groups]
+        if now != [[id(self.parameters[name]) for name in names] for names in self.groups]:
             raise PlanError("the optimiser's parameter groups changed during the run: a recording has one division.")
 
     def refuse_untrained(self) -> None:
         """Refuse parameters that require gradients and are not the optimiser's."""
-        refuse_untrained(self.model, self.parameters.keys())
+        if any(parameter.requires_grad for parameter in self._frozen.values()):
+            refuse_untrained(self.model, self.parameters.keys())
 
     def _kept(self) -> dict[str, Tensor]:
-        return {**self.parameters, **persistent_buffers(self.model)}
+        return {**self.parameters, **self._buffers()}
+
+    def _buffers(self) -> dict[str, Tensor]:
+        return {name: buffer for name, buffer in self.model.named_buffers() if name in self._persistent}
 
     # --- what a recording says of them
 
@@ -106,7 +115,7 @@ class Subject:
             optimiser=name_class(type(self.optimiser)),
             defaults={name: plain(value, f"default {name!r} of the optimiser") for name, value in defaults.items()},
             groups=self.groups,
-            buffers=tuple(persistent_buffers(self.model)),
+            buffers=tuple(self._persistent),
             frozen=frozen,
             frozen_sha256=frozen_sha256,
             data=data,
@@ -125,12 +134,22 @@ class Subject:
                 raise StoreError(f"{folder} is an unfinished recording, where {what} is {before}, not {now}: {advice}.")
         for what, same in (
             ("trained parameters", header.groups == self.groups),
-            ("buffers", header.buffers == tuple(persistent_buffers(self.model))),
+            ("buffers", header.buffers == tuple(self._persistent)),
             ("frozen parameters", (header.frozen, header.frozen_sha256) == self._describe_frozen()),
             ("data", None in (header.data, data) or header.data == data),
         ):
             if not same:
                 raise StoreError(f"{folder} is an unfinished recording with other {what}: {advice}.")
+
+    def refuse_other_state(self, folder: Path, kept: Kept, header: Header) -> None:
+        """Refuse to go on from a model that differs from a checkpoint of the recording."""
+        state = read_state(folder, kept, header)
+        for name, tensor in self._kept().items():
+            if not torch.equal(tensor.detach().cpu(), state[name]):
+                raise StoreError(
+                    f"{folder} is an unfinished recording whose model had another {name!r} after {kept.step} steps: "
+                    "load the checkpoint that you resume from before, or give a new folder."
+                )
 
     def load(self, folder: Path, kept: Kept, header: Header) -> None:
         """Set model, optimiser and scheduler to a checkpoint of a recording."""
@@ -143,11 +162,10 @@ class Subject:
 
     def find_moved_buffers(self, start: Mapping[str, Tensor]) -> tuple[str, ...]:
         """Return the buffers of real numbers that differ from the start."""
-        buffers = {name: buffer.detach().cpu() for name, buffer in persistent_buffers(self.model).items()}
+        buffers = {name: buffer.detach().cpu() for name, buffer in self._buffers().items()}
         moved = (name for name, buffer in buffers.items() if buffer.is_floating_point())
         return tuple(name for name in moved if not torch.equal(buffers[name], start[name]))
 
     def _describe_frozen(self) -> tuple[tuple[str, ...], str]:
         """Return the names of the parameters that are not trained, and a hash of their values."""
-        frozen = {name: p for name, p in self.model.named_parameters() if name not in self.parameters}
-        return tuple(frozen), of_tensors(frozen)
+        return tuple(self._frozen), of_tensors(self._frozen)

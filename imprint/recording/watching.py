@@ -13,6 +13,7 @@ from imprint.compat import is_scripted, version_of
 from imprint.display import name_some
 from imprint.errors import PlanError
 from imprint.recording.records import Circumstances
+from imprint.store.fingerprint import sum_of_bits
 
 Stamp = tuple[int, int]
 """Where a tensor lies, and how often it was written to."""
@@ -20,7 +21,7 @@ Stamp = tuple[int, int]
 
 def stamp(tensor: Tensor) -> Stamp:
     """Return what changes if a tensor is written to or replaced."""
-    return tensor.data_ptr(), version_of(tensor)
+    return tensor.data_ptr() if tensor.layout is torch.strided else 0, version_of(tensor)
 
 
 def name_groups(model: nn.Module, optimiser: Optimizer) -> tuple[tuple[str, ...], ...]:
@@ -56,15 +57,19 @@ def refuse_untrained(model: nn.Module, trained: Set[str]) -> None:
 class Gradients:
     """Knows the gradients that backward passes have made, and notices changes that it was not told of.
 
+    expected: whether backward passes belong to a step.
+    thorough: whether values are compared too. Unlike clipping, a GradScaler changes gradients without torch counting it
+        as a change, and does so in every step: comparing the values of the first few is enough.
     passes: how many gradients were accumulated so far.
     stray: the first parameter that got a gradient while nobody expected one, if any.
     """
 
     def __init__(self, parameters: Mapping[str, Tensor]) -> None:
         self._parameters = dict(parameters)
-        self._known: dict[str, Stamp] = {}
+        self._known: dict[str, tuple[Stamp, int]] = {}
         self._handles: dict[str, Any] = {}
         self.expected = False
+        self.thorough = False
         self.passes = 0
         self.stray: str | None = None
 
@@ -81,18 +86,22 @@ class Gradients:
         """Take note of a gradient that a backward pass has just accumulated."""
         self.passes += 1
         if self.expected and parameter.grad is not None:
-            self._known[name] = stamp(parameter.grad)
+            self._known[name] = self._look(parameter.grad)
         elif self.stray is None:
             self.stray = name
 
     def accept(self) -> None:
         """Take all gradients as they are now, after a change that is known."""
-        self._known = {name: stamp(p.grad) for name, p in self._parameters.items() if p.grad is not None}
+        self._known = {name: self._look(p.grad) for name, p in self._parameters.items() if p.grad is not None}
+
+    def _look(self, gradient: Tensor) -> tuple[Stamp, int]:
+        known = self.thorough and gradient.layout is torch.strided and not gradient.is_complex()
+        return stamp(gradient), sum_of_bits(gradient) if known else 0
 
     def find_changed(self) -> str | None:
         """Return the first parameter whose gradient is not what backward passes have left, if any."""
         for name, parameter in self._parameters.items():
-            now = None if parameter.grad is None else stamp(parameter.grad)
+            now = None if parameter.grad is None else self._look(parameter.grad)
             if self._known.get(name) != now:
                 return name
         return None

@@ -88,6 +88,7 @@ class RunRecorder:
         self._epochs = 0  # that batches() and loader() were asked for
         self._circumstances: Circumstances | None = None
         self._observed = False  # whether the present micro-batch has had a forward pass
+        self._made = 0  # steps since the recorder was made
         self._due = False  # whether the model is to be saved before the next step
         self._seconds, self._since = 0.0, 0.0
         self._recording: Recording | None = None
@@ -110,6 +111,9 @@ class RunRecorder:
             self._circumstances = None if header.circumstances is None else header.circumstances.restore()
         if step is not None:
             self._go_back(operator.index(step))
+            for kept in self._files.header.checkpoints if self._files.header else ():
+                if kept.step == step:
+                    self._subject.refuse_other_state(self.folder, kept, self._files.require_header())
 
     @property
     def model(self) -> nn.Module:
@@ -260,6 +264,7 @@ class RunRecorder:
         self._subject.mark()
         self._gradients.clear()
         self._gradients.expected = True
+        self._gradients.thorough = self._made < _THOROUGH
 
     def begin_batch(self) -> None:
         """Called by a step when a micro-batch begins."""
@@ -277,6 +282,7 @@ class RunRecorder:
             self._files.note(self._circumstances)
         self._files.add(record, self._position)
         self._broken = None
+        self._made += 1
         self._subject.mark_buffers()
         self._due = self._files.is_due()
         self._seconds, self._since = self._seconds + time.monotonic() - self._since, time.monotonic()
@@ -362,6 +368,7 @@ class RunRecorder:
 
 
 _CLOSED = "it is closed"
+_THOROUGH = 2  # steps in which gradients are compared by their values
 
 
 def _open(folder: Path, recorder: RunRecorder) -> RecordingFolder:

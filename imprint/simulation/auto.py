@@ -33,7 +33,7 @@ from imprint.data import Collate, HashData, spread_examples
 from imprint.errors import SimulationError
 from imprint.model.dropout import dropouts
 from imprint.model.measures import find_targets, margin
-from imprint.plan import Plan, State, register_chooser
+from imprint.plan import Plan, State, engine_for, register_chooser
 from imprint.runtime.progress import Advance, Progress
 from imprint.runtime.turns import jvp
 from imprint.simulation.curvature import curvature_product
@@ -43,6 +43,8 @@ from imprint.simulation.engines import AutoFindings, registered
 from imprint.simulation.frozen import FrozenCurvature, attempt_products, freeze_curvature, sum_with_signs
 from imprint.simulation.inputs import Inputs
 from imprint.simulation.preflight import find_why_not_vmap, refuse_loss
+from imprint.simulation.recorded import Recorded, list_checkpoints, open_run, refuse_both
+from imprint.simulation.repeatable import find_reason_against
 from imprint.simulation.step_size import TRIES, measure_gauss_newton, walk
 from imprint.sources import Sources
 from imprint.task import Batch, Functional, Parameters, Task
@@ -260,6 +262,7 @@ def choose_plan(
     data: Any,
     sources: Sources,
     checkpoints: Sequence[State] | None,
+    run: Recorded | None,
     batch_size: int | None,
     collate_fn: Collate | None,
     hash_data: HashData,
@@ -267,9 +270,32 @@ def choose_plan(
 ) -> Plan:
     """Choose a plan: the work of `Plan.auto`."""
     options: dict[str, Any] = {"batch_size": batch_size, "collate_fn": collate_fn, "device": None, "dtype": None}
-    inputs = Inputs.checked(
-        task, data, sources, Plan(curvature="gauss-newton"), checkpoints, hash_data=hash_data, **options
-    )
+    options["hash_data"] = hash_data
+    if (recorded := open_run(run)) is not None:
+        refuse_both(checkpoints)
+        reason = find_reason_against(task, data, sources, recorded, **options)
+        if reason is None:
+            return Plan(engine=engine_for("this_run"))
+        logger.warning(
+            "the recorded run is not repeated, %s; scores will describe training like it, on average", reason
+        )
+        checkpoints = list_checkpoints(recorded, task)
+    return choose_for_checkpoints(task, data, sources, checkpoints, options, progress)
+
+
+def choose_for_checkpoints(
+    task: Task,
+    data: Any,
+    sources: Sources,
+    checkpoints: Sequence[State] | None,
+    options: dict[str, Any],
+    progress: bool | Advance,
+) -> Plan:
+    """Choose a plan that simulates from checkpoints.
+
+    options: of `Inputs.checked`.
+    """
+    inputs = Inputs.checked(task, data, sources, Plan(curvature="gauss-newton"), checkpoints, **options)
     bar = Progress("choosing", DIRECTIONS * len(inputs.states), "curvature products", progress)
     looks = []
     with task.evaluating(), closing(bar):

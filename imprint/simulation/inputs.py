@@ -31,6 +31,7 @@ from imprint.simulation.recorded import (
     complete_end,
     find_begin,
     find_changed_buffers,
+    refuse_both,
     refuse_other_data,
 )
 from imprint.simulation.states import States
@@ -96,8 +97,7 @@ class Inputs:
             )
         if run is not None:
             check_run(run, task, len(training), plan)
-            if checkpoints is not None:
-                raise PlanError("a recorded run is repeated to its end: give run= or checkpoints=, not both.")
+            refuse_both(checkpoints)
             checkpoints = [complete_end(run, task)]
         stored_as = _stored_dtype(task, dtype)
         inputs = cls(task, training, sources, plan, States(task, checkpoints), stored_as, hash_data, run=run)

@@ -1,25 +1,35 @@
 """Fits a recorded training run to a task, its data and a plan, for `imprint.simulation.inputs`."""
 
-from typing import Any, cast
+import os
+from collections.abc import Sequence
 
 import torch
 
 from imprint.display import name_some
 from imprint.errors import DataError, PlanError, TaskError
-from imprint.plan import Plan, engine_for
+from imprint.plan import Plan, State, engine_for
+from imprint.recording.reading import Recording
 from imprint.recording.records import Run
+from imprint.recording.writing import RunRecorder
 from imprint.store.fingerprint import DataPrint, compare_data
 from imprint.store.request import ParameterSpec
 from imprint.task import Parameters, Task
 
+Recorded = Run | RunRecorder | str | os.PathLike[str]
+"""A recorded run: a recording, the recorder that made it, or the folder it is in."""
 
-def open_run(run: Any) -> Run | None:
-    """Return a recorded run as replays read it."""
-    if run is None:
-        return None
-    if not hasattr(run, "optimiser_state"):
-        raise PlanError(f"run must be a recorded run, got {type(run).__name__}.")
-    return cast(Run, run)
+
+def open_run(run: Recorded | None) -> Run | None:
+    """Return a recorded run as replays read it; the training of a recorder is over."""
+    if isinstance(run, RunRecorder):
+        return run.finish()
+    if isinstance(run, str | os.PathLike):
+        return Recording(run)
+    if run is not None and not hasattr(run, "optimiser_state"):
+        raise PlanError(
+            f"run must be an imprint.RunRecorder, an imprint.Recording or a folder, got {type(run).__name__}."
+        )
+    return run
 
 
 def choose_plan_for(plan: Plan | None, run: Run | None) -> Plan:
@@ -39,6 +49,12 @@ def choose_plan_for(plan: Plan | None, run: Run | None) -> Plan:
             f'{engine_for("this_run")}").'
         )
     return plan
+
+
+def refuse_both(checkpoints: Sequence[State] | None) -> None:
+    """Refuse checkpoints beside a recorded run."""
+    if checkpoints is not None:
+        raise PlanError("a recorded run is repeated to its end: give run= or checkpoints=, not both.")
 
 
 def check_run(run: Run, task: Task, n: int, plan: Plan) -> None:
@@ -75,7 +91,25 @@ def find_begin(run: Run, start: int) -> int:
 
 def complete_end(run: Run, task: Task) -> Parameters:
     """Return the recorded end as a complete state: what the run did not train comes from the task's model."""
-    return {**task.state(), **run.state(len(run.steps))}
+    end = run.state(len(run.steps))
+    return run.complete(task, end) if isinstance(run, Recording) else {**task.state(), **end}
+
+
+def list_checkpoints(run: Run, task: Task) -> list[State]:
+    """Return the checkpoints of a run after its start, for engines that simulate from checkpoints."""
+    if isinstance(run, Recording) and not run.frozen:
+        return list(run.paths)
+    whole = run.complete if isinstance(run, Recording) else lambda task, state: {**task.state(), **state}
+    return [whole(task, run.state(step)) for step in run.checkpoints[1:]]
+
+
+def settle_states(
+    plan: Plan, run: Run | None, checkpoints: Sequence[State] | None, task: Task
+) -> tuple[Run | None, Sequence[State] | None]:
+    """Return the run and the checkpoints that an automatic plan is for: of a run that it does not repeat, its own."""
+    if run is None or plan.rules.question == "this_run":
+        return run, checkpoints
+    return None, list_checkpoints(run, task)
 
 
 def find_changed_buffers(run: Run, task: Task) -> dict[str, ParameterSpec]:

@@ -2,10 +2,9 @@
 
 import json
 import logging
-import math
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -15,24 +14,24 @@ from typing import Any, Literal
 import torch
 
 from imprint.data import Collate, HashData
-from imprint.errors import SimulationError, StoreError, first_line
+from imprint.errors import StoreError, first_line
 from imprint.plan import Plan, Settings, State
-from imprint.recording.records import Run
 from imprint.runtime.memory import Peak
 from imprint.runtime.progress import Advance, Progress
 from imprint.runtime.turns import settle_child
 from imprint.simulation import engines
 from imprint.simulation.checkpoint_files import CheckpointFiles
 from imprint.simulation.engines import Chunk, Engine
+from imprint.simulation.figures import check_rows, summarise
 from imprint.simulation.guards import check_weights
 from imprint.simulation.inputs import Inputs
 from imprint.simulation.path import Hooks
-from imprint.simulation.recorded import open_run
+from imprint.simulation.recorded import Recorded, open_run, settle_states
 from imprint.simulation.sizing import fit_batches, refit
 from imprint.simulation.snapshot import Snapshot
 from imprint.simulation.taking_over import check_choices
 from imprint.sources import Sources
-from imprint.store.checkpoint import Checkpoint, File, Measured, ShardFigures, Spread, read_figures
+from imprint.store.checkpoint import Checkpoint, File, ShardFigures, read_figures
 from imprint.store.comparison import compare_training_data, difference
 from imprint.store.fingerprint import how_hashed, partly_hashed
 from imprint.store.layouts import coefficients_dtype, layout
@@ -43,7 +42,6 @@ from imprint.store.request import DTYPES, Request
 from imprint.store.values import Value, parsed
 from imprint.store.writing import Writer
 from imprint.task import Parameters, Task
-from imprint.tensors.vectors import row_norms, six_digits
 
 logger = logging.getLogger(__name__)
 
@@ -56,7 +54,7 @@ def simulate(
     plan: Plan | Literal["auto"] | None = None,
     *,
     checkpoints: Sequence[State] | None = None,
-    run: Run | None = None,
+    run: Recorded | None = None,
     out: str | os.PathLike[str] | None = None,
     batch_size: int | None = None,
     collate_fn: Collate | None = None,
@@ -75,8 +73,9 @@ def simulate(
     checkpoints: state dicts or .safetensors files; by default the model as it is. A pair (checkpoint, moments) brings
         Adam's second moments for a plan with that preconditioner, as a dict by parameter or a .safetensors file; those
         that a `Recorder` has kept beside a file are found without being named.
-    run: the recorded training run, in place of checkpoints. Without a plan it is repeated once per source, with that
-        source at weight 0: scores then answer what removing it does to the model of this very run.
+    run: a recorded training run in place of checkpoints: a `RunRecorder`, a `Recording` or its folder. Without a plan
+        it is repeated once per source, with that source at weight 0: scores then say what removing the source does to
+        the model of this very run. With "auto" it is repeated where that is affordable and the run is calm.
     out: folder of the store; without it the store is temporary and vanishes with the returned object. The
         same call again resumes an interrupted simulation, and returns a finished one.
     batch_size: how many examples are evaluated at once, by default 1,024, on a GPU 8,192; memory and speed only (the
@@ -94,15 +93,16 @@ def simulate(
     progress: True for a line on standard error, False for none, or a function of (done, total).
     """
     settle_child()
-    run = open_run(run)
+    recorded = open_run(run)
     if repeat is not None:
         repeat = Store.of(repeat)
         plan = repeat.manifest.plan if plan is None else plan
         batch_size = repeat.manifest.execution.batch_size if batch_size is None else batch_size
     options: dict[str, Any] = {"batch_size": batch_size, "collate_fn": collate_fn, "hash_data": hash_data}
     if plan == "auto":
-        plan = Plan.auto(task, data, sources, checkpoints, progress=progress, **options)
-    inputs = Inputs.checked(task, data, sources, plan, checkpoints, device=device, dtype=dtype, run=run, **options)
+        plan = Plan.auto(task, data, sources, checkpoints, run=recorded, progress=progress, **options)
+        recorded, checkpoints = settle_states(plan, recorded, checkpoints, task)
+    inputs = Inputs.checked(task, data, sources, plan, checkpoints, device=device, dtype=dtype, run=recorded, **options)
     _refuse_note(note)
     started, peak = time.monotonic(), Peak(task.device)
     with task.evaluating():
@@ -222,7 +222,7 @@ class _Work:
         return replace(
             Checkpoint.planned(settings),
             decided=engine.choices,
-            measured=_summarise(engine, shards, self.inputs.notices.add),
+            measured=summarise(engine, [shard.figures for shard in shards], self.inputs.notices.add),
             base=shards[0].base,
             imprints=tuple(shard.imprints for shard in shards),
             midpoints=tuple(shard.midpoints for shard in shards if shard.midpoints is not None),
@@ -240,7 +240,7 @@ class _Work:
             found = shard is not None
             if shard is None:
                 chunk, snapshots = self._simulate(engine, place, sources, fit)
-                shard = self._write(place, state, chunk, _measure_norms(engine, sources, chunk))
+                shard = self._write(place, state, chunk, check_rows(engine, sources, chunk))
                 for snapshot in snapshots:
                     snapshot.clear()
             self._reach(engine.units(engine.plan, engine.work.settings, sources), fresh=not found)
@@ -257,7 +257,7 @@ class _Work:
             chunks.append(engine.simulate(engine.descent.with_sources(sources.rows(first, first + fit)), hooks))
         return engines.join(chunks), snapshots
 
-    def _write(self, place: "_Place", state: Parameters, chunk: Chunk, norms: list[float]) -> "_Shard":
+    def _write(self, place: "_Place", state: Parameters, chunk: Chunk, figures: ShardFigures) -> "_Shard":
         """Write the imprints of a file. They come last: where they are, all of it is."""
         base = midpoints = noise = None
         if place.number == 0:
@@ -265,7 +265,6 @@ class _Work:
             noise = place.files.write("noise", self._cast(chunk.noise)) if chunk.noise is not None else None
         if chunk.midpoints is not None:
             midpoints = place.files.write(place.name("midpoints"), self._cast(chunk.midpoints), place.rows)
-        figures = _round_figures(chunk, norms)
         tensors = self._cast(chunk.imprints, chunk.exact)
         imprints = place.files.write(place.name("imprints"), tensors, place.rows, asdict(figures))
         return _Shard(imprints, figures, base, midpoints, noise)
@@ -311,69 +310,6 @@ class _Work:
         batch = self.inputs.data.gather(torch.tensor(examples))
         at_base = self.inputs.task.at({**self.inputs.fixed, **base})
         return self.writer.probes(batch, evaluate_probes(*at_base, batch, len(examples)))
-
-
-def _measure_norms(engine: Engine, sources: Sources, chunk: Chunk) -> list[float]:
-    """Return the norms of some imprints; refuse those that are no numbers, or could not be read again."""
-    norms = row_norms(chunk.imprints).tolist() if chunk.norms is None else chunk.norms
-    for identity, norm in zip(sources.ids, norms, strict=True):
-        if not math.isfinite(norm):
-            raise SimulationError(f"the imprint of source {identity!r} by the {engine.name} engine is not finite.")
-    _refuse_noise(engine, chunk)
-    expected = engine.layout(len(sources))
-    if expected is not None and layout(chunk.imprints, dtype=engine.work.stored) != expected:
-        raise SimulationError(
-            f"the {engine.name} engine must return one row per source for each selected parameter: {len(sources)} "
-            f"sources came as { {name: tuple(tensor.shape) for name, tensor in chunk.imprints.items()} }."
-        )
-    return norms
-
-
-def _round_figures(chunk: Chunk, norms: list[float]) -> ShardFigures:
-    """Return the figures of some sources as their file has them.
-
-    Six digits: the last ones depend on where tensors lie in memory, and a resumed store is the same to the bit.
-    """
-
-    def one(value: float | None) -> float | None:
-        return None if value is None else six_digits([value])[0]
-
-    return ShardFigures(
-        drift=six_digits([chunk.drift])[0],
-        norms=tuple(six_digits(norms)),
-        linearity=tuple(six_digits(chunk.linearity)),
-        whole=tuple(six_digits(chunk.whole)),
-        effects=tuple(six_digits(chunk.effects)),
-        noise_effect=one(chunk.noise_effect),
-        deviation=one(chunk.deviation),
-    )
-
-
-def _refuse_noise(engine: Engine, chunk: Chunk) -> None:
-    """Refuse rows of perturbed starts that are no numbers, or not those that were decided."""
-    if chunk.noise is None:
-        return
-    if not bool(row_norms(chunk.noise).isfinite().all()):
-        raise SimulationError(f"a run of the {engine.name} engine with a slightly perturbed start is not finite.")
-    wanted = layout(engine.descent.start, engine.choices.noise_rows, engine.work.stored)
-    if layout(chunk.noise, dtype=engine.work.stored) != wanted:
-        raise SimulationError(f"the {engine.name} engine decided on {engine.choices.noise_rows} rows of noise.")
-
-
-def _summarise(engine: Engine, shards: "list[_Shard]", notice: Callable[[str], None]) -> Measured:
-    """Add what was measured on the imprints to what was measured before."""
-    norms, linearity, whole = (
-        [value for shard in shards for value in getattr(shard.figures, name)]
-        for name in ("norms", "linearity", "whole")
-    )
-    measured = replace(
-        engine.measured,
-        drift=shards[0].figures.drift,
-        norms=Spread.of(norms),
-        linearity=Spread.of(linearity) if linearity else None,
-        lost=engine.measure_share_lost(norms, whole),
-    )
-    return engine.conclude(measured, [shard.figures for shard in shards], notice)
 
 
 @dataclass(frozen=True)

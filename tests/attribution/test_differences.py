@@ -6,8 +6,9 @@ from typing import Any
 import pytest
 import torch
 
-from imprint import Attribution, ReadoutError
+from imprint import Attribution, DataError, ReadoutError
 from tests.attribution.results import NOISE, SCORES, make_replayed, make_result
+from tests.evaluation.planted import REMOVALS, attribution, planted, scores_for
 
 
 def test_removal_effects_are_subtracted_whatever_n_is() -> None:
@@ -78,3 +79,10 @@ def test_results_that_cannot_be_compared_are_refused_with_the_difference(other: 
 def test_only_results_are_subtracted(other: Any) -> None:
     with pytest.raises(TypeError):
         make_result() - other
+
+
+def test_a_difference_is_not_compared_with_ground_truth() -> None:
+    scores = scores_for(REMOVALS)
+    result = attribution(scores, REMOVALS)
+    with pytest.raises(DataError, match="a difference of two results, which no model has"):
+        planted(scores, REMOVALS).match(result - result)

@@ -10,7 +10,9 @@ import torch
 from torch import nn
 
 from imprint import Attribution, Plan, Sources, SourcesError, Task, attribute, simulate
+from imprint.errors import ReliabilityWarning
 from tests.attribution.results import NOISE, SCORES, make_replayed, make_result
+from tests.evaluation.planted import GROUPS, LOO, REMOVALS, attribution, planted, scores_for
 
 EITHER: list[Any] = [
     {"x": ["ann", "cid"], "y": ["bob"]},
@@ -104,6 +106,14 @@ def test_sources_that_must_share_examples_are_not_summed() -> None:
         make_result(source_sizes=(6, 6, 1)).group({"x": ["ann", "bob"]})
 
 
+def test_groups_warn_where_some_sources_share_examples() -> None:
+    overlapping = make_result(source_sizes=(4, 5, 4))
+    with pytest.warns(ReliabilityWarning, match="share examples: they have 13 in all, the training data has 10"):
+        found = overlapping.group({"x": ["ann", "bob"]})
+    assert "count the shared examples twice" in found.warnings[0]
+    assert overlapping.group({"x": ["ann"]}).warnings == ()
+
+
 def test_a_sum_of_removals_is_called_an_estimate_everywhere() -> None:
     result = make_replayed().group({"x": ["ann", "cid"], "y": ["bob"]})
     labels = result.labels
@@ -158,3 +168,10 @@ def test_per_example_scores_divide_by_any_sources_of_the_data() -> None:
         whole.group(sources)
     with pytest.raises(SourcesError, match="made for 7 training examples"):
         each.group(Sources.by_label("aaabbbb"))
+
+
+def test_grouped_scores_are_compared_with_ground_truth_of_the_groups() -> None:
+    scores = scores_for(LOO)
+    united = attribution(scores, LOO).group(GROUPS)
+    truth = planted(united.scores, REMOVALS)
+    assert truth.slope(united) == pytest.approx(1.0)

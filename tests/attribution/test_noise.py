@@ -9,7 +9,6 @@ import torch
 from imprint import Attribution, ReadoutError, StoreError
 from imprint.attribution.noise import describe_chaos, measure_chaos, widen
 from tests.attribution.results import NOISE, SCORES, make_replayed, make_result
-from tests.attribution.test_questions import Doubled
 
 STANDS_OUT = [[True, True, False], [False, False, True]]
 
@@ -77,8 +76,15 @@ def test_some_queries_keep_their_noise() -> None:
     assert part.distinguishable is not None and part.distinguishable.tolist() == STANDS_OUT[1:]
 
 
+class Doubled:
+    """A ground truth of twice the effects."""
+
+    def slope(self, result: Attribution, /) -> float:
+        return 2.0
+
+
 def test_noise_is_calibrated_with_the_scores() -> None:
-    result = make_replayed().calibrate(Doubled("this_run"))
+    result = make_replayed().calibrate(Doubled())
     assert result.noise is not None and result.noise.tolist() == pytest.approx([0.2, 0.4])
     assert result.distinguishable is not None and result.distinguishable.tolist() == STANDS_OUT
 

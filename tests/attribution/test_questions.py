@@ -1,14 +1,16 @@
 """Every form of a result says which question it answers: this very run, or the mean over trainings like it."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from imprint import Attribution, ReadoutError, StoreError
+from imprint import Attribution, DataError, ReadoutError, StoreError
 from imprint.plan import Question
-from tests.attribution.results import SCORES, make_replayed, make_result
+from tests.attribution.results import make_replayed, make_result
+from tests.evaluation.planted import REMOVALS, attribution, planted, scores_for
 
 FILES = Path(__file__).parent / "files"
 WORDS: dict[Question, str] = {
@@ -66,26 +68,17 @@ def test_labels_that_cannot_be_are_not_saved(change: dict[str, Any], words: str,
     assert list(tmp_path.iterdir()) == []
 
 
-class Doubled:
-    """A ground truth of twice the effects."""
-
-    def __init__(self, question: Question) -> None:
-        self.question = question
-
-    def slope(self, result: Attribution, /) -> float:
-        return 2.0
-
-
 def test_only_ground_truth_of_the_same_question_calibrates() -> None:
-    result = make_replayed().calibrate(Doubled("this_run"))
-    torch.testing.assert_close(result.scores, 2 * SCORES)
-    assert (result.question, result.details["calibration"]) == ("this_run", 2.0)
-    with pytest.raises(ReadoutError, match=r"'this_run' \(this run: .*\), the ground truth 'expected' \(expected"):
-        make_replayed().calibrate(Doubled("expected"))
-    with pytest.raises(ReadoutError, match="of the same question"):
-        make_result().calibrate(Doubled("this_run"))
+    scores = scores_for(REMOVALS)
+    truth, asked = planted(scores, REMOVALS, size=2.0), attribution(scores, REMOVALS, question="this_run")
+    result = asked.calibrate(replace(truth, question="this_run"))
+    torch.testing.assert_close(result.scores, result.details["calibration"] * scores)
+    assert result.question == "this_run" and result.details["calibration"] == pytest.approx(2.0, rel=0.3)
+    for given, known in ((asked, truth), (attribution(scores, REMOVALS), replace(truth, question="this_run"))):
+        with pytest.raises(DataError, match="use ground truth of the same question"):
+            given.calibrate(known)
 
 
 def test_a_difference_has_no_ground_truth() -> None:
     with pytest.raises(ReadoutError, match="calibrate both, then subtract"):
-        (make_replayed() - make_replayed()).calibrate(Doubled("this_run"))
+        (make_replayed() - make_replayed()).calibrate(planted(scores_for(REMOVALS), REMOVALS))

@@ -58,7 +58,7 @@ def test_self_influence_needs_an_example_for_each_source(task: Task, store: Stor
 
 
 def test_an_unknown_readout_is_shown_the_known_ones(task: Task, store: Store) -> None:
-    with pytest.raises(ReadoutError, match=r"'backward' is unknown.*jvp, central, literal, gradient"):
+    with pytest.raises(ReadoutError, match=r"'backward' is unknown.*jvp, central, literal, removed, gradient"):
         Reader(task, store, readout="backward")  # type: ignore[arg-type]
 
 

@@ -1,15 +1,14 @@
 """Guesses by words alone find the text a passage comes from, for the reasons they are known for."""
 
 import math
-import sys
 from collections.abc import Callable
 
 import pytest
 import torch
 from torch import Tensor
 
-from imprint import DataError, MissingExtra
-from imprint.benchmarking.lexical import bm25, characters, size_only, tf_idf
+from imprint import DataError
+from imprint.benchmarking.lexical import Terms, bm25, characters, size_only, tf_idf, words
 
 SOURCES = [
     "The cat sat on the mat. The cat purred, and the mat was warm.",
@@ -67,10 +66,13 @@ def test_tf_idf_is_its_formula() -> None:
     assert tf_idf(["apple unknown"], ["apple pear", "apple apple fig"])[0].tolist() == pytest.approx(expected)
 
 
-def test_tf_idf_without_scikit_learn_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "sklearn.feature_extraction.text", None)
-    with pytest.raises(MissingExtra, match=r"TF-IDF needs .*imprint-attribution\[report\]"):
-        tf_idf(QUERIES, SOURCES)
+@pytest.mark.parametrize("terms", [words, characters(4)])
+def test_tf_idf_is_that_of_scikit_learn(terms: Terms) -> None:
+    text = pytest.importorskip("sklearn.feature_extraction.text", reason="scikit-learn is not installed")
+    vectorizer = text.TfidfVectorizer(analyzer=terms, sublinear_tf=True)
+    had = vectorizer.fit_transform(SOURCES)
+    expected = torch.from_numpy((vectorizer.transform(QUERIES) @ had.T).toarray())
+    torch.testing.assert_close(tf_idf(QUERIES, SOURCES, terms), expected)
 
 
 def test_a_size_is_the_same_guess_for_every_query() -> None:

@@ -186,3 +186,13 @@ def test_subsets_say_what_they_are() -> None:
     some = Subsets.without(OVERLAPPING, [[], [0], [2, 1]], n=6)
     assert [some.describe(index) for index in range(3)] == ["everything", "all but 'a'", "all but 'c', 'b'"]
     assert Subsets.halves(10, 1).describe(0).endswith(" and 2 more")
+
+
+def test_unions_have_as_many_sources_as_asked_for() -> None:
+    pairs = Subsets.without_some(8, 6, drop=2)
+    assert [len(removed) for removed in pairs.removed] == [0, 2, 2, 2, 2, 2, 2]
+    assert pairs.removed == Subsets.without_some(8, 6, share=0.25).removed
+    with pytest.raises(SourcesError, match="a union of 8 sources leaves none of 8: drop fewer"):
+        Subsets.without_some(8, 6, drop=8)
+    with pytest.raises(DataError, match="drop must be a whole number of at least 1, got 0"):
+        Subsets.without_some(8, 6, drop=0)

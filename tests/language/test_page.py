@@ -11,7 +11,8 @@ PAGE = Path(__file__).parents[2] / "docs" / "language.md"
 
 def test_the_quickstarts_are_short_and_credit_who_wrote_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    completion, words, fine_tune, aimed = re.findall(r"```python\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.S)
+    blocks = re.findall(r"```python\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.S)
+    completion, words, fine_tune, replayed, aimed = blocks
     page: dict[str, Any] = {}
     for code in (completion, fine_tune):
         assert len(code.splitlines()) < 40
@@ -21,6 +22,9 @@ def test_the_quickstarts_are_short_and_credit_who_wrote_it(tmp_path: Path, monke
     assert max(page["tokens"].words("kennel"), key=lambda word: word[1])[0] == " fence"
     exec(fine_tune, page)
     assert [query[0].name for query in page["result"].top(1, by="lowers")] == ["ann", "ben"]
+    exec(replayed, page)
+    assert [query[0].name for query in page["result"].top(1, by="lowers")] == ["ann", "ben"]
+    assert page["result"].question == "this_run"
     exec(aimed, page)
     again = page["imprint"].attribute(page["task"], page["store"], page["queries"])
     assert [query[0].name for query in again.top(1, by="lowers")] == ["ann", "ben"]

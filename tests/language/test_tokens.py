@@ -1,6 +1,7 @@
 """Scores per token add up to the completion's own, and are shown as readable words."""
 
 import re
+from dataclasses import replace
 from io import StringIO
 from pathlib import Path
 from typing import Any
@@ -87,6 +88,17 @@ def test_the_page_stands_alone_and_escapes_what_it_shows() -> None:
     assert "<Alpha>" not in page
     assert "nats" in page
     assert "change of log-likelihood if the source were removed: − means the source helps" in page
+
+
+def test_a_completion_of_a_repeated_run_shows_question_noise_and_warnings() -> None:
+    found = replace(shown(question="this_run", removes=True, warnings=("take <care>",)), noise_changes=torch.ones(2, 4))
+    for text in (repr(found), found.to_html()):
+        assert "this run: had this source had weight 0 in the training that made this model" in text
+        assert "Beta +0.1~" in re.sub("<[^>]*>", " ", text).replace("  ", " ")
+        assert "~ not distinguishable from 0" in text
+    assert found.completion.noise is not None and found.completion.noise.tolist() == [4.0]
+    assert "warning: take <care>" in repr(found) and "warning: take &lt;care&gt;" in found.to_html()
+    assert "~" not in repr(shown()) and "expected: mean over trainings like this one" in repr(shown())
 
 
 def test_signs_have_their_colours_and_size_their_strength() -> None:

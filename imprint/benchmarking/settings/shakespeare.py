@@ -121,7 +121,7 @@ SMALL = Size(
 
 
 @dataclass(frozen=True)
-class Shakespeare:
+class Windows:
     """The text split into segments, windows and passages.
 
     train, queries: windows to train on, and held-out passages; a window's loss is the mean over its tokens.
@@ -135,7 +135,6 @@ class Shakespeare:
     origins: Tensor
     texts: tuple[str, ...]
     passages: tuple[str, ...]
-    tokenizer: "Tokenizer"
 
     @property
     def sources(self) -> Sources:
@@ -143,29 +142,49 @@ class Shakespeare:
         return Sources.by_label(self.owners, names={index: f"segment {index + 1}" for index in range(SEGMENTS)})
 
 
+@dataclass(frozen=True)
+class Shakespeare(Windows):
+    """The text in byte pairs, with their tokenizer."""
+
+    tokenizer: "Tokenizer"
+
+
 def load(size: Size = FULL, where: float = 0.5) -> Shakespeare:
     """Load the text as windows of each segment, with some windows held out at even distances.
 
     where: the position of a held-out window within its stretch, from 0 to 1; other values give other passages.
     """
-    text = remove_speakers(_read())
+    text = read_speeches()
     tokenizer = _learn_tokenizer(text, size.vocabulary)
     ids = torch.tensor(tokenizer.encode(text).ids)
-    each = len(ids) // SEGMENTS // size.length
+    found = cut_windows(ids, tokenizer.decode_batch, size.length, size.passages, where, windows=size.windows)
+    return Shakespeare(**vars(found), tokenizer=tokenizer)
+
+
+def cut_windows(
+    ids: Tensor,
+    decode: Callable[[list[list[int]]], list[str]],
+    length: int,
+    passages: int,
+    where: float = 0.5,
+    *,
+    windows: int | None = None,
+) -> Windows:
+    """Cut a text into segments, these into windows, and hold some windows of each out."""
+    each = len(ids) // SEGMENTS // length
     segments = ids[: SEGMENTS * (len(ids) // SEGMENTS)].reshape(SEGMENTS, -1)
-    taken = min(each, size.windows or each)
-    windows = segments[:, : taken * size.length].reshape(SEGMENTS, taken, size.length)
-    held_out = ((torch.arange(size.passages) + where) * taken / size.passages).long()
+    taken = min(each, windows or each)
+    parts = segments[:, : taken * length].reshape(SEGMENTS, taken, length)
+    held_out = ((torch.arange(passages) + where) * taken / passages).long()
     kept = torch.ones(taken, dtype=torch.bool).index_fill(0, held_out, False)
     numbers = torch.arange(SEGMENTS)
-    return Shakespeare(
-        train=make_columns(windows[:, kept].flatten(0, 1)),
-        queries=make_columns(windows[:, held_out].flatten(0, 1)),
+    return Windows(
+        train=make_columns(parts[:, kept].flatten(0, 1)),
+        queries=make_columns(parts[:, held_out].flatten(0, 1)),
         owners=numbers.repeat_interleave(int(kept.sum())),
-        origins=numbers.repeat_interleave(size.passages),
-        texts=tuple("\n".join(tokenizer.decode_batch(part[kept].tolist())) for part in windows),
-        passages=tuple(tokenizer.decode_batch(windows[:, held_out].flatten(0, 1).tolist())),
-        tokenizer=tokenizer,
+        origins=numbers.repeat_interleave(passages),
+        texts=tuple("\n".join(decode(part[kept].tolist())) for part in parts),
+        passages=tuple(decode(parts[:, held_out].flatten(0, 1).tolist())),
     )
 
 
@@ -185,6 +204,11 @@ def remove_speakers(text: str) -> str:
     speeches = (speech.lstrip("\n").partition("\n") for speech in text.split("\n\n"))
     said = (rest if first.endswith(":") else first + end + rest for first, end, rest in speeches)
     return "\n\n".join(filter(None, said))
+
+
+def read_speeches() -> str:
+    """Read the text, without the names of speakers."""
+    return remove_speakers(_read())
 
 
 def _read() -> str:

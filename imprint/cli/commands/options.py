@@ -49,6 +49,15 @@ CheckpointStrings = Annotated[
         "Default: `checkpoints` in the task's file, or else the current weights of the model.",
     ),
 ]
+RunString = Annotated[
+    str | None,
+    typer.Option(
+        "--run",
+        metavar="FOLDER",
+        help="A recorded training run, in place of checkpoints: its folder, or the import string of an "
+        "`imprint.Recording`. The run is repeated once for each source.",
+    ),
+]
 PlanPairs = Annotated[
     list[str] | None,
     typer.Option(

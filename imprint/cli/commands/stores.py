@@ -28,6 +28,7 @@ from imprint.cli.commands.options import (
     PlanPairs,
     QueriesString,
     ReadoutName,
+    RunString,
     SourcesString,
     StorePath,
     StoreTask,
@@ -52,13 +53,13 @@ from imprint.errors import ConfigurationError, ReliabilityWarning, StoreError
 from imprint.store.files import write
 from imprint.store.manifest import JOURNAL, MANIFEST
 
-_LOADED = ("task", "data", "sources", "collate_fn", "checkpoints")  # what a simulation loads
+_LOADED = ("task", "data", "sources", "collate_fn", "checkpoints", "run")  # what a simulation loads
 
 
 def _read_experiment(context: typer.Context) -> Experiment:
     """Collect the flags of `check` or `simulate`, and what they leave open from the file of --config."""
     given = context.params
-    plain = ("task", "data", "sources", "queries", "batch_size", "dtype", "memory", "hash_data", "device", "out")
+    plain = ("task", "data", "sources", "queries", "run", "batch_size", "dtype", "memory", "hash_data", "device", "out")
     experiment = Experiment(
         **{name: given[name] for name in plain if name in given},
         collate_fn=given["collate"],
@@ -75,6 +76,7 @@ def check(
     sources: SourcesString = None,
     queries: QueriesString = None,
     checkpoint: CheckpointStrings = None,
+    run: RunString = None,
     plan: PlanPairs = None,
     collate: CollateString = None,
     batch_size: BatchSize = None,
@@ -123,6 +125,7 @@ def simulate(
     data: DataString = None,
     sources: SourcesString = None,
     checkpoint: CheckpointStrings = None,
+    run: RunString = None,
     plan: PlanPairs = None,
     collate: CollateString = None,
     batch_size: BatchSize = None,
@@ -154,6 +157,8 @@ def simulate(
     - `imprint simulate my_model.py:task --sources per-example -p steps=50 -c epoch-1.safetensors --out runs/each`
 
     - `imprint simulate digits --out runs/digits`, for a built-in setting, whose model is trained first
+
+    - `imprint simulate my_model.py:task --run runs/train --out runs/news`, to repeat a recorded run without each source
 
     - `imprint simulate --config news.toml`
 

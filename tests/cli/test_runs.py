@@ -1,0 +1,68 @@
+"""A recorded run is repeated from the command line, and its store says so."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from imprint import Store
+from tests.cli.commands import Command
+from tests.simulation.removals import removing_engine
+
+MODEL = """
+from imprint import Plan
+from tests.simulation.removals import SOURCES, HandMadeRun, make_data, make_model, make_task
+
+task, data, sources = make_task(), make_data(), SOURCES
+queries = make_data()[0][:3], make_data()[1][:3]
+plan = Plan(steps=3, lr=0.1)
+checkpoints = [task.state()]
+run = HandMadeRun.of(make_model())
+"""
+
+
+@pytest.fixture(autouse=True)
+def _removing(empty: Path) -> Iterator[None]:
+    (empty / "model.py").write_text(MODEL)
+    with removing_engine():
+        yield
+
+
+RUN = ("model.py:task", "--run", "model.py:run", "-p", "engine=removing")
+
+
+def test_a_run_is_checked_repeated_shown_and_read_out(command: Command) -> None:
+    assert "removed" in command("check", *RUN).out
+    values = command("simulate", *RUN, "-o", "store", "--json").values
+    assert values["question"] == "this_run" and values["readouts"] == ["removed"]
+    assert values["recording"] == Store("store").manifest.request.recording
+    assert values["checkpoints"][0]["measured"]["chaos"] > 0
+    shown = command("inspect", "store").out
+    for text in ("the very run that made the model", "chaos", "deviation from the recorded end", "removing of the"):
+        assert text in shown
+    assert "damping" not in shown and "curvature" not in shown
+    found = command("attribute", "store", "--task", "model.py:task")
+    assert found.code == 0 and "this run" in found.out
+    refused = command("attribute", "store", "--task", "model.py:task", "--readout", "jvp")
+    assert refused.code == 1 and "along a finite removal a derivative is 55 to 130% off" in refused.err
+
+
+def test_a_store_names_its_run_and_does_not_load_it(command: Command) -> None:
+    assert command("simulate", *RUN, "-o", "store", "--no-check").code == 0
+    again = command("simulate", "model.py:task", "--repeat", "store", "-o", "again", "--no-check")
+    assert again.code == 1 and "--run model.py:run" in again.err
+    given = ("--run", "model.py:run")
+    assert command("simulate", "model.py:task", *given, "--repeat", "store", "-o", "again", "--no-check").code == 0
+
+
+@pytest.mark.parametrize("name", ["nowhere", "."])
+def test_what_is_no_recording_is_refused(name: str, command: Command) -> None:
+    refused = command("check", "model.py:task", "--run", name)
+    assert refused.code == 1 and "recording.json" in refused.err
+
+
+def test_a_configuration_names_a_run_relative_to_its_folder(command: Command, empty: Path) -> None:
+    (empty / "inner").mkdir()
+    (empty / "inner" / "news.toml").write_text('task = "../model.py:task"\nrun = "train"\nout = "store"\n')
+    refused = command("simulate", "--config", "inner/news.toml")
+    assert refused.code == 1 and "inner/train" in refused.err

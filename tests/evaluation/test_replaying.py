@@ -1,0 +1,167 @@
+"""Ground truth by replays is F under trainings in which the removed examples had weight 0, and nothing else changed."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from imprint import DataError, Sources, StoreError, attribute, simulate
+from imprint.evaluation import replaying
+from imprint.evaluation.metrics import evaluate
+from imprint.evaluation.replaying import replay_run, replay_seeds
+from imprint.evaluation.subsets import Subsets
+from imprint.evaluation.truth import Truth
+from imprint.recording.reading import Recording
+from tests.evaluation.truths import HALVES, QUERIES, TRAINING, Killed, N, build, points, task, together
+
+SOURCES = Sources.by_label([i % 4 for i in range(N)])
+PAIRS = Subsets.without_some(SOURCES, 4, drop=2)
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Recording:
+    return together().record(3, tmp_path_factory.mktemp("runs") / "run")
+
+
+def train_again(run: Recording, kept: Tensor) -> nn.Module:
+    """Repeat a run by hand; examples that are not kept have weight 0."""
+    model = build()
+    model.load_state_dict(run.state(0))
+    optimiser = torch.optim.SGD(model.parameters(), TRAINING.lr, TRAINING.momentum)
+    x, y = points(N, 0)
+    weights = torch.zeros(N, dtype=torch.float64).index_fill(0, kept, 1)
+    for step in run.steps:
+        (batch,) = step.batches
+        chosen = list(batch.examples)
+        optimiser.zero_grad()
+        losses = nn.functional.cross_entropy(model(x[chosen]), y[chosen], reduction="none")
+        ((weights[chosen] * losses).sum() / batch.normaliser).backward()
+        optimiser.step()
+    return model
+
+
+def measure_again(run: Recording, subsets: Subsets) -> Tensor:
+    """F of the queries under every such training, (subsets, queries)."""
+    x, y = points(QUERIES, 1)
+    models = [train_again(run, subsets.examples(index)) for index in range(len(subsets))]
+    with torch.no_grad():
+        return torch.stack([nn.functional.cross_entropy(model(x), y, reduction="none") for model in models])
+
+
+def replay(run: Any, subsets: Subsets = PAIRS, out: Path | None = None, **changes: Any) -> Truth:
+    given: dict[str, Any] = {"task": task(), "data": points(N, 0), "queries": points(QUERIES, 1), **changes}
+    return replay_run(run, subsets=subsets, out=out, progress=False, **given)
+
+
+def replay_each_seed(record: Any, out: Path | None = None, **changes: Any) -> Truth:
+    given: dict[str, Any] = {"queries": points(QUERIES, 1), "subsets": PAIRS, "runs": 2, "progress": False, **changes}
+    return replay_seeds(record, task(), points(N, 0), out=out, **given)
+
+
+def test_replayed_sets_are_trainings_in_which_they_had_weight_0(run: Recording) -> None:
+    truth = replay(run)
+    torch.testing.assert_close(truth.values[0], measure_again(run, PAIRS), rtol=1e-9, atol=1e-11)
+    assert (truth.question, truth.replayed, truth.runs) == ("this_run", True, 1)
+
+
+def test_single_removals_predict_themselves(run: Recording) -> None:
+    store = simulate(task(), points(N, 0), SOURCES, run=run, progress=False)
+    result = attribute(task(), store, points(QUERIES, 1), progress=False)
+    for metric in evaluate(result, replay(run, Subsets.without_each(SOURCES))):
+        assert metric.estimate.value == pytest.approx(1, abs=1e-6)
+        assert metric.question == metric.scores_question == "this_run"
+
+
+def test_a_folder_keeps_the_values_alone_and_recognises_its_run(run: Recording, tmp_path: Path) -> None:
+    first = replay(run, out=tmp_path / "truth")
+    kept = Truth.load(tmp_path / "truth")
+    assert torch.equal(kept.values, first.values)
+    assert (kept.question, kept.replayed) == ("this_run", True)
+    assert all(path.is_file() for path in (tmp_path / "truth").iterdir())
+    assert torch.equal(replay(run, out=tmp_path / "truth").values, first.values)
+    other = together().record(4, tmp_path / "other")
+    with pytest.raises(StoreError, match="holds another ground truth: the training's recording was"):
+        replay(other, out=tmp_path / "truth")
+
+
+def test_an_interrupted_replay_resumes(run: Recording, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def die(*given: Any, **options: Any) -> Any:
+        raise Killed
+
+    monkeypatch.setattr(replaying, "attribute", die)
+    with pytest.raises(Killed):
+        replay(run, out=tmp_path)
+    with pytest.raises(StoreError, match="unfinished: 0 of 5 models"):
+        Truth.load(tmp_path)
+    finished = (tmp_path / "replay-000" / "manifest.json").stat().st_mtime_ns
+    seen: list[int] = []
+
+    def look(*given: Any, **options: Any) -> Any:
+        seen.append((tmp_path / "replay-000" / "manifest.json").stat().st_mtime_ns)
+        return attribute(*given, **options)
+
+    monkeypatch.setattr(replaying, "attribute", look)
+    resumed = replay(run, out=tmp_path)
+    assert seen == [finished]  # nothing was replayed again
+    monkeypatch.undo()
+    assert torch.equal(resumed.values, replay(run).values)
+
+
+def test_seeds_are_recorded_and_replayed_one_by_one(tmp_path: Path) -> None:
+    truth = replay_each_seed(together(), out=tmp_path / "truth")
+    assert (truth.question, truth.replayed, truth.runs) == ("expected", True, 2)
+    for index in range(2):
+        recorded = together().record(PAIRS.seeds(index, 0)[0], tmp_path / f"run-{index}")
+        torch.testing.assert_close(truth.values[index], replay(recorded).values[0], rtol=1e-9, atol=1e-11)
+    assert all(path.is_file() for path in (tmp_path / "truth").iterdir())
+    more = replay_each_seed(together(), out=tmp_path / "truth", runs=3)
+    assert more.runs == 3 and torch.equal(more.values[:2], truth.values)
+    assert torch.equal(Truth.load(tmp_path / "truth").values, more.values)
+
+
+def test_a_function_that_records_is_checked_before_runs_are_added(tmp_path: Path) -> None:
+    def record(seed: int, folder: Path) -> None:
+        together().record(seed, folder)
+
+    first = replay_each_seed(record, tmp_path, runs=1)
+    assert torch.equal(replay_each_seed(record, tmp_path, runs=2).values[:1], first.values)
+    faster = together(training=replace(TRAINING, lr=2 * TRAINING.lr))
+
+    def other(seed: int, folder: Path) -> Recording:
+        return faster.record(seed, folder)
+
+    other.__qualname__ = record.__qualname__
+    with pytest.raises(StoreError, match=r"holds runs of another record\(seed, folder\): F under run 0"):
+        replay_each_seed(other, tmp_path, runs=3)
+
+
+def test_a_killed_recording_starts_over(tmp_path: Path) -> None:
+    died: list[int] = []
+
+    def record(seed: int, folder: Path) -> Recording:
+        if not died:
+            died.append(seed)
+            folder.mkdir(parents=True)
+            (folder / "leftover").write_text("")
+            raise Killed
+        return together().record(seed, folder)
+
+    with pytest.raises(Killed):
+        replay_each_seed(record, tmp_path)
+    assert torch.equal(replay_each_seed(record, tmp_path).values, replay_each_seed(together()).values)
+
+
+def test_what_cannot_be_replayed_is_refused(run: Recording) -> None:
+    with pytest.raises(DataError, match="replays leave sources out of a run on all data, got halves"):
+        replay(run, HALVES)
+    with pytest.raises(DataError, match="add an empty list, the baseline"):
+        replay(run, Subsets("removal", N, SOURCES, ((0,), (1,))))
+    with pytest.raises(DataError, match="made for 24 training examples, the data has 23"):
+        replay(run, data=points(23, 0))
+    with pytest.raises(DataError, match="there is no run to replay"):
+        replay(None)
+    with pytest.raises(DataError, match=r"record must be a function of \(seed, folder\) or a Together, got a str"):
+        replay_each_seed("record")

@@ -1,0 +1,77 @@
+"""A Trainer's recorded run, replayed without a source, ends where training with that source at weight 0 ends."""
+
+from copy import deepcopy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from torch import Tensor
+
+from imprint import DataError, Sources, Store, simulate
+from imprint.language import task
+from tests.language.models import gpt2
+from tests.language.test_recording import OPTIONS, assert_close, record, repeat
+from tests.language.trainings import ROWS, rows
+
+SOURCES = Sources.by_label(["ann", "ben", "cid"] * 3 + ["ann", "ben"])
+
+
+def replay(model: Any, trainer: Any, run: Any, **options: Any) -> Store:
+    """Replay with the Trainer's own data and collator."""
+    return simulate(
+        task(model),
+        trainer.train_dataset,
+        SOURCES,
+        run=run,
+        collate_fn=trainer.data_collator,
+        progress=False,
+        **options,
+    )
+
+
+def end_without(store: Store, end: dict[str, Tensor], source: int) -> dict[str, Tensor]:
+    """The parameters that the row of a source stands for: θ₋b = θ − u_b/N."""
+    rows = store.imprints(0, source, source + 1, torch.device("cpu"))
+    return {name: end[name] - row[0] / ROWS for name, row in rows.items()}
+
+
+def weights_without(source: int) -> Tensor:
+    weights = torch.ones(ROWS)
+    weights[SOURCES.members[source]] = 0
+    return weights
+
+
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+def test_replays_end_where_the_run_without_a_source_ends(options: dict[str, Any], tmp_path: Path) -> None:
+    model = gpt2().float()
+    trainer, run = record(model, tmp_path, **options)
+    store, end = replay(model, trainer, run), run.state(len(run.steps))
+    for source in (0, 2):
+        without = repeat(run, gpt2().float(), weights_without(source))
+        effect = max((without[name] - end[name]).abs().max().item() for name in end)
+        assert effect > 1e-3
+        tolerance = 0.5 * effect if "bf16" in options else 1e-5  # stacked products round otherwise than single ones
+        assert_close(end_without(store, end, source), {name: without[name] for name in end}, tolerance)
+    deviation = store.checkpoints[0].measured.deviation  # in F, over the effect of a removal
+    assert deviation is not None and deviation < (0.1 if "bf16" in options else 1e-4)
+
+
+def test_a_fine_tune_is_replayed_in_its_adapter(tmp_path: Path) -> None:
+    config = LoraConfig(r=2, target_modules=["c_attn"], fan_in_fan_out=True, lora_dropout=0.1)
+    torch.manual_seed(0)
+    model = get_peft_model(gpt2().float(), config)
+    start = deepcopy(model)
+    trainer, run = record(model, tmp_path, gradient_accumulation_steps=2)
+    end, without = run.state(len(run.steps)), repeat(run, start, weights_without(1))
+    store = replay(model, trainer, run)
+    assert_close(end_without(store, end, 1), {name: without[name] for name in end})
+
+
+def test_a_run_on_other_data_is_refused(tmp_path: Path) -> None:
+    model = gpt2().float()
+    trainer, run = record(model, tmp_path)
+    trainer.train_dataset = rows()[::-1]
+    with pytest.raises(DataError):
+        replay(model, trainer, run)
