@@ -175,7 +175,8 @@ class _Work:
 
         place: the folder of the replayed models; an interrupted replay resumes from there.
         """
-        subsets, options = self.subsets, {"memory": self.memory, "progress": self.progress}
+        subsets = self.subsets
+        options: dict[str, Any] = {"memory": self.memory, "progress": self.progress}
         lacking = [index for index, removed in enumerate(subsets.removed) if removed]
         everyone = np.arange(subsets.n)
         sets = {str(index): np.setdiff1d(everyone, subsets.examples(index).numpy()) for index in lacking}

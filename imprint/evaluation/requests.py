@@ -41,7 +41,8 @@ def describe_request(
     """
     fingerprints = {**of_subsets(subsets), "queries": of_batches(batches), "parameters": describe(task)}
     fingerprints |= {"data": of_data(data)} if data is not None else {}
-    model, losses = None, []
+    model: list[str] | None = None
+    losses: list[float] = []
     if isinstance(train, Together):
         model, initial, losses = _describe_together(train, task)
         fingerprints |= {"initial model": initial}

@@ -82,7 +82,7 @@ def test_rows_of_perturbed_starts_are_kept_and_verified(tmp_path: Path) -> None:
 def test_a_killed_replay_resumes_to_the_same_bits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     whole = replay(tmp_path / "whole", memory="1kB")  # a source at a time, each with a file of its own
     assert len(whole.checkpoints[0].imprints) == len(SOURCES)
-    for files in range(1, 6):
+    for files in (1, 2, 4):  # after the base, after the noise, between two sources
         with monkeypatch.context() as patch:
             patch.setattr("imprint.store.finished.append", dies_after(files))
             with pytest.raises(Killed):
@@ -90,6 +90,7 @@ def test_a_killed_replay_resumes_to_the_same_bits(tmp_path: Path, monkeypatch: p
         assert contents(replay(tmp_path / f"killed-{files}", memory="1kB").path) == contents(whole.path)
 
 
+@pytest.mark.wide
 def test_a_damaged_file_of_noise_is_made_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     whole = replay(tmp_path / "whole", memory="1kB")
     with monkeypatch.context() as patch:

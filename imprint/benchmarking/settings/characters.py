@@ -75,7 +75,8 @@ class _Block(nn.Module):
     def forward(self, hidden: Tensor) -> Tensor:
         hidden = hidden + self.dropout(self.attend_out(self._attention(self.first(hidden))))
         wide = F.gelu(self.widen(self.second(hidden)), approximate="tanh")
-        return hidden + self.dropout(self.widen_out(wide))
+        after: Tensor = hidden + self.dropout(self.widen_out(wide))
+        return after
 
     def _attention(self, hidden: Tensor) -> Tensor:
         windows, length, width = hidden.shape
@@ -84,7 +85,8 @@ class _Block(nn.Module):
         weights = asked @ keys.transpose(-1, -2) / math.sqrt(keys.shape[-1])
         later = torch.ones(length, length, dtype=torch.bool, device=hidden.device).triu(1)
         mixed = weights.masked_fill(later, -math.inf).softmax(-1) @ values
-        return mixed.transpose(1, 2).reshape(windows, length, width)
+        joined: Tensor = mixed.transpose(1, 2).reshape(windows, length, width)
+        return joined
 
 
 def task(model: nn.Module) -> Task:

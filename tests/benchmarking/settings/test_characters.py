@@ -7,7 +7,7 @@ import torch
 
 from imprint.benchmarking.settings import characters
 from imprint.benchmarking.settings.characters import LENGTH, PASSAGES, VOCABULARY, Shape
-from imprint.benchmarking.settings.shakespeare import SEGMENTS, make_columns
+from imprint.benchmarking.settings.shakespeare import SEGMENTS, make_columns, read_speeches
 from tests.conftest import require
 
 SMALL = Shape(layers=2, width=16, heads=2)
@@ -48,6 +48,6 @@ def test_windows_are_the_text_and_passages_are_held_out() -> None:
     assert len(text.passages) == len(text.queries["input_ids"]) == SEGMENTS * PASSAGES
     assert text.train["input_ids"].shape == (SEGMENTS * (20 - PASSAGES), LENGTH)
     assert int(text.train["input_ids"].max()) < VOCABULARY
-    whole = characters.read_speeches()
+    whole = read_speeches()
     assert all(passage in whole for passage in text.passages)
     assert not any(passage in part for passage in text.passages for part in text.texts)

@@ -19,8 +19,8 @@ from tests.simulation.engines.trainings import MemoryRun, Training, classificati
 SOURCES: tuple[list[int], ...] = ([], [0, 1, 2, 3, 4, 5], [7, 11, 30], [39])
 
 
-def replay_stacked(training: Training, run: MemoryRun, begin: int = 0) -> list[Parameters]:
-    repetition = training.repetition(run, begin)
+def replay_stacked(training: Training, run: MemoryRun) -> list[Parameters]:
+    repetition = training.repetition(run)
     rows = Rows(tuple(np.array(s, dtype=np.int64) for s in SOURCES), tuple(map(str, range(len(SOURCES)))))
     with as_recorded(run.circumstances, repetition.data.device):
         stack = Stack(repetition, rows, repeated(repetition.start(), len(rows)))
@@ -29,14 +29,14 @@ def replay_stacked(training: Training, run: MemoryRun, begin: int = 0) -> list[P
     return [{name: p.detach()[row] for name, p in stack.parameters.items()} for row in range(len(rows))]
 
 
-def replay_plainly(training: Training, run: MemoryRun, begin: int = 0) -> list[Parameters]:
-    repetition = training.repetition(run, begin)
+def replay_plainly(training: Training, run: MemoryRun, leaves_out: bool = False) -> list[Parameters]:
+    repetition = training.repetition(run)
     ends = []
     for source in SOURCES:
         excluded = np.zeros(training.n, dtype=bool)
         excluded[source] = True
         with as_recorded(run.circumstances, repetition.data.device):
-            plain = Plain(repetition, excluded, leaves_out=training.leaves_out)
+            plain = Plain(repetition, excluded, leaves_out=leaves_out)
             for number in repetition.steps:
                 plain.step(number)
         ends.append(plain.state())
@@ -120,6 +120,14 @@ def test_stacked_rows_are_the_trainings_at_weight_0(case: str) -> None:
     training = CASES[case]()
     _, run = training.run()
     check(replay_stacked(training, run), training)
+
+
+@pytest.mark.parametrize("case", ["dropout", "no gradients", "transformer", "transformer, batch first"])
+def test_leaving_out_is_weight_0_where_examples_do_not_see_each_other(case: str) -> None:
+    """The examples that stay keep their own dropout masks, wherever examples are in a tensor."""
+    training = CASES[case]()
+    _, run = training.run()
+    check(replay_plainly(training, run, leaves_out=True), training)
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -69,6 +69,7 @@ class Training:
     regulariser: Callable[[nn.Module], Tensor] | None = None
     keep: tuple[int, ...] = ()
     leaves_out: bool = False
+    fixed_batches: tuple[tuple[list[int], ...], ...] = ()
 
     def task(self) -> Task:
         return Task(self.model, loss=self.losses, regulariser=self.regulariser)
@@ -82,6 +83,8 @@ class Training:
 
     def batches(self) -> list[list[list[int]]]:
         """The micro-batches of every step."""
+        if self.fixed_batches:
+            return [list(micros) for micros in self.fixed_batches]
         generator = torch.Generator().manual_seed(5)
         found: list[list[list[int]]] = []
         for _ in range(self.steps):
@@ -106,7 +109,7 @@ class Training:
             step = self._step(model, optimiser, named, micros, 100 + number, without)
             steps.append(step)
         end = copy_state(model)
-        states[self.steps], memories[self.steps] = end, remember(optimiser, named)
+        states[len(steps)], memories[len(steps)] = end, remember(optimiser, named)
         groups = (tuple(named),)
         return end, MemoryRun(self.n, tuple(steps), self.optimiser, groups, Circumstances("cpu"), states, memories)
 
@@ -120,6 +123,8 @@ class Training:
         without: Any,
     ) -> Step:
         normaliser = float(sum(map(len, micros)))
+        if self.optimiser is torch.optim.LBFGS:
+            return self._step_with_closure(model, optimiser, micros[0], seed, without)
         reported: list[MicroBatch] = []
         optimiser.zero_grad()
         for index, examples in enumerate(micros):
@@ -135,6 +140,9 @@ class Training:
                 objective = objective + self.regulariser(model)
             objective.backward()
             reported.append(MicroBatch(tuple(examples), normaliser, float(objective.detach())))
+        for p in named.values():  # an emptied batch has zeros, so that the optimiser moves as it would
+            if p.grad is None and not reported:
+                p.grad = torch.zeros_like(p)
         slopes = [p.grad for p in named.values() if p.grad is not None]
         norm = float(torch.stack([g.norm() for g in slopes]).norm())
         missing = frozenset(name for name, p in named.items() if p.grad is None)
@@ -145,6 +153,25 @@ class Training:
         settings = {k: v for k, v in optimiser.param_groups[0].items() if k != "params"}
         optimiser.step()
         return Step(tuple(reported), seed, (settings,), norm, self.clipping, missing)
+
+    def _step_with_closure(
+        self, model: nn.Module, optimiser: Optimizer, examples: list[int], seed: int, without: Any
+    ) -> Step:
+        batch = tuple(column[examples] for column in self.data)
+        weights = torch.tensor([float(e not in without) for e in examples], dtype=torch.float64)
+        seen: list[float] = []
+
+        def closure() -> Tensor:
+            optimiser.zero_grad()
+            objective = (weights * self.losses(model, batch)).sum() / len(examples)
+            objective.backward()
+            seen.append(float(objective.detach()))
+            return objective
+
+        settings = {k: v for k, v in optimiser.param_groups[0].items() if k != "params"}
+        optimiser.step(closure)  # type: ignore[arg-type]
+        micro = MicroBatch(tuple(examples), len(examples), seen[0])
+        return Step((micro,), seed, (settings,), closure=True)
 
 
 def copy_state(model: nn.Module) -> Parameters:

@@ -22,7 +22,8 @@ _FIRST = 3  # steps that are compared strictly
 _BLOCK = 32  # steps that are compared together: reading a number makes a GPU wait
 _JUMP = 30.0  # times more than any step before: no growth of rounding
 _SMALL = 1e-2  # of the largest value so far: values below count as that large
-_STEADY = 0.05  # relative spread of a ratio that is called constant
+_STEADY = 0.05  # relative spread of a ratio that is called constant, where it is larger than the next
+_LARGE = 1.5
 _ASTRAY = 0.5  # of the way that the run went: by so much its end may be missed
 
 
@@ -105,7 +106,8 @@ class Agreement:
             f"was {pair.recorded:.6g} in training. "
         )
         if pair.step == begin and pair.what == "loss":
-            return said + (self._explain_ratio() or _WRONG_LOSS)
+            added = _REGULARISER if self._repetition.task.regulariser is not None else ""
+            return said + (self._explain_ratio() or _WRONG_LOSS) + added
         if pair.step == begin:
             return said + _WRONG_GRADIENT
         if pair.step < begin + _FIRST:
@@ -124,7 +126,10 @@ class Agreement:
         """Say that all losses are wrong by one factor, if they are: the normaliser, or a mean for a sum."""
         losses = [pair for pair in self._first if pair.what == "loss"]
         ratios = [pair.replayed / pair.recorded for pair in losses if pair.recorded]
-        if len(ratios) < 2 or min(ratios) <= 0 or max(ratios) > (1 + _STEADY) * min(ratios):
+        if len(ratios) < 2 or min(ratios) <= 0:
+            return None
+        is_large = max(ratios) < 1 / _LARGE or min(ratios) > _LARGE
+        if max(ratios) > (1 + (_STEADY if is_large else _STEADY / 100)) * min(ratios):
             return None
         batch = self._repetition.run.steps[self._repetition.begin].batches[0]
         return (
@@ -138,6 +143,10 @@ class Agreement:
 _WRONG_LOSS = (
     "Look for another loss or reduction than in training, other data or data in another order, another model, or a "
     "regulariser that only one of them has."
+)
+_REGULARISER = (
+    " The task has a regulariser, which is added to the losses: it must have been part of the loss in training, and "
+    "the optimiser's own weight decay is not such a term."
 )
 _WRONG_GRADIENT = (
     "The loss agrees: look for gradients that were changed before the step (scaled, accumulated from an earlier step, "

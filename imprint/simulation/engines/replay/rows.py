@@ -64,13 +64,13 @@ def _perturb(start: Parameters, trained: tuple[str, ...], draw: torch.Generator)
     return {name: perturb(start[name]) for name in trained}
 
 
-def replay_together(repetition: Repetition, lineup: Lineup, hooks: Hooks) -> list[Parameters]:
+def replay_together(repetition: Repetition, lineup: Lineup, hooks: Hooks, *, plain_attention: bool) -> list[Parameters]:
     """Replay all rows of a line-up as one stack; return where each ends."""
     rows, start = lineup.rows, repetition.start()
     starts = lineup.starts(start, repetition.trained)
     together = {name: torch.stack([each[name] for each in starts]) for name in repetition.trained}
     with as_recorded(repetition.run.circumstances, repetition.data.device):
-        stack = Stack(repetition, rows, together)
+        stack = Stack(repetition, rows, together, plain_attention=plain_attention)
         del together, starts
         done, watch = _restore_stack(stack, hooks.snapshot), Watch(rows.names)
         hooks.skip(done * len(lineup.sources))
@@ -182,10 +182,15 @@ def restore_ends(repetition: Repetition, rows: int, snapshot: Snapshot | None) -
     found = snapshot.read_tensors(repetition.data.device) if snapshot else None
     if found is None or snapshot is None:
         return [], None
-    count, done = divmod(found.step, len(repetition.steps))
+    count = len({name.split("/")[1] for name in found.tensors if name.startswith("ends/")})
+    done = found.step - count * len(repetition.steps)
     ends = [_named(found.tensors, f"ends/{index}/") for index in range(count)]
     expected = {name: tensor.shape for name, tensor in repetition.start().items()}
-    if count >= rows or any({name: _shapes(end).get(name) for name in expected} != expected for end in ends):
+    if (
+        count >= rows
+        or not 0 <= done <= len(repetition.steps)
+        or any({name: _shapes(end).get(name) for name in expected} != expected for end in ends)
+    ):
         snapshot.refuse("its rows are not those of this run")
         return [], None
     snapshot.use()

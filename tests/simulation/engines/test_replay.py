@@ -1,0 +1,194 @@
+"""The replay engine through `simulate`: its rows, its figures, and what it warns of."""
+
+import copy
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from imprint import Plan, Sources, Store, simulate
+from imprint.errors import ReliabilityWarning
+from imprint.task import Parameters
+from tests.simulation.engines.trainings import MemoryRun, Training, classification, mlp
+from tests.simulation.killing import contents, die_until_done
+
+SOURCES = Sources.groups({"ann": [0, 1, 2, 3, 4, 5, 6], "bob": [7, 11, 30], "cid": [39], "dan": [3, 30, 31]})
+CPU = torch.device("cpu")
+ADAM = torch.optim.Adam
+
+
+def replay(training: Training, run: MemoryRun, plan: Plan | None = None, **options: Any) -> Store:
+    trained = replace(training, model=copy.deepcopy(training.model))
+    trained.model.load_state_dict(run.state(len(run.steps)))
+    given = {"progress": False, **options}
+    return simulate(trained.task(), training.data, SOURCES, plan, run=run, **given)
+
+
+def check_rows(store: Store, training: Training, end: Parameters) -> None:
+    """Rows are N(θ − θ₋b), with every training without a source written by hand."""
+    found = store.imprints(0, 0, len(SOURCES), CPU)
+    ends = [training.run(list(members))[0] for members in SOURCES.members]
+    for name, tensor in found.items():
+        expected = torch.stack([(end[name] - other[name]) * training.n for other in ends])
+        torch.testing.assert_close(tensor, expected, rtol=1e-10, atol=1e-10, msg=name)
+
+
+class Unstackable(nn.Module):
+    """A layer whose code depends on values, which vmap refuses."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * 1.5 if float(x.detach().abs().mean()) > 1e-3 else x
+
+
+class Centred(nn.Module):
+    """A layer without a state that lets examples of a batch see each other in training."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x - x.mean(0) if self.training else x
+
+
+TRAININGS = {
+    "stacked": lambda: Training(mlp(nn.Dropout(0.3)), classification(), ADAM, {"lr": 0.02}, steps=12),
+    "without vmap": lambda: Training(mlp(nn.Dropout(0.3), Unstackable()), classification(), steps=12),
+    "a closure": lambda: Training(mlp(), classification(), torch.optim.LBFGS, {"lr": 0.1, "max_iter": 3}, steps=4),
+    "Adafactor": lambda: Training(mlp(), classification(), torch.optim.Adafactor, {"lr": 0.1}, steps=6),
+    "batch norm": lambda: Training(
+        mlp(nn.BatchNorm1d(6)), classification(), steps=12, leaves_out=True, accumulate=2, batch=6
+    ),
+    "batch norm and Adam": lambda: Training(
+        mlp(nn.BatchNorm1d(6), nn.Tanh()), classification(), ADAM, {"lr": 0.02}, steps=8, leaves_out=True
+    ),
+    "losses that see each other": lambda: Training(mlp(Centred()), classification(), steps=8, leaves_out=True),
+}
+REASONS = {
+    "without vmap": "vmap does not support this model",
+    "a closure": "LBFGS evaluates the loss itself",
+    "Adafactor": "Adafactor moves a stack of rows in another way",
+    "batch norm": "batch normalisation lets examples of a batch see each other",
+    "batch norm and Adam": "batch normalisation lets examples of a batch see each other",
+    "losses that see each other": "the loss of an example depends on the others",
+}
+
+
+@pytest.mark.parametrize("kind", TRAININGS)
+def test_rows_are_where_a_training_without_the_source_ends(kind: str, caplog: pytest.LogCaptureFixture) -> None:
+    training = TRAININGS[kind]()
+    end, run = training.run()
+    store = replay(training, run)
+    check_rows(store, training, end)
+    reason = store.checkpoints[0].measured.one_by_one
+    assert (reason or "").startswith(REASONS.get(kind, ""))
+    assert (reason is None) == (kind == "stacked")
+    assert reason is None or f"runs are replayed one by one: {reason}" in caplog.text
+    assert store.question == "this_run" and store.checkpoints[0].steps == training.steps
+    measured = store.checkpoints[0].measured
+    assert measured.deviation is not None and measured.deviation < 1e-9
+    assert measured.chaos is not None and 0 < measured.chaos < 0.3
+
+
+def test_rows_of_batch_norm_hold_the_running_statistics() -> None:
+    training = TRAININGS["batch norm"]()
+    _, run = training.run()
+    found = replay(training, run).imprints(0, 0, 1, CPU)
+    assert {"2.running_mean", "2.running_var"} <= found.keys()
+    assert "2.num_batches_tracked" not in found
+    assert float(found["2.running_mean"].abs().max()) > 0
+
+
+def test_an_emptied_batch_contributes_nothing_and_the_optimiser_still_steps() -> None:
+    """Source "ann" is all of some micro-batches; momentum and weight decay go on there."""
+    sources = list(range(7))
+    training = Training(
+        mlp(nn.BatchNorm1d(6)),
+        classification(),
+        settings={"lr": 0.1, "momentum": 0.9, "weight_decay": 0.1},
+        leaves_out=True,
+        fixed_batches=((sources,), (list(range(10, 18)),), (sources, list(range(20, 27))), (list(range(10, 18)),)),
+    )
+    end, run = training.run()
+    check_rows(replay(training, run), training, end)
+
+
+def test_rows_do_not_depend_on_how_many_are_stacked() -> None:
+    training = TRAININGS["stacked"]()
+    _, run = training.run()
+    whole, parts = replay(training, run), replay(training, run, memory="1B")
+    assert parts.checkpoints[0].choices.rows_at_once == 1
+    for name, tensor in whole.imprints(0, 0, 4, CPU).items():
+        torch.testing.assert_close(tensor, parts.imprints(0, 0, 4, CPU)[name], rtol=1e-10, atol=1e-10)
+    assert whole.checkpoints[0].measured.chaos == pytest.approx(parts.checkpoints[0].measured.chaos, rel=1e-4)
+
+
+@pytest.mark.usefixtures("snapshots_at_every_step")
+@pytest.mark.parametrize(
+    ("kind", "memory"),
+    [
+        ("stacked", None),
+        ("batch norm", None),
+        pytest.param("stacked", "1B", marks=pytest.mark.wide),
+        pytest.param("a closure", None, marks=pytest.mark.wide),
+        pytest.param("without vmap", None, marks=pytest.mark.wide),
+    ],
+)
+def test_a_killed_replay_resumes_to_the_bit(kind: str, memory: str | None, tmp_path: Path) -> None:
+    training = TRAININGS[kind]()
+    _, run = training.run()
+    whole = replay(training, run, out=tmp_path / "whole", memory=memory)
+    attempts: list[object] = []
+
+    def attempt(progress: Any) -> None:
+        attempts.append(None)
+        replay(training, run, out=tmp_path / "killed", memory=memory, progress=progress)
+
+    die_until_done(attempt, 2 * training.steps)
+    assert len(attempts) > 1
+    assert contents(tmp_path / "killed") == contents(whole.path)
+
+
+def test_noise_rows_begin_a_thousandth_away() -> None:
+    training = replace(TRAININGS["stacked"](), settings={"lr": 1e-12})
+    end, run = training.run()
+    noise = replay(training, run).noise(0, CPU)
+    assert noise is not None
+    for name, tensor in noise.items():
+        assert tensor.shape == (2, *end[name].shape)
+        z = tensor / training.n / end[name] * 1e3
+        assert 0.3 < float(z.square().mean().sqrt()) < 2
+        assert not torch.equal(tensor[0], tensor[1])
+
+
+def test_a_chaotic_run_is_called_so() -> None:
+    training = Training(mlp(), classification(), ADAM, {"lr": 1.0}, steps=60)
+    _, run = training.run()
+    with pytest.warns(ReliabilityWarning, match="this run is chaotic: a start that differs by a thousandth"):
+        store = replay(training, run)
+    chaos = store.checkpoints[0].measured.chaos
+    assert chaos is not None and chaos > 0.3
+    assert any("this run is chaotic" in warning for warning in store.warnings)
+
+
+def test_a_later_start_follows_the_recorded_state_and_says_what_it_loses() -> None:
+    training = replace(TRAININGS["stacked"](), steps=30, keep=(10, 20))
+    end, run = training.run()
+    with pytest.warns(ReliabilityWarning, match="a replay from step 20 on differs from one of the whole run by"):
+        store = replay(training, run, Plan(engine="replay", start=25))
+    measured = store.checkpoints[0].measured
+    assert store.checkpoints[0].steps == 10
+    assert measured.deviation is not None and measured.deviation < 1e-9
+    assert measured.start_lost is not None and 0.3 < measured.start_lost < 1.5
+    exact = replay(training, run, Plan(engine="replay", start=5))
+    check_rows(exact, training, end)
+    assert exact.checkpoints[0].measured.start_lost is None
+
+
+def test_the_users_random_numbers_are_left_as_they_were() -> None:
+    training = TRAININGS["stacked"]()
+    _, run = training.run()
+    torch.manual_seed(3)
+    expected = torch.rand(3)
+    torch.manual_seed(3)
+    replay(training, run)
+    assert torch.equal(torch.rand(3), expected)
