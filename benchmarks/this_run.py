@@ -103,10 +103,10 @@ def load_mnist(device: str, epochs: int) -> Case:
     return Case(f"mnist, {epochs} epochs", how, _move(queries, device), _divide(len(train[1]), SOURCES["mnist"]))
 
 
-def load_shakespeare(device: str, training: Training) -> tuple[Case, Callable[[], Tensor]]:
+def load_shakespeare(device: str, training: Training, small: bool) -> tuple[Case, Callable[[], Tensor]]:
     """Load the segments of Shakespeare, and TF-IDF as scores of them."""
-    text = characters.load()
-    how = characters.together(text.train, training, device)
+    text = characters.load(windows=12 if small else None)
+    how = characters.together(text.train, training, device, characters.Shape(1, 16, 2) if small else None)
     name = f"shakespeare, lr {training.lr:g}, {training.epochs} epochs"
     case = Case(name, how, _move(text.queries, device), text.sources)
     return case, lambda: -tf_idf(text.passages, text.texts, stretches(5))  # F is a loss: what is similar lowers it
@@ -218,8 +218,9 @@ def measure_shakespeare(arguments: argparse.Namespace, results: Results) -> None
     found = []
     for lr in arguments.lr:
         for epochs in arguments.epochs:
-            training = replace(characters.TRAINING, lr=lr, epochs=epochs)
-            case, lexical = load_shakespeare(arguments.device, training)
+            batch_size = 4 if arguments.small else characters.TRAINING.batch_size
+            training = replace(characters.TRAINING, lr=lr, epochs=epochs, batch_size=batch_size)
+            case, lexical = load_shakespeare(arguments.device, training, arguments.small)
             replayed = replay_each(case, results)
             loss = float(replayed.run.steps[-1].batches[0].loss or float("nan"))
             print(f"{case.name}: chaos {replayed.chaos:.3f}, loss of the last batch {loss:.3f}", flush=True)
@@ -294,6 +295,8 @@ def main() -> None:
             command.add_argument("--epochs", type=int, nargs="+", default=given["epochs"])
         if "lr" in given:
             command.add_argument("--lr", type=float, nargs="+", default=given["lr"])
+        if name == "shakespeare":
+            command.add_argument("--small", action="store_true", help="a tiny model, to see that it runs")
         if name == "expected":
             command.add_argument("--case", choices=("digits", "mnist"), default="digits")
             command.add_argument("--seeds", type=int, default=8, help="runs to average, and as many to compare with")

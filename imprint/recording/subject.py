@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from imprint.compat import uncompiled
 from imprint.errors import PlanError, StoreError
 from imprint.recording.checkpoints import (
     load_optimiser_state,
@@ -37,6 +38,8 @@ class Subject:
             raise PlanError(f"optimiser must be a torch.optim.Optimizer, got {type(optimiser).__name__}.")
         if scheduler is not None and not hasattr(scheduler, "load_state_dict"):
             raise PlanError(f"scheduler must have state_dict() and load_state_dict(), got {type(scheduler).__name__}.")
+        refuse_several_processes()
+        model = uncompiled(model)
         self.model, self.optimiser, self.scheduler = model, optimiser, scheduler
         self.groups = name_groups(model, optimiser)
         describe_groups(optimiser)  # refuses at once what cannot be kept
@@ -170,3 +173,13 @@ class Subject:
     def _describe_frozen(self) -> tuple[tuple[str, ...], str]:
         """Return the names of the parameters that are not trained, and a hash of their values."""
         return tuple(self._frozen), of_tensors(self._frozen)
+
+
+def refuse_several_processes() -> None:
+    """Refuse a training that is spread over processes: each sees the examples of its own, and the gradients of all."""
+    distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
+    if distributed and (processes := torch.distributed.get_world_size()) > 1:
+        raise PlanError(
+            f"the training runs in {processes} processes, whose gradients are combined, and a recorder sees the "
+            "examples of one: record a training in one process."
+        )

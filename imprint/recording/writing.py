@@ -304,6 +304,18 @@ class RunRecorder:
             refuse_other(self._circumstances, now, self._step.number)
         self._circumstances = now
 
+    def _observe_late(self) -> None:
+        """Take note how forward passes ran if none was seen: modes are as they are now, autocast may be over."""
+        if self._circumstances is None:
+            warnings.warn(
+                "no forward pass of the model was seen in the first step, so that the recorder cannot tell whether it "
+                "ran under torch.autocast. Give the recorder the module that the loss calls; of a compiled model, the "
+                "compiled one.",
+                ReliabilityWarning,
+                stacklevel=2,
+            )
+        self.observe_forward()
+
     def before_optimiser(self, closure: bool) -> None:
         """Called before the optimiser steps."""
         if self._recording is not None or self._broken == _CLOSED:
@@ -312,8 +324,8 @@ class RunRecorder:
             raise PlanError("the optimiser stepped outside of run.step(): such a step cannot be replayed.")
         self._subject.refuse_regrouping()
         self._subject.refuse_changes("before the optimiser stepped", buffers=False)
-        if not closure:
-            self.observe_forward()  # if the loss has called no module: the modes are as they are now
+        if not closure and not self._observed:
+            self._observe_late()
         self._step.before_optimiser(describe_groups(self.optimiser), closure)
 
     def after_optimiser(self) -> None:
@@ -366,7 +378,9 @@ class RunRecorder:
     def _refuse_waiting(self) -> None:
         """Refuse to go on with a recording that is closed, broken, or waits to be resumed."""
         if self._broken is not None:
-            raise StoreError(f"{self.folder} cannot be recorded any further: {self._broken}. Make a new RunRecorder.")
+            raise StoreError(
+                f"{self.folder} cannot be recorded any further: {self._broken}. Resume it by a new recorder."
+            )
         if self._waits:
             raise StoreError(
                 f"{self.folder} holds an unfinished recording of {len(self._files.entries)} steps: call run.resume() "

@@ -90,9 +90,18 @@ def test_seeds_are_recorded_by_the_function_beside_the_one_that_trains() -> None
     )
 
 
+@pytest.mark.wide
 def test_a_built_in_setting_is_recorded_by_itself() -> None:
     shown = run("retrain", "digits", "--replay", "--kind", "unions", "--count", "2", "--json", "--out", "digits")
     assert json.loads(shown)["question"] == "expected" and Truth.load("digits").replayed
+
+
+def test_replayed_removals_are_exact_for_their_own_run() -> None:
+    run("simulate", "model.py:task", "--run", "recorded", "--no-check", "--out", "replayed")
+    found = json.loads(run("evaluate", "replayed", "this-run", "--json", *TASK))
+    assert [metric["value"] for metric in found["metrics"]] == pytest.approx([1, 1, 1], abs=1e-3)
+    with pytest.raises(ImprintError, match="the scores answer the question 'this_run'"):
+        run("evaluate", "replayed", "expected", *TASK)
 
 
 def test_scores_are_compared_across_questions_only_on_request() -> None:

@@ -8,10 +8,11 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from torch import Tensor
+from transformers import DataCollatorForLanguageModeling
 
-from imprint import DataError, Sources, Store, simulate
-from imprint.language import recording, task
-from tests.language.models import gpt2
+from imprint import DataError, Sources, Store, attribute, simulate
+from imprint.language import Completions, recording, task
+from tests.language.models import CONTEXT, LABELS, TEXTS, gpt2, tokenizer
 from tests.language.test_recording import OPTIONS, assert_close, record, repeat
 from tests.language.trainings import ROWS, make_trainer, rows
 
@@ -72,6 +73,19 @@ def test_a_fine_tune_is_replayed_in_its_adapter(tmp_path: Path) -> None:
     end, without = run.state(len(run.steps)), repeat(run, start, weights_without(1))
     store = replay(model, trainer, run)
     assert_close(end_without(store, end, 1), {name: without[name] for name in end})
+
+
+def test_tokenised_texts_are_replayed_with_the_collator_of_transformers(tmp_path: Path) -> None:
+    words, model = tokenizer(pad_token="<pad>"), gpt2().float()
+    data = [{"input_ids": words(text)["input_ids"][:CONTEXT]} for text in TEXTS]
+    collate = DataCollatorForLanguageModeling(words, mlm=False)
+    _, run = record(model, tmp_path, data=data, collate=collate, gradient_accumulation_steps=2)
+    sources = Sources.by_label(LABELS)
+    store = simulate(task(model), data, sources, run=run, collate_fn=collate, progress=False)
+    result = attribute(task(model), store, Completions(["the"], [" cat"], words).columns)
+    assert result.question == "this_run"
+    assert result.scores.abs().min() > 0
+    assert store.checkpoints[0].measured.deviation == pytest.approx(0, abs=1e-4)
 
 
 def test_a_run_on_other_data_is_refused(tmp_path: Path) -> None:
