@@ -1,7 +1,7 @@
 """What a replay takes, against the same trainings in a plain loop: a ratio per optimiser and precision.
 
     python benchmarks/replay_cost.py                          # digits, a 64-32-10 perceptron, on the CPU
-    python benchmarks/replay_cost.py --device cuda            # a GPT-2 of 3.5 M parameters in float32
+    python benchmarks/replay_cost.py --device cuda            # Shakespeare, a character GPT, in float32
     python benchmarks/replay_cost.py --device cuda --autocast bfloat16
 
 Both are made in one process, one after the other, several times; figures are medians. The plain loop trains 24 models
@@ -25,9 +25,8 @@ from torch import Tensor, nn
 
 import imprint
 from imprint.batches import Batch
-from imprint.benchmarking.settings import digits, shakespeare
+from imprint.benchmarking.settings import characters, digits
 from imprint.data import Data
-from imprint.language import task as language_task
 from imprint.runtime.memory import Peak
 
 SOURCES = 24
@@ -140,18 +139,19 @@ def digits_cases(steps: int) -> list[Case]:
 
 
 def language_cases(device: str, autocast: str | None, steps: int) -> list[Case]:
-    """A GPT-2 with dropout, on random tokens."""
-    size = shakespeare.FULL
+    """The character GPT on Shakespeare, with the training of its setting."""
+    text, training = characters.load(), characters.TRAINING
     torch.manual_seed(0)
-    ids = torch.randint(0, size.vocabulary, (40 * SOURCES, size.length))
-    columns = {name: column.to(device) for name, column in shakespeare.make_columns(ids).items()}
-    task = language_task(size.build().to(device))
+    how = characters.together(text.train, training, device)
+    columns = {name: column.to(device) for name, column in text.train.items()}
     dtype = None if autocast is None else getattr(torch, autocast)
 
     def optimiser(parameters: Any) -> torch.optim.Optimizer:
-        return torch.optim.AdamW(parameters, lr=1.5e-3, betas=(0.9, 0.99), weight_decay=0.01)
+        return torch.optim.Adam(parameters, lr=training.lr, betas=training.betas)
 
-    return [Case(f"GPT-2, {autocast or 'float32'}", task, columns, optimiser, 32, steps, dtype)]
+    task = how.task_of(how.build().to(device))
+    name = f"Shakespeare, {autocast or 'float32'}"
+    return [Case(name, task, columns, optimiser, training.batch_size, steps, dtype)]
 
 
 def main() -> None:

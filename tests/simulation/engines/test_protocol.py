@@ -148,9 +148,7 @@ def test_an_engine_takes_neither_another_ones_name_nor_what_belongs_to_all() -> 
 def test_a_plan_of_an_engine_that_is_gone_says_so() -> None:
     plan = Plan(engine="downhill", steps=3, lr=0.1)
     unregister(Downhill)
-    with pytest.raises(
-        PlanError, match="engine 'downhill' is unknown: use one of tangent, trajectories, spectral, replay"
-    ):
+    with pytest.raises(PlanError, match="'downhill' is unknown: use one of tangent, trajectories, spectral, replay"):
         simulate(task(), data(), SOURCES, plan, progress=False)
     register(Downhill)
 
