@@ -122,6 +122,15 @@ def is_scripted(model: nn.Module) -> bool:
     return isinstance(model, RecursiveScriptModule)
 
 
+def uncompiled(model: nn.Module) -> nn.Module:
+    """Return the model that `torch.compile` has wrapped; the model itself where it has not.
+
+    Where torch keeps it elsewhere, the names of parameters begin with those of the wrapper.
+    """
+    inner = getattr(model, "_orig_mod", model)
+    return inner if isinstance(inner, nn.Module) else model
+
+
 def has_batch_norm(model: nn.Module) -> bool:
     """Return whether a model has batch normalisation of any kind."""
     return any(isinstance(module, _BatchNorm) for module in model.modules())

@@ -265,7 +265,7 @@ class Task:
             warn_of_threads(self.model)
             if self._turn is not turn:  # a forked child may find the copy in the middle of a call
                 self._turn, self._replica = turn, Replica(self.model)
-            current = self._replica.current(self._prepare)
+            current = self._replica.current(self.prepare)
             if self._host is None or self._host.model is not current:
                 self._host = Host(current)
             try:
@@ -288,7 +288,7 @@ class Task:
             yield
             return
         fresh = Replica(self.model)
-        self._host = Host(fresh.current(self._prepare))
+        self._host = Host(fresh.current(self.prepare))
         try:
             yield
         finally:
@@ -296,10 +296,10 @@ class Task:
 
     def _require_host(self) -> Host:
         if self._host is None:
-            self._host = Host(self._replica.current(self._prepare))
+            self._host = Host(self._replica.current(self.prepare))
         return self._host
 
-    def _prepare(self, model: nn.Module) -> AbstractContextManager[None]:
+    def prepare(self, model: nn.Module) -> AbstractContextManager[None]:
         """Prepare a model for computations, beyond evaluation mode; subclasses override this."""
         return nullcontext()
 
@@ -313,7 +313,7 @@ class Task:
         try:
             for module, _ in modes:
                 module.training = False
-            with self._prepare(self.model):
+            with self.prepare(self.model):
                 yield
         finally:
             for module, mode in modes:

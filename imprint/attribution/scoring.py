@@ -29,7 +29,7 @@ from imprint.task import Batch, Task
 class ReadoutOptions(TypedDict, total=False):
     """The options of `attribute`, for its two signatures."""
 
-    readout: ReadoutName
+    readout: ReadoutName | None
     by: Order
     batch_size: int
     collate_fn: Collate | None

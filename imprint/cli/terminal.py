@@ -128,7 +128,7 @@ def _describe_cost(values: dict[str, Any]) -> str:
     return f"{times}; at most {peak} of memory (estimated {format_size(memory)})"
 
 
-_DESCENT = ("steps", "lr", "damping", "ε", "curvature", "stability", "drift", "linearity")  # which a run has by itself
+_DESCENT = ("lr", "damping", "ε", "curvature", "stability", "drift", "linearity")  # which a run has by itself
 _SOMETIMES = (  # shown only where a checkpoint has them: of a basis, of Adam, and of a repeated run
     *("directions", "curvature outside", "share outside", "lost"),
     *("second moments", "share unmoved"),

@@ -3,6 +3,9 @@
 Too small a gain and the two log-likelihoods differ by rounding only, too large and they feel the curvature. Gains are
 tried on the given queries against the exact derivative, and what rounding alone contributes is measured against float64
 at the same gains.
+
+The adapter without a source goes where the training led without it: of removals nothing is chosen, and only rounding is
+measured. Half of the difference between θ and θ − u_b/N is a step of 1/2N.
 """
 
 from dataclasses import dataclass
@@ -50,6 +53,8 @@ def choose_gains(point: Point, queries: list[Counted], dtype: str) -> Gains:
     moves = point.moves()
     if not bool((moves > 0).any()):
         raise ReadoutError("every imprint of the chosen sources is zero: there is nothing to export.")
+    if point.removes:
+        return _measure_removals(point, queries, moves, dtype)
     spread = torch.linspace(0, len(moves) - 1, min(_SOURCES, len(moves))).round().int().tolist()
     positions = [position for position in spread if moves[position] > 0] or [int(moves.argmax())]
     few = _first(queries)
@@ -77,6 +82,19 @@ def choose_gains(point: Point, queries: list[Counted], dtype: str) -> Gains:
     # of the steps around the chosen one: a few values that happen to agree say nothing of the others
     rounding = max(noise for _, _, near, noise in trials if 0.3 < near / step < 3.4)
     return Gains(_gains(moves, step), step, rounding, deviation)
+
+
+def _measure_removals(point: Point, queries: list[Counted], moves: Tensor, dtype: str) -> Gains:
+    """Return 1/2N for every source, and what rounding makes of removals that are served in `dtype`."""
+    n, every = point.store.n, range(len(moves))
+    gains = torch.full((len(moves),), 1 / (2 * n), dtype=torch.float64)
+    served, wide = (point.served(queries, gains, every, kind) for kind in (DTYPES[dtype], torch.float64))
+    if not bool(served.isfinite().all()):
+        raise ReadoutError(f"the model gives no finite log-likelihoods in {dtype}: serve it in another precision.")
+    noise = float((served - wide).square().mean().sqrt()) / (2 * n)
+    size = float(wide.norm())
+    deviation = float((served - wide).norm()) / size if size else 0.0
+    return Gains(gains, float(moves.max()) / n, noise, deviation)
 
 
 def _gains(moves: Tensor, step: float) -> Tensor:

@@ -49,10 +49,16 @@ def to_onnx(
     sources: ids, by default all. checkpoint: by default the one with the most weight.
     """
     _runtime()
+    store = Store.of(store)
+    if store.removes:
+        raise ReadoutError(
+            "an ONNX graph moves both ways along imprints, and those of this store are removals that were really made: "
+            "export the adapters without each source, to_peft (--format peft)."
+        )
     point, batches = prepare_export(task, store, folder, queries, sources, checkpoint)
     gains = choose_gains(point, batches, "float32")
 
-    def fill(where: Path, _: Path) -> tuple[None, dict[str, tuple[str, str]]]:
+    def fill(where: Path, _: Path) -> tuple[None, dict[str, tuple[str, ...]]]:
         stacks = _displacements(point)
         model = plain_model(task, point.state).cpu().float()
         at = {name: tensor.cpu().float() for name, tensor in point.state.items()}

@@ -1,9 +1,11 @@
 """Imprints as ordinary LoRA adapters: θ + c_b·u_b and θ − c_b·u_b for every source, and θ itself.
 
+Of a replay the adapters *without* each source, θ₋b = θ − u_b/N, and θ, which is the deployed one.
+
 export.json                          sources, gains, noise floors, the outcome of the self-test
 probes.safetensors                   a few queries, to recognise the model
 adapters/base/                       θ: the adapter at the checkpoint
-adapters/0000-plus/, 0000-minus/     adapter_config.json and adapter_model.safetensors
+adapters/0000-plus/, 0000-minus/     adapter_config.json and adapter_model.safetensors; of a replay 0000-without/
 model/                               the plain model, unless another place of it is named
 """
 
@@ -23,9 +25,9 @@ from imprint.errors import ReadoutError, StoreError, first_line
 from imprint.export.gains import DTYPES, choose_gains
 from imprint.export.likelihood import of_logits
 from imprint.export.lora import Adapted, adapter_tensors, import_peft, plain_model
-from imprint.export.point import Counted
+from imprint.export.point import Counted, Point
 from imprint.export.reading import Scores, read
-from imprint.export.record import MODEL, Export
+from imprint.export.record import ADAPTERS, BASE, MODEL, Export
 from imprint.export.writing import prepare_export, write_export
 from imprint.store.files import write_tensors
 from imprint.store.reading import Store
@@ -34,7 +36,6 @@ from imprint.task import Batch, Task
 
 logger = logging.getLogger(__name__)
 
-ADAPTERS, BASE = "adapters", "adapters/base"
 _LOGIT_VALUES = 1 << 26  # of a mixed batch: more of them at once only take memory
 _SOURCES_AT_ONCE = 16  # adapters are loaded for so many sources at a time
 
@@ -52,6 +53,9 @@ def to_peft(
 ) -> Export:
     """Write a pair of LoRA adapters for every source, and test them on `queries` through PEFT.
 
+    A store of a repeated run is written as one adapter for every source: the one that the training led to without it.
+    The log-likelihood with it, less that with the base adapter, is the effect of removing the source.
+
     queries: completions like those to be asked: gains are chosen and noise is measured on them.
     sources: ids, by default all. checkpoint: by default the one with the most weight.
     dtype: the precision they will be served in, "float32", "bfloat16" or "float16".
@@ -65,21 +69,20 @@ def to_peft(
     _warn_of_head(model, point.layers)
     gains = choose_gains(point, batches, dtype)
 
-    def fill(where: Path, place: Path) -> tuple[str, dict[str, tuple[str, str]]]:
+    def fill(where: Path, place: Path) -> tuple[str, dict[str, tuple[str, ...]]]:
         if base is None:
             with _hide_bars():
                 model.save_pretrained(where / MODEL)
         about = _configuration(point.layers, model, str(place / MODEL) if base is None else base)
         _write_adapter(where / BASE, point.layers, point.state, about)
-        pairs = {}
+        pairs: dict[str, tuple[str, ...]] = {}
         for positions, imprints in point.chunks():
             for row, position in enumerate(positions):
-                gain = float(gains.values[position])
-                names = (f"{ADAPTERS}/{position:04d}-plus", f"{ADAPTERS}/{position:04d}-minus")
-                for path, signed in zip(names, (gain, -gain), strict=True):
+                moves = _list_moves(point, position, float(gains.values[position]))
+                for path, signed in moves.items():
                     moved = {key: point.state[key] + signed * u[row] for key, u in imprints.items()}
                     _write_adapter(where / path, point.layers, {**point.state, **moved}, about)
-                pairs[point.ids[position]] = names
+                pairs[point.ids[position]] = (BASE, *moves) if point.removes else tuple(moves)
         return base or MODEL, pairs
 
     def tested(draft: Export) -> Tensor:
@@ -105,12 +108,22 @@ def _log_likelihoods(export: Export, model: Any, queries: list[Counted]) -> tupl
     for start in range(0, len(export.sources), _SOURCES_AT_ONCE):
         part = export.sources[start : start + _SOURCES_AT_ONCE]
         paths = [str(path) for source in part for path in (source.plus, source.minus)]
-        with _loaded(export, model, paths) as adapted:
+        once = list(dict.fromkeys(paths))  # the base adapter is that of many removals
+        with _loaded(export, model, [path for path in once if path != BASE]) as adapted:
             if start == 0:
                 _refuse_model(export, adapted)
-            blocks.append(torch.cat([_mixed(adapted, paths, batch) for _, batch in queries], 1))
+            values = torch.cat([_mixed(adapted, once, batch) for _, batch in queries], 1)
+            blocks.append(values[[once.index(path) for path in paths]])
     values = torch.cat(blocks)
     return values[0::2].T, values[1::2].T
+
+
+def _list_moves(point: Point, position: int, gain: float) -> dict[str, float]:
+    """Return the adapters of a source, by their folder, and how far along the imprint each one goes."""
+    place = f"{ADAPTERS}/{position:04d}"
+    if point.removes:
+        return {f"{place}-without": -1 / point.store.n}
+    return {f"{place}-plus": gain, f"{place}-minus": -gain}
 
 
 def _warn_of_head(model: Any, layers: list[Adapted]) -> None:

@@ -1,7 +1,8 @@
 """What an export starts from: one checkpoint of a store, some of its sources, and the library's own scores of them.
 
-`central` at given gains is what an exported artefact must reproduce, `exact` the derivative that both approximate, and
-`served` what a serving engine would find with weights and adapters in a given precision.
+`read` at given gains is what an exported artefact must reproduce, by the readout `central`, or of a replay `removed`.
+`exact` is the derivative that `central` approximates, or the removal itself; `served` what a serving engine would find
+with weights and adapters in a given precision.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -16,7 +17,7 @@ from imprint.errors import ReadoutError, SourcesError, TaskError
 from imprint.export.likelihood import is_log_likelihood, log_likelihood, widened
 from imprint.export.lora import Adapted, adapted_layers, weight_moves
 from imprint.readout.base import Base
-from imprint.readout.kernels import difference_scores, forward_only
+from imprint.readout.kernels import ReadoutName, difference_scores, forward_only
 from imprint.store.reading import Store
 from imprint.task import Batch, Parameters, Task, require_task
 from imprint.tensors.batching import attempt, vectorise_or_loop
@@ -47,6 +48,8 @@ class Point:
             raise TaskError(f"the task computes in {task.compute}: export with a task made without compute=.")  # type: ignore[attr-defined]
         layers = adapted_layers(task)
         store.check_task(task)
+        if buffers := list(store.manifest.request.buffers):
+            raise TaskError(f"removals of this store changed the buffer {buffers[0]!r} too, which no adapter carries.")
         first = next(index for index, about in enumerate(store.checkpoints) if about.weight > 0)
         store.check_loss(*task.at(store.state(first, task)))
         index = _checkpoint(store, checkpoint)
@@ -77,6 +80,16 @@ class Point:
     def base(self) -> Base:
         """The checkpoint as `Reader` reads it."""
         return Base(self.checkpoint, 1.0, *self.task.at(self.state))
+
+    @property
+    def removes(self) -> bool:
+        """Whether sources were really removed: adapters then go where the training led without them."""
+        return self.store.removes
+
+    @property
+    def readout(self) -> ReadoutName:
+        """The readout that an export must reproduce."""
+        return "removed" if self.removes else "central"
 
     @property
     def theta(self) -> Parameters:
@@ -119,17 +132,28 @@ class Point:
                         "completions, Σ weights · log p: use the measure of language.task."
                     )
 
-    def central(self, queries: list[Counted], gains: Tensor) -> Tensor:
-        """Return [F(θ + c·u) − F(θ − c·u)]/2c of the task's own measurement, shape (queries, sources)."""
+    def read(self, queries: list[Counted], gains: Tensor) -> Tensor:
+        """Return [F(θ + c·u) − F(θ − c·u)]/2c of the task's own measurement, shape (queries, sources).
+
+        Of removals N·[F(θ) − F(θ − u/N)].
+        """
 
         def read(imprints: Parameters, c: Tensor, count: int, batch: Batch, vectorise: bool) -> Tensor:
+            if self.removes:
+                return self.base.removed(imprints, self.store.n, batch, count, vectorise=vectorise).double()
             steps = c.to(next(iter(imprints.values())).dtype)
             return self.base.central(imprints, steps, batch, count, vectorise=vectorise).double()
 
         return self._scores(queries, gains, range(len(self.rows)), read)
 
     def exact(self, queries: list[Counted], positions: Sequence[int] | None = None) -> tuple[Tensor, str]:
-        """Return F'(θ)[u], shape (queries, sources), and its readout: "jvp", or "gradient" without forward mode."""
+        """Return F'(θ)[u], shape (queries, sources), and its readout: "jvp", or "gradient" without forward mode.
+
+        Of removals what `read` returns, which is exact.
+        """
+
+        def removed(imprints: Parameters, _: Tensor, count: int, batch: Batch, vectorise: bool) -> Tensor:
+            return self.base.removed(imprints, self.store.n, batch, count, vectorise=vectorise).double()
 
         def forward(imprints: Parameters, _: Tensor, count: int, batch: Batch, vectorise: bool) -> Tensor:
             return self.base.jvp(imprints, batch, count, vectorise=vectorise).double()
@@ -139,13 +163,15 @@ class Point:
 
         chosen = range(len(self.rows)) if positions is None else positions
         gains = torch.ones(len(self.rows))
+        if self.removes:
+            return self._scores(queries, gains, chosen, removed), "removed"
         scores, _ = attempt(lambda: self._scores(queries, gains, chosen, forward))
         if scores is not None:
             return scores, "jvp"
         return self._scores(queries, gains, chosen, backward), "gradient"
 
     def served(self, queries: list[Counted], gains: Tensor, positions: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """Return central scores with weights and adapters in `dtype`, as a serving engine has them."""
+        """Return the scores of `read` with weights and adapters in `dtype`, as a serving engine has them."""
         state = self.rounded(dtype)
         wide = torch.float64 if dtype == torch.float64 else torch.float32
         theta = {name: tensor.to(wide) for name, tensor in self.theta.items()}
@@ -155,8 +181,11 @@ class Point:
                 rounded = {name: tensor.to(dtype) for name, tensor in at.items()}
                 return self.task.call(log_likelihood, {**state, **rounded}, batch).double()
 
-            moves, steps = {name: u.to(wide) for name, u in imprints.items()}, c.to(wide)
-            return difference_scores(measure, theta, moves, steps, steps, vectorise=vectorise)
+            moves, down = {name: u.to(wide) for name, u in imprints.items()}, c.to(wide)
+            up = down
+            if self.removes:
+                up, down = torch.zeros_like(up), torch.full_like(down, 1 / self.store.n)
+            return difference_scores(measure, theta, moves, up, down, vectorise=vectorise)
 
         return self._scores(queries, gains, positions, read)
 

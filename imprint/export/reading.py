@@ -79,10 +79,13 @@ class Scores:
 def read(export: Export | str | os.PathLike[str], plus: Any, minus: Any) -> Scores:
     """Compute scores from the log-likelihoods of the completions under the adapters `plus` and `minus` of every source.
 
-    plus, minus: (queries, sources) in the order of `Export.open(folder).ids`, as tensors, arrays or lists.
+    plus, minus: (queries, sources) in the order of `Export.open(folder).ids`, as tensors, arrays or lists. Of an export
+        with adapters without each source, `plus` is of the deployed adapter, and may have one column.
     """
     found = Export.open(export)
     up, down = (torch.as_tensor(values, dtype=torch.float64, device="cpu") for values in (plus, minus))
+    if found.removes and down.dim() == 2 and up.shape == (len(down), 1):
+        up = up.expand_as(down)
     for name, values in (("plus", up), ("minus", down)):
         if values.dim() != 2 or values.shape[1] != len(found.sources) or values.shape != up.shape:
             raise ReadoutError(

@@ -22,6 +22,7 @@ from imprint.store.values import Value, read_json
 from imprint.task import Batch
 
 RECORD, PROBES, MODEL = "export.json", "probes.safetensors", "model"
+ADAPTERS, BASE = "adapters", "adapters/base"
 SCHEMA = 2
 _NEAR = 1e-3  # log-likelihoods of one model in float32, by whatever engine; in half precision …
 _ROUNDINGS = 8.0  # … they differ by up to 5 times what rounding makes of them
@@ -34,7 +35,8 @@ class Exported:
     """A source of an export.
 
     gain: c_b, by which its imprint is multiplied. floor: the score below which it is noise.
-    plus, minus: the folders of its adapters, where it has some.
+    plus, minus: the folders of its adapters, where it has some. Of a removal they are the deployed adapter and the one
+        without the source, and the gain is 1/2N: (F(plus) − F(minus))/2c is N·(F(deployed) − F(without)).
     """
 
     id: str
@@ -49,8 +51,8 @@ class Exported:
 class SelfTest:
     """Scores of the given queries read from the artefacts, in float32, beside the library's own.
 
-    central: deviation from the readout `central` at the same gains.
-    exact: deviation from the exact derivative, which the readout `readout` computed; `served` in the serving precision.
+    central: deviation from the readout `central` at the same gains, or of removals from `removed`.
+    exact: deviation from the exact scores, which the readout `readout` computed; `served` in the serving precision.
 
     All are relative, and over all scores at displacements of equal length.
     """
@@ -94,12 +96,19 @@ class Export:
     def __repr__(self) -> str:
         test, floors = self.self_test, self.floors
         readout, dtype = for_terminal(test.readout), for_terminal(self.dtype)
+        own = "" if self.removes else f"{test.central:.1e} from central at the same gains, "
         return (
-            f"{len(self.sources)} sources in {for_terminal(self.folder)}\n"
-            f"self-test on {test.queries} queries: {test.central:.1e} from central at the same gains, "
-            f"{test.exact:.1e} from {readout}, {test.served:.1e} served in {dtype}\n"
+            f"{len(self.sources)} sources in {for_terminal(self.folder)}"
+            f"{', an adapter without each' if self.removes else ''}\n"
+            f"self-test on {test.queries} queries: {own}{test.exact:.1e} from {readout}, {test.served:.1e} served in "
+            f"{dtype}\n"
             f"noise floors of scores: {float(floors.min()):.2g} to {float(floors.max()):.2g}"
         )
+
+    @property
+    def removes(self) -> bool:
+        """Whether each source has an adapter of the training without it, beside the deployed one."""
+        return any(source.plus == BASE for source in self.sources)
 
     @property
     def ids(self) -> list[str]:

@@ -19,6 +19,7 @@ from imprint.export.likelihood import COLUMNS, as_batches, log_likelihood, refus
 from imprint.export.point import Counted, Point
 from imprint.export.record import MODEL, PROBES, RECORD, SCHEMA, Export, Exported, ExportKind, SelfTest
 from imprint.readout.kernels import forward_only
+from imprint.store.checkpoint import CHAOTIC
 from imprint.store.files import sha256, temporary_folder, write_tensors
 from imprint.store.folder import locked, write_sealed
 from imprint.store.reading import Store
@@ -26,7 +27,7 @@ from imprint.task import Task
 
 logger = logging.getLogger(__name__)
 
-TOLERANCE = 1e-4  # of scores read from an export, relative to `central` at the same gains
+TOLERANCE = 1e-4  # of scores read from an export, relative to the library's own at the same gains
 _ROUNDED = 3.0  # or so many times what rounding makes of the readout's own scores, …
 _LOUD = 0.01  # … which must not be more than this
 _PROBES = 4
@@ -47,6 +48,12 @@ def prepare_export(
     batches = as_batches(queries, task.device)
     refuse_tokens(batches, point.context, point.vocabulary)
     point.refuse_measure(batches)
+    chaos = point.store.checkpoints[point.checkpoint].measured.chaos
+    if chaos is not None and chaos > CHAOTIC:
+        logger.warning(
+            "this run is chaotic (%.2g): its adapters without a source differ from the deployed one by chance too",
+            chaos,
+        )
     if (count := sum(about.weight > 0 for about in point.store.checkpoints)) > 1:
         logger.warning(
             "checkpoint %d is exported, one of %d: scores of attribute are the mean over all of them, and differ",
@@ -62,12 +69,12 @@ def write_export(
     queries: list[Counted],
     gains: Gains,
     dtype: str,
-    fill: Callable[[Path, Path], tuple[str | None, dict[str, tuple[str, str]]]],
+    fill: Callable[[Path, Path], tuple[str | None, dict[str, tuple[str, ...]]]],
     read: Callable[[Export], Tensor],
 ) -> Export:
     """Have `fill` write an export beside its place, test it through `read`, and move it there if it passes.
 
-    fill(where, place): returns the plain model's name and the adapters (plus, minus) by source id.
+    fill(where, place): returns the plain model's name, and the two adapters of each source id.
     """
     place = Path(folder).absolute()
     with _lock_place(place) as beside:
@@ -143,7 +150,7 @@ def _write_probes(folder: Path, point: Point, queries: list[Counted], dtype: str
     return {name: values.double().tolist() for name, values in found.items()}
 
 
-def _sources(point: Point, gains: Gains, adapters: dict[str, tuple[str, str]]) -> tuple[Exported, ...]:
+def _sources(point: Point, gains: Gains, adapters: dict[str, tuple[str, ...]]) -> tuple[Exported, ...]:
     floors = gains.floors.tolist()
     return tuple(
         Exported(
@@ -163,35 +170,33 @@ def _layers(point: Point) -> dict[str, list[int]]:
 
 
 def _test(draft: Export, point: Point, queries: list[Counted], gains: Gains, found: Tensor) -> Export:
-    """Return the export with its self-test; refuse one whose scores are not those of `central`."""
+    """Return the export with its self-test; refuse one whose scores are not the library's own."""
     exact, readout = point.exact(queries)
-    central = point.central(queries, gains.values)
-    deviation = _deviation(found, central, gains.values)
+    own = point.read(queries, gains.values)
+    deviation = _deviation(found, own, gains.values)
     if not deviation <= TOLERANCE:
         wide = point.served(queries, gains.values, range(len(point.rows)), torch.float64)
-        rounding = _deviation(central, wide, gains.values)
+        rounding = _deviation(own, wide, gains.values)
         if not (deviation <= _ROUNDED * rounding and rounding <= _LOUD):
             raise ReadoutError(
                 "the self-test failed, and nothing was exported: scores read from the artefacts deviate from the "
-                f"readout central at the same gains by {deviation:.1e}, more than {TOLERANCE:.0e}; rounding makes "
-                f"{rounding:.0e}."
+                f"readout {point.readout} at the same gains by {deviation:.1e}, more than {TOLERANCE:.0e}; rounding "
+                f"makes {rounding:.0e}."
             )
         logger.warning(
-            "scores of the export and of the readout central differ by %.2g, where rounding makes %.1g: at larger "
-            "gains the curvature would show",
-            deviation,
-            rounding,
+            "scores of the export and of the readout %s differ by %.2g, where rounding makes %.1g",
+            *(point.readout, deviation, rounding),
         )
     test = SelfTest(
         draft.self_test.queries, deviation, _deviation(found, exact, gains.values), readout, draft.self_test.served
     )
     if max(test.exact, test.served) > _FAR:
+        what, reason = "exact derivative", "at no gain are both rounding and curvature small"
+        if point.removes:
+            what, reason = "removals", "effects are as small as rounding"
         logger.warning(
-            "scores of the export deviate from the exact derivative by %.2g, and by %.2g served in %s: at no gain are "
-            "both rounding and curvature small",
-            test.exact,
-            test.served,
-            draft.dtype,
+            "scores of the export deviate from the %s by %.2g, and by %.2g served in %s: %s",
+            *(what, test.exact, test.served, draft.dtype, reason),
         )
     return replace(draft, self_test=test)
 

@@ -139,7 +139,7 @@ class LanguageTask(Task):
         return state
 
     @contextmanager
-    def _prepare(self, model: nn.Module) -> Iterator[None]:
+    def prepare(self, model: nn.Module) -> Iterator[None]:
         """Compute attention step by step, and recompute blocks if the model has gradient checkpointing on.
 
         Fused attention has no forward mode, and torch's own fallback takes no autocast under `vmap`.

@@ -151,11 +151,17 @@ class TrainerRecorder(TrainerCallback):  # type: ignore[misc]
         if state.is_hyper_param_search:
             raise PlanError("a search of hyperparameters is many runs, and a recording is of one: attach to that one.")
         self._close()
-        optimiser = given["optimizer"]
+        optimiser = getattr(given["optimizer"], "optimizer", given["optimizer"])  # accelerate wraps it
+        remembers = any(group.get("betas") or group.get("momentum") for group in optimiser.param_groups)
+        if state.global_step and remembers and not optimiser.state:
+            raise PlanError(
+                f"the training resumes at step {state.global_step} without what its optimiser remembered, which a "
+                "replay would not forget: resume from a checkpoint that was saved without save_only_model."
+            )
         self._run = RunRecorder(
             self.folder,
             given["model"],
-            getattr(optimiser, "optimizer", optimiser),  # accelerate wraps it
+            optimiser,
             data=self._trainer.train_dataset,
             collate_fn=self.collate_fn,
             every=self._every,

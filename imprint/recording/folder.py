@@ -1,6 +1,6 @@
 """The folder of a recording while it is written: locked, resumable after any interruption, with few checkpoints."""
 
-import logging
+import contextlib
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,6 @@ from imprint.store.checkpoint import File
 from imprint.store.files import Lock, clear_leftovers, sha256
 from imprint.store.folder import make_folder
 
-logger = logging.getLogger(__name__)
 _MOST = 8  # checkpoints between start and end, where the recorder chooses
 _SHORTEST = 10  # steps between two of them
 
@@ -154,4 +153,5 @@ class RecordingFolder:
         """Remove the files of checkpoints that the header no longer has."""
         for kept in checkpoints:
             for file in kept.files:
-                (self.path / file.path).unlink(missing_ok=True)
+                with contextlib.suppress(OSError):  # what remains does no harm
+                    (self.path / file.path).unlink()

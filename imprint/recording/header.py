@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from imprint.errors import StoreError
+from imprint.recorder import MOMENTS
 from imprint.recording.records import Circumstances
 from imprint.store.checkpoint import File
 from imprint.store.folder import write_sealed
@@ -129,8 +130,10 @@ def _check(header: Header, value: Value) -> None:
     if unknown := sorted(set(header.moved) - set(header.buffers)):
         value.fail(f"it says that {unknown[0]!r} moved, which is no buffer")
     for kept in header.checkpoints:
-        for file, suffix in zip((kept.state, kept.optimiser), ("", ".optimiser"), strict=True):
-            if file.path != f"checkpoint-{kept.step:06}{suffix}.safetensors":
-                value.fail(f"the checkpoint of step {kept.step} is not in its file")
+        name = f"checkpoint-{kept.step:06}"
+        expected = [f"{name}{MOMENTS}"] * (kept.moments is not None)
+        expected += [f"{name}.optimiser.safetensors", f"{name}.safetensors"]
+        if [file.path for file in kept.files] != expected:
+            value.fail(f"the checkpoint of step {kept.step} is not in its files")
     if header.finished and (header.journal is None or len(steps) < 2 or header.circumstances is None):
         value.fail("it is finished without steps, an end or circumstances")

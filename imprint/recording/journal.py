@@ -18,6 +18,7 @@ from imprint.store.records import NotNegative, Positive, read
 from imprint.store.values import Value, parsed
 
 STEPS = "steps.jsonl"
+_LONGEST = 4 << 30  # bytes: some eight million steps of 64 examples
 Position = tuple[int, int]
 """Where a step left the order of the training data: the epoch, and how many of its batches were used."""
 
@@ -123,7 +124,7 @@ def read_journal(folder: Path, groups: Sequence[Sequence[str]], n: int) -> list[
     """
     place = folder / STEPS
     try:
-        refuse_unreadable(place)
+        refuse_unreadable(place, _LONGEST)
         *lines, _ = place.read_bytes().split(b"\n")
     except FileNotFoundError:
         return []

@@ -102,7 +102,7 @@ def find_class(name: str, given: type[Optimizer] | None) -> type[Optimizer]:
     """
     own = getattr(torch.optim, name.removeprefix(_TORCH), None) if name.startswith(_TORCH) else None
     if given is None:
-        if isinstance(own, type) and issubclass(own, Optimizer):
+        if isinstance(own, type) and issubclass(own, Optimizer) and own is not Optimizer:
             return own
         last = name.rpartition(".")[2]
         raise StoreError(

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from imprint.compat import uncompiled
 from imprint.errors import PlanError, StoreError
 from imprint.recording.checkpoints import (
     load_optimiser_state,
@@ -37,6 +38,8 @@ class Subject:
             raise PlanError(f"optimiser must be a torch.optim.Optimizer, got {type(optimiser).__name__}.")
         if scheduler is not None and not hasattr(scheduler, "load_state_dict"):
             raise PlanError(f"scheduler must have state_dict() and load_state_dict(), got {type(scheduler).__name__}.")
+        refuse_several_processes()
+        model = uncompiled(model)
         self.model, self.optimiser, self.scheduler = model, optimiser, scheduler
         self.groups = name_groups(model, optimiser)
         describe_groups(optimiser)  # refuses at once what cannot be kept
@@ -141,16 +144,6 @@ class Subject:
             if not same:
                 raise StoreError(f"{folder} is an unfinished recording with other {what}: {advice}.")
 
-    def refuse_other_state(self, folder: Path, kept: Kept, header: Header) -> None:
-        """Refuse to go on from a model that differs from a checkpoint of the recording."""
-        state = read_state(folder, kept, header)
-        for name, tensor in self._kept().items():
-            if not torch.equal(tensor.detach().cpu(), state[name]):
-                raise StoreError(
-                    f"{folder} is an unfinished recording whose model had another {name!r} after {kept.step} steps: "
-                    "load the checkpoint that you resume from before, or give a new folder."
-                )
-
     def load(self, folder: Path, kept: Kept, header: Header) -> None:
         """Set model, optimiser and scheduler to a checkpoint of a recording."""
         load_state(self._kept(), read_state(folder, kept, header))
@@ -159,6 +152,17 @@ class Subject:
             restore_groups(self.optimiser, header.settings)
         if self.scheduler is not None and header.schedule is not None:
             self.scheduler.load_state_dict({**self.scheduler.state_dict(), **header.schedule})
+
+    def refuse_other_state(self, folder: Path, kept: Kept, header: Header) -> None:
+        """Refuse a model that is not what a checkpoint of the recording has."""
+        state = read_state(folder, kept, header)
+        for name, tensor in self._kept().items():
+            if not torch.equal(tensor.detach().cpu(), state[name]):
+                raise StoreError(
+                    f"{folder} is an unfinished recording whose model had another {name!r} after {kept.step} steps: "
+                    f"load your checkpoint of step {kept.step} before the first step, or call run.resume() in place of "
+                    f"step={kept.step}."
+                )
 
     def find_moved_buffers(self, start: Mapping[str, Tensor]) -> tuple[str, ...]:
         """Return the buffers of real numbers that differ from the start."""
@@ -169,3 +173,13 @@ class Subject:
     def _describe_frozen(self) -> tuple[tuple[str, ...], str]:
         """Return the names of the parameters that are not trained, and a hash of their values."""
         return tuple(self._frozen), of_tensors(self._frozen)
+
+
+def refuse_several_processes() -> None:
+    """Refuse a training that is spread over processes: each sees the examples of its own, and the gradients of all."""
+    distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
+    if distributed and (processes := torch.distributed.get_world_size()) > 1:
+        raise PlanError(
+            f"the training runs in {processes} processes, whose gradients are combined, and a recorder sees the "
+            "examples of one: record a training in one process."
+        )

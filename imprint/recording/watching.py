@@ -2,7 +2,7 @@
 
 import weakref
 from collections.abc import Callable, Mapping, Set
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -150,11 +150,37 @@ class ForwardHook:
         return ForwardHook, ()
 
 
-def watch_forward(model: nn.Module, notice: Callable[[], None]) -> list[Any]:
-    """Have `notice` called before forward passes of a model, also where a loss calls its children alone."""
-    hook = ForwardHook(notice)
+class Watcher(Protocol):
+    """What is told of forward passes and of the optimiser's steps; a `RunRecorder` is one."""
+
+    def observe_forward(self) -> None: ...
+    def before_optimiser(self, closure: bool) -> None: ...
+    def after_optimiser(self) -> None: ...
+
+
+def watch(model: nn.Module, optimiser: Optimizer, watcher: Watcher) -> list[Any]:
+    """Have a watcher told of everything, also where a loss calls the model's children alone; return the hooks.
+
+    They do not keep the watcher alive.
+    """
+    weak = weakref.ref(watcher)
+
+    def forward() -> None:
+        if found := weak():
+            found.observe_forward()
+
+    def before(optimiser: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if found := weak():
+            found.before_optimiser(kwargs.get("closure", args[1] if len(args) > 1 else None) is not None)
+
+    def after(optimiser: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if found := weak():
+            found.after_optimiser()
+
+    hook = ForwardHook(forward)
     modules = [model, *(child for child in model.children() if not is_scripted(child))]
-    return [module.register_forward_pre_hook(hook) for module in modules]
+    hooks: list[Any] = [module.register_forward_pre_hook(hook) for module in modules]
+    return [*hooks, optimiser.register_step_pre_hook(before), optimiser.register_step_post_hook(after)]
 
 
 def observe(model: nn.Module, device: torch.device) -> Circumstances:

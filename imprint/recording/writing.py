@@ -25,7 +25,7 @@ from imprint.recording.seeding import derive_seed
 from imprint.recording.settings import describe_groups, describe_scheduler
 from imprint.recording.steps import Indices, RunStep
 from imprint.recording.subject import Subject
-from imprint.recording.watching import Gradients, observe, refuse_other, watch_forward
+from imprint.recording.watching import Gradients, observe, refuse_other, watch
 from imprint.store.fingerprint import of_data
 
 _OPEN: "weakref.WeakValueDictionary[Path, RunRecorder]" = weakref.WeakValueDictionary()
@@ -99,7 +99,7 @@ class RunRecorder:
         except BaseException:
             self.close()
             raise
-        self._hooks = _watch(self)
+        self._hooks = watch(model, optimiser, self)
 
     def _prepare(self, step: int | None) -> None:
         """Take over what an unfinished recording has, and go on after a step if one is given."""
@@ -109,11 +109,9 @@ class RunRecorder:
             self._subject.refuse_other(header, self._n, self._seed, self._data, self.folder)
             self._n, self._seconds = header.n, header.seconds
             self._circumstances = None if header.circumstances is None else header.circumstances.restore()
+        self._loaded = step is not None  # by the user, who may have forgotten it
         if step is not None:
             self._go_back(operator.index(step))
-            for kept in self._files.header.checkpoints if self._files.header else ():
-                if kept.step == step:
-                    self._subject.refuse_other_state(self.folder, kept, self._files.require_header())
 
     @property
     def model(self) -> nn.Module:
@@ -257,6 +255,7 @@ class RunRecorder:
         if self._files.header is None:
             header = self._subject.describe(self._n, self._seed, self._every, self._data)
             self._files.begin(header, self.model, self.optimiser)
+        self._compare_with_checkpoint()
         if self._due:
             self._keep()
         if not self._since:
@@ -265,6 +264,14 @@ class RunRecorder:
         self._gradients.clear()
         self._gradients.expected = True
         self._gradients.thorough = self._made < _THOROUGH
+
+    def _compare_with_checkpoint(self) -> None:
+        """Refuse a model that the user has not set back to the step it goes on from, where that can be seen."""
+        header = self._files.require_header()
+        latest = header.checkpoints[-1]
+        if self._loaded and latest.step == self.steps:
+            self._subject.refuse_other_state(self.folder, latest, header)
+        self._loaded = False
 
     def begin_batch(self) -> None:
         """Called by a step when a micro-batch begins."""
@@ -297,6 +304,18 @@ class RunRecorder:
             refuse_other(self._circumstances, now, self._step.number)
         self._circumstances = now
 
+    def _observe_late(self) -> None:
+        """Take note how forward passes ran if none was seen: modes are as they are now, autocast may be over."""
+        if self._circumstances is None:
+            warnings.warn(
+                "no forward pass of the model was seen in the first step, so that the recorder cannot tell whether it "
+                "ran under torch.autocast. Give the recorder the module that the loss calls; of a compiled model, the "
+                "compiled one.",
+                ReliabilityWarning,
+                stacklevel=2,
+            )
+        self.observe_forward()
+
     def before_optimiser(self, closure: bool) -> None:
         """Called before the optimiser steps."""
         if self._recording is not None or self._broken == _CLOSED:
@@ -305,8 +324,8 @@ class RunRecorder:
             raise PlanError("the optimiser stepped outside of run.step(): such a step cannot be replayed.")
         self._subject.refuse_regrouping()
         self._subject.refuse_changes("before the optimiser stepped", buffers=False)
-        if not closure:
-            self.observe_forward()  # if the loss has called no module: the modes are as they are now
+        if not closure and not self._observed:
+            self._observe_late()
         self._step.before_optimiser(describe_groups(self.optimiser), closure)
 
     def after_optimiser(self) -> None:
@@ -359,7 +378,9 @@ class RunRecorder:
     def _refuse_waiting(self) -> None:
         """Refuse to go on with a recording that is closed, broken, or waits to be resumed."""
         if self._broken is not None:
-            raise StoreError(f"{self.folder} cannot be recorded any further: {self._broken}. Make a new RunRecorder.")
+            raise StoreError(
+                f"{self.folder} cannot be recorded any further: {self._broken}. Resume it by a new recorder."
+            )
         if self._waits:
             raise StoreError(
                 f"{self.folder} holds an unfinished recording of {len(self._files.entries)} steps: call run.resume() "
@@ -377,24 +398,3 @@ def _open(folder: Path, recorder: RunRecorder) -> RecordingFolder:
     files = RecordingFolder(folder)
     _OPEN[folder.absolute()] = recorder
     return files
-
-
-def _watch(recorder: RunRecorder) -> list[Any]:
-    """Have the recorder told of forward passes and steps; the hooks do not keep it alive."""
-    weak = weakref.ref(recorder)
-
-    def forward() -> None:
-        if found := weak():
-            found.observe_forward()
-
-    def before(optimiser: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if found := weak():
-            found.before_optimiser(kwargs.get("closure", args[1] if len(args) > 1 else None) is not None)
-
-    def after(optimiser: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if found := weak():
-            found.after_optimiser()
-
-    optimiser = recorder.optimiser
-    hooks = [optimiser.register_step_pre_hook(before), optimiser.register_step_post_hook(after)]
-    return [*hooks, *watch_forward(recorder.model, forward)]

@@ -105,7 +105,8 @@ class Inputs:
         _refuse_changing(training, hash_data)
         if partial_hash := partly_hashed(hash_data, len(training)):
             inputs.notices.add(partial_hash)
-        warn_half_precision(task)
+        if run is None:  # which was trained in the precision it has
+            warn_half_precision(task)
         assert inputs.settings  # a plan with settings for other checkpoints is refused here
         return inputs
 

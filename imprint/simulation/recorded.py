@@ -58,7 +58,7 @@ def refuse_both(checkpoints: Sequence[State] | None) -> None:
 
 
 def check_run(run: Run, task: Task, n: int, plan: Plan) -> None:
-    """Refuse a run of other data or other parameters than the task's, and a start that lies beyond its end."""
+    """Refuse a run of other data, parameters or frozen values than the task's, and a start that lies beyond its end."""
     if run.n != n:
         raise DataError(f"the recorded run has {run.n} training examples, the data has {n}: give the data it was.")
     optimised = [name for names in run.groups for name in names]
@@ -67,6 +67,8 @@ def check_run(run: Run, task: Task, n: int, plan: Plan) -> None:
             f"the recorded run trained {name_some(lacking)}, which the task does not select: what a removal does to "
             "all trained parameters belongs to it. Build the task with parameters= that match them."
         )
+    if isinstance(run, Recording):
+        run.refuse_other_model(task)
     if plan.start >= len(run.steps):
         raise PlanError(f"start is {plan.start}, and the recorded run has {len(run.steps)} steps.")
 

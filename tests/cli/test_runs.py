@@ -5,8 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from imprint import Store
-from tests.cli.commands import Command
+from imprint import Recording, Store
+from tests.cli.commands import Command, imprints
+from tests.simulation.recordings import record
 from tests.simulation.removals import removing_engine
 
 MODEL = """
@@ -71,3 +72,16 @@ def test_a_configuration_names_a_run_relative_to_its_folder(command: Command, em
     (empty / "inner" / "news.toml").write_text('task = "../model.py:task"\nrun = "train"\nout = "store"\n')
     refused = command("simulate", "--config", "inner/news.toml")
     assert refused.code == 1 and "inner/train" in refused.err
+
+
+@pytest.mark.wide
+def test_the_folder_of_a_recording_is_repeated_without_a_plan(command: Command, empty: Path) -> None:
+    record(empty / "train").finish()
+    values = command("simulate", "model.py:task", "--run", "train", "-o", "store", "--json").values
+    assert values["question"] == "this_run" and values["recording"] == Recording(empty / "train").sha256
+    shown = command("check", "model.py:task", "--run", "train").out
+    assert "of the recorded run" in shown and "needs a recorded run" in shown  # the second is an engine of these tests
+    again = command("simulate", "model.py:task", "--run", "train", "--repeat", "store", "-o", "again", "--no-check")
+    assert again.code == 0 and imprints("again") == imprints("store")
+    chosen = command("simulate", "model.py:task", "--run", "train", "-p", "auto", "-o", "auto", "--no-check", "--json")
+    assert chosen.values["question"] == "this_run"

@@ -68,7 +68,7 @@ def _graph(task: Task, store: Store) -> tuple[Graph, list[Tensor], Tensor, Tenso
     point, queries = Point.of(task, store, None, None), as_batches(models.queries(), torch.device("cpu"))
     gains = choose_gains(point, queries, "float32").values
     graph = Graph(plain_model(task, point.state), point.layers, point.state, task.names).eval()
-    return graph, list(_displacements(point).values()), gains.float(), point.central(queries, gains)
+    return graph, list(_displacements(point).values()), gains.float(), point.read(queries, gains)
 
 
 @torch.no_grad()

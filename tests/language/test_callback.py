@@ -134,12 +134,13 @@ def test_without_the_extra_the_package_imports_and_says_what_it_lacks() -> None:
     code = (
         "import sys; sys.modules.update(transformers=None, peft=None)\n"
         "from imprint import MissingExtra, language\n"
-        "try: language.CheckpointCallback('checkpoints')\n"
-        "except MissingExtra as error: print(error)"
+        "for make in (language.CheckpointCallback, lambda folder: language.recording.attach(None, folder)):\n"
+        "    try: make('checkpoints')\n"
+        "    except MissingExtra as error: print(error)"
     )
     told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
-    lacking = 'language.CheckpointCallback needs an optional dependency: pip install "imprint-attribution[language]"'
-    assert told == f"{lacking}\n"
+    needs = 'needs an optional dependency: pip install "imprint-attribution[language]"'
+    assert told == f"language.CheckpointCallback {needs}\nlanguage.recording.attach {needs}\n"
 
 
 def test_steps_that_the_training_never_had_are_told(tmp_path: Path) -> None:

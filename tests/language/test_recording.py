@@ -212,6 +212,15 @@ def test_a_resumed_training_needs_the_steps_before_and_their_model(tmp_path: Pat
         other.train()
 
 
+def test_a_resumed_training_needs_the_memory_of_its_optimiser(tmp_path: Path) -> None:
+    options = {"save_strategy": "steps", "save_steps": 2, "save_only_model": True}
+    record(gpt2().float(), tmp_path, **options)
+    resumed = make_trainer(gpt2().float(), tmp_path, **options)
+    recording.attach(resumed, tmp_path / "again")
+    with pytest.raises(PlanError, match="resumes at step 4 without what its optimiser remembered"):
+        resumed.train(resume_from_checkpoint=str(tmp_path / "trainer" / "checkpoint-4"))
+
+
 def test_of_a_fine_tune_the_adapter_is_recorded(tmp_path: Path) -> None:
     config = LoraConfig(r=2, target_modules=["c_attn"], fan_in_fan_out=True, lora_dropout=0.1)
     model = get_peft_model(gpt2().float(), config)

@@ -251,6 +251,13 @@ def test_arguments_are_checked(options: dict[str, Any], message: str, tmp_path: 
         RunRecorder(tmp_path / "run", **given)
 
 
+def test_a_training_in_several_processes_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2)
+    with pytest.raises(PlanError, match="the training runs in 2 processes"):
+        Recorded(tmp_path)
+
+
 def test_folders_that_hold_something_else_or_a_finished_recording_are_refused(tmp_path: Path) -> None:
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "notes.txt").write_text("mine")

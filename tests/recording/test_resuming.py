@@ -92,6 +92,14 @@ def test_checkpoints_of_the_users_own_resume_without_losing_a_step(whole: Path, 
         RunRecorder(tmp_path / "new", model, make_adamw(model), step=3)
 
 
+def test_a_checkpoint_that_the_user_forgot_to_load_is_noticed(tmp_path: Path) -> None:
+    train(tmp_path / "run", epochs=EPOCHS, every=5, stop=8)
+    model = make_model(9)
+    run = RunRecorder(tmp_path / "run", model, make_adamw(model), step=5)
+    with pytest.raises(StoreError, match=r"whose model had another '0\.weight' after 5 steps: load your checkpoint"):
+        run.step([0, 1])
+
+
 def test_another_model_optimiser_seed_or_data_do_not_resume(tmp_path: Path) -> None:
     model, _ = train(tmp_path / "run", data=(torch.arange(N), torch.arange(N)), stop=3)
     smaller = torch.nn.Sequential(*list(make_model())[2:])

@@ -171,6 +171,32 @@ def test_how_forward_passes_ran_is_known(tmp_path: Path) -> None:
     assert circumstances.evaluating == {"1"}
 
 
+@pytest.mark.wide
+def test_a_compiled_model_is_recorded_under_its_own_names(tmp_path: Path) -> None:
+    model = nn.Sequential(nn.Linear(4, 3))
+    compiled: Any = torch.compile(model, backend="eager")
+    optimiser = torch.optim.SGD(compiled.parameters(), lr=0.1)
+    run = RunRecorder(tmp_path / "run", compiled, optimiser)
+    for indices in run.batches(N, 12):
+        with run.step(indices) as step:
+            with torch.autocast("cpu", torch.bfloat16):
+                loss = mean_loss(compiled, indices)
+            step.backward(loss)
+            optimiser.step()
+    recording = run.finish()
+    assert recording.groups == (("0.weight", "0.bias"),)
+    assert recording.circumstances.autocast == "bfloat16"
+
+
+def test_a_forward_pass_that_was_not_seen_triggers_a_warning(tmp_path: Path) -> None:
+    model = nn.Linear(4, 3)
+    run = RunRecorder(tmp_path / "run", model, torch.optim.SGD(model.parameters(), lr=0.1), n=N)
+    step = run.step([0, 1])
+    step.backward((X[:2] @ model.weight.T).sum())
+    with pytest.warns(ReliabilityWarning, match=r"no forward pass of the model was seen.*torch\.autocast"):
+        run.optimiser.step()
+
+
 def test_random_numbers_of_a_step_depend_on_its_seed_alone(tmp_path: Path) -> None:
     drawn = []
     for noise in (0, 7):

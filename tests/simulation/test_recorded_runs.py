@@ -1,5 +1,7 @@
 """A recorded run is repeated without each source: what is stored, what is refused, and what a store says of it."""
 
+import json
+import shutil
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -13,6 +15,7 @@ from imprint import DataError, Plan, PlanError, SimulationError, Store, StoreErr
 from imprint.data import Data
 from imprint.simulation.engines import Chunk
 from imprint.store.fingerprint import of_data
+from imprint.store.values import sealed
 from tests.simulation.killing import Killed, contents, dies_after
 from tests.simulation.removals import (
     SOURCES,
@@ -82,7 +85,7 @@ def test_rows_of_perturbed_starts_are_kept_and_verified(tmp_path: Path) -> None:
 def test_a_killed_replay_resumes_to_the_same_bits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     whole = replay(tmp_path / "whole", memory="1kB")  # a source at a time, each with a file of its own
     assert len(whole.checkpoints[0].imprints) == len(SOURCES)
-    for files in range(1, 6):
+    for files in (1, 2, 4):  # after the base, after the noise, between two sources
         with monkeypatch.context() as patch:
             patch.setattr("imprint.store.finished.append", dies_after(files))
             with pytest.raises(Killed):
@@ -90,6 +93,7 @@ def test_a_killed_replay_resumes_to_the_same_bits(tmp_path: Path, monkeypatch: p
         assert contents(replay(tmp_path / f"killed-{files}", memory="1kB").path) == contents(whole.path)
 
 
+@pytest.mark.wide
 def test_a_damaged_file_of_noise_is_made_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     whole = replay(tmp_path / "whole", memory="1kB")
     with monkeypatch.context() as patch:
@@ -196,3 +200,49 @@ def test_a_model_without_buffers_has_rows_of_parameters_alone() -> None:
     model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)).double()
     store = simulate(make_task(model), make_data(), SOURCES, make_plan(), run=HandMadeRun.of(model), progress=False)
     assert store.manifest.request.buffers == {}
+
+
+@pytest.mark.parametrize(
+    ("place", "value", "says"),
+    [
+        (("question",), "expected", r"question must be 'this_run', which the engine of the plan answers"),
+        (("question",), "both", r"question must be 'this_run' or 'expected'"),
+        (("request", "recording"), None, r"request\.recording must be there for engines that repeat a recorded run"),
+        (("request", "recording"), "abc", r"request\.recording must be a SHA-256"),
+        (("request", "buffers", "0.weight"), {"shape": [4, 3], "dtype": "torch.float64"}, r"which is a parameter"),
+        (("checkpoints", 0, "decided", "noise_rows"), 0, r"noise and .*noise_rows belong together"),
+        (("checkpoints", 0, "noise"), None, r"noise and .*noise_rows belong together"),
+        (("checkpoints", 0, "measured", "chaos"), -1.0, r"measured\.chaos must be"),
+    ],
+)
+def test_a_manifest_that_contradicts_itself_is_refused(
+    place: tuple[Any, ...], value: object, says: str, finished: Path, tmp_path: Path
+) -> None:
+    shutil.copytree(finished, tmp_path / "store")
+    manifest = tmp_path / "store" / "manifest.json"
+    content = json.loads(manifest.read_text())
+    del content["sha256"]
+    inner = content
+    for part in place[:-1]:
+        inner = inner[part]
+    inner[place[-1]] = value
+    manifest.write_text(json.dumps(sealed(content)))
+    with pytest.raises(StoreError, match=says):
+        Store(tmp_path / "store")
+
+
+def test_fewer_rows_of_noise_than_decided_are_found(finished: Path, tmp_path: Path) -> None:
+    shutil.copytree(finished, tmp_path / "store")
+    manifest = tmp_path / "store" / "manifest.json"
+    content = json.loads(manifest.read_text())
+    del content["sha256"]
+    content["checkpoints"][0]["decided"]["noise_rows"] = 3
+    manifest.write_text(json.dumps(sealed(content)))
+    with pytest.raises(StoreError, match=r"noise\.safetensors does not fit the manifest: tensor .* is \(2, "):
+        Store(tmp_path / "store").verify()
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    with removing_engine():
+        return replay(tmp_path_factory.mktemp("finished") / "store").path

@@ -26,7 +26,7 @@ from imprint.evaluation.truth import Truth, TruthFolder
 from imprint.runtime.progress import Advance
 
 Removal = Literal["halves", "sources", "examples", "unions"]
-How = Literal["retrain", "replay", "run"]
+How = Literal["retrain", "replays", "run"]
 _COUNT, _SHARE = 100, 0.2  # defaults, for halves and unions
 
 
@@ -120,7 +120,7 @@ def retrain(
 
     - `imprint retrain my_model.py:task --run runs/train --kind unions --out truth/this-run`
     """
-    how: How = "run" if run is not None else "replay" if replay else "retrain"
+    how: How = "run" if run is not None else "replays" if replay else "retrain"
     kind = _choose_kind(how, kind, count, share, runs, both=replay and run is not None)
     named = Experiment(task=task, data=data, sources=sources, queries=queries, collate_fn=collate, device=device)
     with redirect_prints(), _explain_interruption(out), show_progress(errors, "retraining") as advance:
@@ -208,7 +208,7 @@ def _load_training(train: str, named: Experiment, how: How) -> tuple[Objects, An
         return Objects(replace(named, task=named.task or train)), None
     objects = Objects(replace(named, task=named.task or f"{module}:task"))
     function = objects.find("train", train)
-    if how == "replay" and not isinstance(function, Together):
+    if how == "replays" and not isinstance(function, Together):
         return objects, _find_record(objects, module)
     if not callable(function):
         raise ConfigurationError(

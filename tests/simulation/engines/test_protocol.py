@@ -148,7 +148,7 @@ def test_an_engine_takes_neither_another_ones_name_nor_what_belongs_to_all() -> 
 def test_a_plan_of_an_engine_that_is_gone_says_so() -> None:
     plan = Plan(engine="downhill", steps=3, lr=0.1)
     unregister(Downhill)
-    with pytest.raises(PlanError, match="engine 'downhill' is unknown: use one of tangent, trajectories, spectral"):
+    with pytest.raises(PlanError, match="'downhill' is unknown: use one of tangent, trajectories, spectral, replay"):
         simulate(task(), data(), SOURCES, plan, progress=False)
     register(Downhill)
 
@@ -157,7 +157,7 @@ def test_no_module_but_an_engines_own_names_an_engine() -> None:
     """Comments and docstrings may; a user's ready-made plans, which settings and doctests are, too."""
     package = Path(imprint.__file__).parent
     names = {engine.name for engine in registered()} - {"downhill"}
-    assert names == {"tangent", "trajectories", "spectral"}
+    assert names == {"tangent", "trajectories", "spectral", "replay"}
     for path in package.rglob("*.py"):
         inside = path.relative_to(package)
         if inside.parts[:2] in {("simulation", "engines"), ("benchmarking", "settings")}:

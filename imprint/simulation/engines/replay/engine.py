@@ -12,6 +12,7 @@ import logging
 import math
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import cached_property
 from statistics import median
 from typing import ClassVar
@@ -118,8 +119,10 @@ class Replay(Engine):
     def take_over(self, decided: Decided, measured: Measured) -> None:
         self.decided, self.measured = decided, measured
         with as_recorded(self.run.circumstances, self.descent.data.device):
-            dependence = None if decided.vectorised else find_dependence(self.repetition)
-        self._way = Way(dependence is not None, measured.one_by_one)
+            if decided.vectorised:
+                self._way = replace(find_way(self.repetition), one_by_one=None)
+            else:
+                self._way = Way(find_dependence(self.repetition) is not None, measured.one_by_one)
 
     def replay_unperturbed(self) -> float:
         """Replay the run as it was; return the root mean square difference of F between its end and the recorded."""
@@ -183,7 +186,7 @@ class Replay(Engine):
 
     def _replay(self, repetition: Repetition, lineup: Lineup, hooks: Hooks) -> list[Parameters]:
         if self.way.one_by_one is None:
-            return replay_together(repetition, lineup, hooks)
+            return replay_together(repetition, lineup, hooks, plain_attention=self.way.plain_attention)
         return replay_one_by_one(repetition, lineup, hooks, leaves_out=self.way.leaves_out)
 
     def _displaced(self, end: Parameters) -> Parameters:
@@ -320,7 +323,8 @@ class Replay(Engine):
     def _time_steps(self, sources: Sources, count: int, rows: int | None = None) -> float:
         """Measure a step of a stack of sources, with as many other rows beside them as make up `rows`."""
         lineup = Lineup(sources).rows.padded(rows or len(sources))
-        stack = Stack(self.repetition, lineup, repeated(self.repetition.start(), len(lineup)))
+        start = repeated(self.repetition.start(), len(lineup))
+        stack = Stack(self.repetition, lineup, start, plain_attention=self.way.plain_attention)
         with as_recorded(self.run.circumstances, self.descent.data.device):
             taken = [
                 self._measure(lambda number=number: stack.step(number))  # type: ignore[misc]

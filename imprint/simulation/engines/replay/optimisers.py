@@ -20,20 +20,24 @@ def make_optimiser(
     kind: type[Optimizer], groups: Sequence[Sequence[str]], settings: Sequence[Settings], tensors: Mapping[str, Tensor]
 ) -> Optimizer:
     """Make an optimiser with the groups and settings of a recording, of these tensors."""
+    try:
+        return _make(kind, groups, settings, tensors)
+    except Exception as error:
+        raise SimulationError(
+            f"the optimiser {kind.__name__} cannot be made again from its recorded settings ({first_line(error)}): its "
+            "class must take a list of parameter groups, and the settings of a group as keywords."
+        ) from error
+
+
+def _make(
+    kind: type[Optimizer], groups: Sequence[Sequence[str]], settings: Sequence[Settings], tensors: Mapping[str, Tensor]
+) -> Optimizer:
     parts = [
         {"params": [tensors[name] for name in names], **_plain(values)}
         for names, values in zip(groups, settings, strict=True)
     ]
     accepted = inspect.signature(kind).parameters
-    required = {name: value for name, value in _plain(settings[0]).items() if name in accepted}
-    try:
-        return kind(parts, **required)
-    except Exception as error:
-        raise SimulationError(
-            f"the optimiser {kind.__name__} cannot be made again from its recorded settings ({first_line(error)}): "
-            "give Recording(folder, optimiser=...) a class, or a function, that takes parameter groups and these "
-            "settings."
-        ) from error
+    return kind(parts, **{name: value for name, value in _plain(settings[0]).items() if name in accepted})
 
 
 def set_settings(optimiser: Optimizer, settings: Sequence[Settings]) -> None:
@@ -88,7 +92,7 @@ def find_why_not_stackable(
 
     def move(start: dict[str, Tensor], slopes: list[dict[str, Tensor]]) -> dict[str, Tensor]:
         leaves = {name: torch.nn.Parameter(tensor.clone()) for name, tensor in start.items()}
-        optimiser = make_optimiser(kind, names, settings, leaves)
+        optimiser = _make(kind, names, settings, leaves)
         for slope in slopes:
             for name, leaf in leaves.items():
                 leaf.grad = slope[name].clone()

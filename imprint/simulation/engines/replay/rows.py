@@ -64,13 +64,13 @@ def _perturb(start: Parameters, trained: tuple[str, ...], draw: torch.Generator)
     return {name: perturb(start[name]) for name in trained}
 
 
-def replay_together(repetition: Repetition, lineup: Lineup, hooks: Hooks) -> list[Parameters]:
+def replay_together(repetition: Repetition, lineup: Lineup, hooks: Hooks, *, plain_attention: bool) -> list[Parameters]:
     """Replay all rows of a line-up as one stack; return where each ends."""
     rows, start = lineup.rows, repetition.start()
     starts = lineup.starts(start, repetition.trained)
     together = {name: torch.stack([each[name] for each in starts]) for name in repetition.trained}
     with as_recorded(repetition.run.circumstances, repetition.data.device):
-        stack = Stack(repetition, rows, together)
+        stack = Stack(repetition, rows, together, plain_attention=plain_attention)
         del together, starts
         done, watch = _restore_stack(stack, hooks.snapshot), Watch(rows.names)
         hooks.skip(done * len(lineup.sources))

@@ -6,8 +6,9 @@ drawn in the stacked pass: random numbers come from a plain forward pass (see `i
 
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from itertools import chain
 
 import numpy as np
@@ -15,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call, vmap
 
+from imprint.compat import math_attention
 from imprint.model.draws import capture_draws, substitute_draws
 from imprint.recording.records import Clipping, MicroBatch, Step, micro_seed
 from imprint.recording.seeding import seed_everything
@@ -46,13 +48,17 @@ class Stack:
     """Trainings that were recorded as one, each without some examples, in one stack of parameters.
 
     start: rows of the trained parameters where they begin.
+    plain_attention: whether attention is computed by plain matrix products, where vmap does not take the user's.
     """
 
-    def __init__(self, repetition: Repetition, rows: Rows, start: Parameters) -> None:
+    def __init__(self, repetition: Repetition, rows: Rows, start: Parameters, *, plain_attention: bool = False) -> None:
         run = repetition.run
         self.repetition, self.rows = repetition, rows
         self._model = repetition.make_model()
-        self._host = Host(self._model)
+        self._host = Host(repetition.make_model() if plain_attention else self._model)
+        self._plain_attention, self._prepared = plain_attention, ExitStack()
+        if plain_attention:
+            self._prepared.enter_context(repetition.task.prepare(self._host.model))
         self.parameters: Parameters = {name: nn.Parameter(start[name].clone()) for name in repetition.trained}
         settings = run.steps[repetition.begin].groups
         self.optimiser = make_optimiser(run.optimiser, run.groups, settings, self.parameters)
@@ -109,7 +115,7 @@ class Stack:
         if not self._draws:
             seed_everything(seed)
             try:
-                return self._over_rows(lambda model, batch: compute_losses(self.repetition, model, batch, count), batch)
+                return self._over_rows(partial(self._compute, count=count), batch)
             except RuntimeError as error:  # vmap refuses to draw
                 refused = error
         seed_everything(seed)
@@ -121,10 +127,14 @@ class Stack:
 
         def with_draws(model: nn.Module, batch: Batch) -> Tensor:
             with substitute_draws(drawn) if drawn else nullcontext():
-                return compute_losses(self.repetition, model, batch, count)
+                return self._compute(model, batch, count)
 
         seed_everything(seed)
         return self._over_rows(with_draws, batch)
+
+    def _compute(self, model: nn.Module, batch: Batch, count: int) -> Tensor:
+        with math_attention() if self._plain_attention else nullcontext():
+            return compute_losses(self.repetition, model, batch, count, transformed=True)
 
     def _over_rows(self, function: Callable[[nn.Module, Batch], Tensor], batch: Batch) -> Tensor:
         def at_row(parameters: Parameters) -> Tensor:

@@ -91,16 +91,20 @@ def as_recorded(circumstances: Circumstances, device: torch.device) -> Iterator[
             torch.cuda.set_rng_state_all(states[1])
 
 
-def autocast(circumstances: Circumstances, device: torch.device) -> torch.autocast | nullcontext[None]:
-    """Return the autocasting of the recorded forward passes."""
+def _autocast(
+    circumstances: Circumstances, device: torch.device, *, transformed: bool
+) -> torch.autocast | nullcontext[None]:
+    """Return the autocasting of the recorded forward passes; casts are not kept where they would outlive `vmap`."""
     if circumstances.autocast is None:
         return nullcontext()
-    return torch.autocast(device.type, dtype=getattr(torch, circumstances.autocast))
+    return torch.autocast(device.type, dtype=getattr(torch, circumstances.autocast), cache_enabled=not transformed)
 
 
-def compute_losses(repetition: Repetition, model: nn.Module, batch: Batch, count: int) -> Tensor:
-    """Compute the loss of each example of a batch, as in training."""
-    with autocast(repetition.run.circumstances, repetition.data.device):
+def compute_losses(
+    repetition: Repetition, model: nn.Module, batch: Batch, count: int, *, transformed: bool = False
+) -> Tensor:
+    """Compute the loss of each example of a batch, as in training; `transformed` says whether within `vmap`."""
+    with _autocast(repetition.run.circumstances, repetition.data.device, transformed=transformed):
         values = repetition.task.loss(model, own_containers(batch))
     return require_one_each(values, count, "loss", "example")
 

@@ -1,6 +1,7 @@
 """How the runs without a source are made: as a stack, or one by one; at weight 0, or left out of batches."""
 
 import logging
+import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -29,19 +30,21 @@ class Way:
 
     leaves_out: whether examples are left out of batches, because those of a batch see each other.
     one_by_one: why rows are not stacked; None if they are.
+    plain_attention: whether a stack computes attention by plain matrix products instead of the user's kernels.
     """
 
     leaves_out: bool
     one_by_one: str | None
+    plain_attention: bool = False
 
 
 def find_way(repetition: Repetition) -> Way:
     """Find out how the runs without a source can be made."""
     dependence = find_dependence(repetition)
-    reason = dependence or _find_why_not_stacked(repetition)
-    if reason is not None:
-        logger.warning("runs are replayed one by one: %s", reason)
-    return Way(dependence is not None, reason)
+    way = Way(True, dependence) if dependence is not None else _try_stack(repetition)
+    if way.one_by_one is not None:
+        logger.warning("runs are replayed one by one: %s", way.one_by_one)
+    return way
 
 
 def find_dependence(repetition: Repetition) -> str | None:
@@ -85,31 +88,51 @@ def _larger_batches(repetition: Repetition) -> Iterator[tuple[int, int, MicroBat
                 yield step, index, micro
 
 
-def _find_why_not_stacked(repetition: Repetition) -> str | None:
-    """Return why many runs cannot be made at once; None if they can."""
+def _try_stack(repetition: Repetition) -> Way:
+    """Find out whether many runs can be made at once, and by which attention."""
+    reason = _find_why_not_moved(repetition)
+    if reason is not None:
+        return Way(False, reason)
+    own, slow = _find_why_not_computed(repetition, plain_attention=False)
+    if own is None and not slow:
+        return Way(False, None)
+    plain, still_slow = _find_why_not_computed(repetition, plain_attention=True)
+    if plain is None and (own is not None or not still_slow):
+        return Way(False, None, plain_attention=True)
+    return Way(False, own)
+
+
+def _find_why_not_moved(repetition: Repetition) -> str | None:
+    """Return why the optimiser cannot move many runs at once; None if it can."""
     run, steps = repetition.run, repetition.steps
     if any(run.steps[number].closure for number in steps):
         return f"{run.optimiser.__name__} evaluates the loss itself, as often as it wants"
     shapes = dict(repetition.task.model.named_parameters())
     groups = [[shapes[name].shape for name in group] for group in run.groups]
-    reason = find_why_not_stackable(run.optimiser, run.steps[steps[0]].groups, groups)
-    if reason is not None:
-        return reason
-    missed, reason = attempt(lambda: _compare_ways(repetition, steps[:_TRIED]))
+    return find_why_not_stackable(run.optimiser, run.steps[steps[0]].groups, groups)
+
+
+def _find_why_not_computed(repetition: Repetition, *, plain_attention: bool) -> tuple[str | None, bool]:
+    """Return why the losses of many runs cannot be computed at once, None if they can; and whether that is slow."""
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        missed, reason = attempt(lambda: _compare_ways(repetition, plain_attention))
+    slow = any("batching rule" in str(warning.message) for warning in found)
     if missed is None:
-        return f"vmap does not support this model: {reason}"
+        return f"vmap does not support this model: {reason}", slow
     if missed > 10 * tolerance(repetition):
-        return f"a row of a stack has other losses than a plain training, by {missed:.1g} in {_TRIED} steps"
-    return None
+        return f"a row of a stack has other losses than a plain training, by {missed:.1g} in {_TRIED} steps", slow
+    return None, slow
 
 
-def _compare_ways(repetition: Repetition, steps: range) -> float:
+def _compare_ways(repetition: Repetition, plain_attention: bool) -> float:
     """Return the largest relative difference in loss between an unperturbed row of a stack and a plain training.
 
     Parameters would not do: those without a gradient follow rounding wherever Adam takes them.
     """
     nothing = np.zeros(0, dtype=np.int64)
-    stack = Stack(repetition, Rows((nothing, nothing), ("a row", "another")), repeated(repetition.start(), 2))
+    rows, start = Rows((nothing, nothing), ("a row", "another")), repeated(repetition.start(), 2)
+    stack = Stack(repetition, rows, start, plain_attention=plain_attention)
     plain = Training(repetition)
-    losses = [(stack.step(number)[0], plain.step(number).loss) for number in steps]
+    losses = [(stack.step(number)[0], plain.step(number).loss) for number in repetition.steps[:_TRIED]]
     return max(abs(float(one - other)) / max(abs(float(other)), 1e-30) for one, other in losses)
