@@ -197,6 +197,8 @@ def drop_sets(case: Case, replayed: Replayed, drop: int, results: Results) -> Tr
 def follow_path(kind: str, case: Case, run: Recording, folder: Path, results: Results) -> Attribution:
     """Score by imprints along the path of training, from checkpoints of the run."""
     plan, shares = PATHS[kind]
+    if plan.batch_size and plan.batch_size >= len(case.how.examples):  # a small case takes all examples in every step
+        plan, shares = replace(plan, batch_size=None, source_sample=None, steps=2), shares[:1]
     wanted = [share * case.steps for share in shares]
     chosen = [min(range(1, len(run.checkpoints)), key=lambda i: abs(run.checkpoints[i] - step)) for step in wanted]
     states = [run.paths[index - 1] for index in dict.fromkeys(chosen)]
