@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from imprint import Plan, Sources, Store, simulate
+from imprint import Plan, RunRecorder, Sources, Store, Task, simulate
 from imprint.errors import ReliabilityWarning
 from imprint.task import Parameters
 from tests.simulation.engines.trainings import MemoryRun, Training, classification, mlp
@@ -182,6 +182,27 @@ def test_a_later_start_follows_the_recorded_state_and_says_what_it_loses() -> No
     exact = replay(training, run, Plan(engine="replay", start=5))
     check_rows(exact, training, end)
     assert exact.checkpoints[0].measured.start_lost is None
+
+
+def test_a_recorded_run_is_replayed_from_its_folder(tmp_path: Path) -> None:
+    """A user's loop with dropout, clipping, accumulation and a schedule; the batch sizes differ."""
+    (x, y), model = classification(), mlp(nn.Dropout(0.3))
+    optimiser = torch.optim.AdamW(model.parameters(), lr=0.02)
+    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimiser, 20)
+    run = RunRecorder(tmp_path / "run", model, optimiser, data=(x, y), scheduler=scheduler)
+    for indices in run.batches(len(x), 12, epochs=3):
+        with run.step() as step:
+            for half in indices.split(len(indices) // 2):
+                step.batch(half, normaliser=len(indices))
+                step.backward(nn.functional.cross_entropy(model(x[half]), y[half], reduction="sum") / len(indices))
+            step.clip_grad_norm_(0.5)
+            optimiser.step()
+        scheduler.step()
+    run.finish()
+    store = simulate(Task.classifier(model), (x, y), SOURCES, run=tmp_path / "run", progress=False)
+    measured = store.checkpoints[0].measured
+    assert measured.one_by_one is None
+    assert measured.deviation is not None and measured.deviation < 1e-9
 
 
 def test_the_users_random_numbers_are_left_as_they_were() -> None:

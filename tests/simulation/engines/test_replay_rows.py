@@ -115,6 +115,9 @@ CASES: dict[str, Callable[[], Training]] = {
 }
 
 
+PLAIN = ("Adam", "accumulation", "clipping", "no gradients")
+
+
 @pytest.mark.parametrize("case", CASES)
 def test_stacked_rows_are_the_trainings_at_weight_0(case: str) -> None:
     training = CASES[case]()
@@ -130,7 +133,9 @@ def test_leaving_out_is_weight_0_where_examples_do_not_see_each_other(case: str)
     check(replay_plainly(training, run, leaves_out=True), training)
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    "case", [case if case in PLAIN else pytest.param(case, marks=pytest.mark.wide) for case in CASES]
+)
 def test_plain_rows_are_the_trainings_at_weight_0(case: str) -> None:
     training = CASES[case]()
     _, run = training.run()

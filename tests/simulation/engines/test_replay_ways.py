@@ -38,7 +38,7 @@ def test_optimisers_that_mix_values_cannot_be_stacked(name: str) -> None:
 class Normed(torch.optim.SGD):
     """Divides each gradient by the norm of its parameter, as LARS does."""
 
-    def step(self, closure: Any = None) -> None:
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
         for group in self.param_groups:
             for p in group["params"]:
                 p.grad.div_(p.detach().norm())

@@ -248,9 +248,9 @@ class Replay(Engine):
     def rows_that_fit(self, before: int | None = None) -> int:
         """Return how many sources fit the memory budget together, beside the other rows of the first chunk."""
         sources, device = self.descent.sources, self.descent.data.device
-        if self.way.one_by_one is not None:
-            return len(sources)
         allowed = budget(self.work.memory, device)
+        if self.way.one_by_one is not None:  # only the ends of rows, and their differences, are there at once
+            return max(1, min(len(sources), allowed // (3 * tensor_bytes(self.descent.start)) - NOISE_ROWS))
         if device.type == "cuda":
             most = len(sources) + NOISE_ROWS + 1
             fit = most_that_fit(self._measure_rows, allowed, most)
