@@ -145,13 +145,14 @@ class Results:
 
     def show(self, name: str) -> None:
         """Print the table, and write it with all that is behind it."""
-        head = ("case", "method", "scores answer", "truth answers", "dropped", "rank correlation", "slope", "chaos")
+        figures = ("rank correlation", "ceiling", "slope", "chaos")
+        head = ("case", "method", "scores answer", "truth answers", "dropped", *figures)
         print(f"\n| {' | '.join(head)} |\n|{'---|' * len(head)}")
         for row in self.rows:
             lds, slope, chaos = row["lds"], row["slope"], row.get("chaos")
             found = f"{lds['value']:.3f} [{lds['low']:.3f}, {lds['high']:.3f}]"
             cells = (row["case"], row["method"], row["scores_question"] or "–", row["question"], row["dropped"], found)
-            more = (f"{slope['value']:.2f}", "–" if chaos is None else f"{chaos:.2f}")
+            more = ("–" if each is None else f"{each:.2f}" for each in (lds["ceiling"], slope["value"], chaos))
             print(f"| {' | '.join(map(str, (*cells, *more)))} |")
         print(f"\nOver {SETS} random sets at most, 95% intervals over queries; {sum(self.seconds.values()):.0f} s.")
         place = self.folder / f"{name}.json"

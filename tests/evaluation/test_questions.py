@@ -9,7 +9,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-from imprint import DataError, ReadoutError, StoreError
+from imprint import DataError, StoreError
 from imprint.evaluation.metrics import evaluate, lds, loo, predicted_lds, slope
 from imprint.evaluation.subsets import Subsets
 from imprint.evaluation.truth import Truth
@@ -40,7 +40,7 @@ def test_every_metric_refuses_the_other_question() -> None:
         with pytest.raises(DataError, match="across=True"):
             measure(result, truth)
         assert measure(result, truth, across=True).scores_question == "expected"
-        with pytest.raises(ReadoutError, match="calibrate with ground truth of the same question"):
+        with pytest.raises(DataError, match="use ground truth of the same question"):
             result.calibrate(truth)
 
 

@@ -165,3 +165,12 @@ def test_what_cannot_be_replayed_is_refused(run: Recording) -> None:
         replay(None)
     with pytest.raises(DataError, match=r"record must be a function of \(seed, folder\) or a Together, got a str"):
         replay_each_seed("record")
+
+
+def test_a_regulariser_has_no_part_in_runs_whose_optimiser_decays_weights() -> None:
+    """A task for path engines has the weight decay as a regulariser; `Together` takes it from its training."""
+    decayed = task(regulariser=lambda model: sum(p.square().sum() for p in model.parameters()))
+    given: dict[str, Any] = {"subsets": PAIRS, "runs": 1, "progress": False}
+    found = replay_seeds(together(), decayed, points(N, 0), points(QUERIES, 1), **given)
+    assert torch.equal(found.values, replay_each_seed(together(), runs=1).values)
+    assert decayed.regulariser is not None
