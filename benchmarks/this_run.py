@@ -33,7 +33,6 @@ from imprint.benchmarking.lexical import characters as stretches
 from imprint.benchmarking.lexical import tf_idf
 from imprint.benchmarking.settings import characters, digits, mnist
 from imprint.evaluation import Subsets, Together, Training, Truth, evaluate, replay_run, replay_seeds
-from imprint.evaluation.replaying import leave_regulariser
 from imprint.evaluation.subsets import derive_seed
 from imprint.recording.reading import Recording
 from imprint.runtime.threads import set_threads
@@ -68,11 +67,6 @@ class Case:
     @cached_property
     def task(self) -> Task:
         return self.how.task_of(self.how.build().to(self.how.examples.device))
-
-    @cached_property
-    def recorded_task(self) -> Task:
-        """The task as its run minimised it: the optimiser decays the weights itself."""
-        return leave_regulariser(self.task)
 
     @property
     def steps(self) -> int:
@@ -182,8 +176,8 @@ def replay_each(case: Case, results: Results, seed: int = 0) -> Replayed:
         place = folder / "run"
         run = Recording(place) if place.exists() else case.how.record(seed, place, every=max(1, case.steps // 20))
     with results.timed(f"{case.name}: replaying without each of {len(case.sources)} sources"):
-        store = simulate(case.recorded_task, case.columns, case.sources, run=run, out=folder / "removals")
-        result = attribute(case.recorded_task, store, case.queries)
+        store = simulate(case.task, case.columns, case.sources, run=run, out=folder / "removals")
+        result = attribute(case.task, store, case.queries)
     return Replayed(run, result, folder)
 
 
@@ -192,7 +186,7 @@ def drop_sets(case: Case, replayed: Replayed, drop: int, results: Results) -> Tr
     subsets = Subsets.without_some(case.sources, SETS, drop=drop, seed=1)
     with results.timed(f"{case.name}: replaying without {SETS} sets of {drop}"):
         out = replayed.folder / f"truth-{drop}"
-        return replay_run(replayed.run, case.recorded_task, case.columns, case.queries, subsets, out=out)
+        return replay_run(replayed.run, case.task, case.columns, case.queries, subsets, out=out)
 
 
 def follow_path(kind: str, case: Case, run: Recording, folder: Path, results: Results) -> Attribution:

@@ -6,7 +6,6 @@ far less noise, because a replay differs from its run by the removal alone.
 """
 
 import contextlib
-import copy
 import logging
 import os
 import shutil
@@ -99,8 +98,6 @@ def replay_seeds(
     if not callable(record):
         raise DataError(f"record must be a function of (seed, folder) or a Together, got a {type(record).__name__}.")
     runs = require_whole("runs", runs, 1)
-    if isinstance(record, Together):
-        task = leave_regulariser(task)
     work = _Work(task, data, queries, subsets, batch_size, collate_fn, memory, progress)
     request = work.describe(record, "expected", runs=runs, seed=seed)
     with _keep_runs(out, request, work) as kept:
@@ -113,13 +110,6 @@ def replay_seeds(
             kept.write(run, work.values(opened, kept.folder / f"replay-{run:03}"))
             shutil.rmtree(folder)
     return kept.truth(runs)
-
-
-def leave_regulariser(task: Task) -> Task:
-    """Return the task without its regulariser, for runs of a `Together`: their optimiser decays the weights itself."""
-    plain = copy.copy(task)
-    plain.regulariser = None
-    return plain
 
 
 @dataclass(frozen=True)

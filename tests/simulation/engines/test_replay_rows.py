@@ -1,6 +1,7 @@
 """The run without a source is the training that one would write by hand with that source at weight 0."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -8,10 +9,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from imprint.recording.records import Clipping
+from imprint.recording.records import Clipping, Step
 from imprint.simulation.engines.replay.stack import Rows, Stack
 from imprint.simulation.engines.replay.training import Training as Plain
-from imprint.simulation.engines.replay.training import as_recorded
+from imprint.simulation.engines.replay.training import as_recorded, find_regularised
 from imprint.task import Parameters
 from imprint.tensors.vectors import repeated
 from tests.simulation.engines.trainings import MemoryRun, Training, classification, mlp
@@ -140,3 +141,20 @@ def test_plain_rows_are_the_trainings_at_weight_0(case: str) -> None:
     training = CASES[case]()
     _, run = training.run()
     check(replay_plainly(training, run), training)
+
+
+@pytest.mark.parametrize("in_loss", [True, False])
+def test_a_regulariser_is_replayed_only_if_the_loss_of_the_run_contained_it(in_loss: bool) -> None:
+    """The other way to train with it is the optimiser's own weight decay, which a replay has anyway."""
+    trained = Training(mlp(), classification(), settings={"lr": 0.2, "weight_decay": 0.0 if in_loss else 0.02})
+    training = replace(trained, regulariser=decay if in_loss else None)
+    _, run = training.run()
+    described = replace(training, regulariser=decay).repetition(run)
+    assert find_regularised(described) == in_loss
+    unknown = replace(described, run=replace(run, steps=tuple(map(forget_figures, run.steps))))
+    assert find_regularised(unknown) == in_loss
+
+
+def forget_figures(step: Step) -> Step:
+    batches = tuple(replace(micro, loss=None) for micro in step.batches)
+    return replace(step, batches=batches, gradient_norm=None)

@@ -112,8 +112,7 @@ class Agreement:
             f"was {pair.recorded:.6g} in training. "
         )
         if pair.step == begin and pair.what == "loss":
-            added = _REGULARISER if self._repetition.task.regulariser is not None else ""
-            return said + (self._explain_ratio() or _WRONG_LOSS) + added
+            return said + (self._explain_ratio() or _WRONG_LOSS)
         if pair.step == begin:
             return said + _WRONG_GRADIENT
         if pair.step < begin + _FIRST:
@@ -149,10 +148,6 @@ class Agreement:
 _WRONG_LOSS = (
     "Look for another loss or reduction than in training, other data or data in another order, another model, or a "
     "regulariser that only one of them has."
-)
-_REGULARISER = (
-    " The task has a regulariser, which is added to the losses: it must have been part of the loss in training, and "
-    "the optimiser's own weight decay is not such a term."
 )
 _WRONG_GRADIENT = (
     "The loss agrees: look for gradients that were changed before the step (scaled, accumulated from an earlier step, "

@@ -37,7 +37,14 @@ from imprint.simulation.engines.replay.rows import (
     restore_ends,
 )
 from imprint.simulation.engines.replay.stack import Stack
-from imprint.simulation.engines.replay.training import Repetition, Seen, Training, as_recorded, compute_losses
+from imprint.simulation.engines.replay.training import (
+    Repetition,
+    Seen,
+    Training,
+    as_recorded,
+    compute_losses,
+    find_regularised,
+)
 from imprint.simulation.engines.replay.ways import Way, find_dependence, find_way
 from imprint.simulation.path import Hooks
 from imprint.simulation.recorded import find_begin
@@ -79,7 +86,12 @@ class Replay(Engine):
 
     def repetition_from(self, begin: int) -> Repetition:
         """Return the repetition of the run from one of its checkpoints on."""
-        return Repetition(self.descent.task.task, self.descent.data, self.run, begin)
+        return Repetition(self.descent.task.task, self.descent.data, self.run, begin, self._regularised)
+
+    @cached_property
+    def _regularised(self) -> bool:
+        begin = find_begin(self.run, self.plan.start)
+        return find_regularised(Repetition(self.descent.task.task, self.descent.data, self.run, begin))
 
     @cached_property
     def effects(self) -> Effects:

@@ -95,7 +95,7 @@ class Stack:
         _, batch = self.repetition.gather(micro)
         losses = self._losses(batch, len(micro.examples), micro_seed(step.seed, index))
         objectives = (losses * self.weights(micro.examples, losses.dtype)).sum(1) / micro.normaliser
-        regulariser = self.repetition.task.regulariser
+        regulariser = self.repetition.regulariser
         if index == 0 and regulariser is not None:
             objectives = objectives + self._over_rows(lambda model, _: regulariser(model), None)
         return objectives

@@ -5,9 +5,9 @@ The unperturbed replay is one; where rows cannot be stacked, the run without eac
 
 import functools
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -32,17 +32,26 @@ Excluded = np.ndarray[tuple[int], np.dtype[np.bool_]]
 
 @dataclass(frozen=True)
 class Repetition:
-    """A recorded run, with the task and the data that it is repeated on, from the checkpoint at step `begin` on."""
+    """A recorded run, with the task and the data that it is repeated on, from the checkpoint at step `begin` on.
+
+    regularised: whether the loss of the run contained the task's regulariser (see `find_regularised`).
+    """
 
     task: Task
     data: Data
     run: Run
     begin: int = 0
+    regularised: bool = True
 
     @property
     def steps(self) -> range:
         """The numbers of the steps that are repeated."""
         return range(self.begin, len(self.run.steps))
+
+    @property
+    def regulariser(self) -> Callable[[nn.Module], Tensor] | None:
+        """What the run added to its losses."""
+        return self.task.regulariser if self.regularised else None
 
     @property
     def trained(self) -> tuple[str, ...]:
@@ -134,6 +143,12 @@ class Training:
         self.optimiser = make_optimiser(run.optimiser, run.groups, settings, self.parameters)
         load_state(self.optimiser, run.optimiser_state(repetition.begin), self.parameters)
 
+    def measure_first(self) -> tuple[float, float]:
+        """Return the loss and the norm of the gradient where the repetition begins."""
+        loss, norm = self._backward(self.repetition.run.steps[self.repetition.begin], measure=True)
+        assert norm is not None
+        return float(loss), float(norm)
+
     def state(self) -> Parameters:
         """Return the trained parameters and all buffers, not copied."""
         parameters = {name: p.detach() for name, p in self.parameters.items()}
@@ -170,8 +185,8 @@ class Training:
         loss: Tensor = torch.zeros((), device=self.repetition.data.device)
         for index, micro in enumerate(step.batches):
             objective = self._objective(micro, micro_seed(step.seed, index) if seeds else None)
-            if index == 0 and self.repetition.task.regulariser is not None:
-                objective = objective + self.repetition.task.regulariser(self.model)
+            if index == 0 and self.repetition.regulariser is not None:
+                objective = objective + self.repetition.regulariser(self.model)
             if objective.requires_grad:
                 objective.backward()
             loss = loss + objective.detach()
@@ -237,6 +252,28 @@ class Training:
         if is_columnar(batch, len(examples)):
             return map_tensors(lambda t: t[kept.to(t.device)], batch)
         return self.repetition.data.gather(examples[kept])
+
+
+def find_regularised(repetition: Repetition) -> bool:
+    """Tell whether the run's loss contained the task's regulariser, from its first loss and gradient.
+
+    A regulariser that stands for the weight decay of the optimiser did not: the optimiser adds it by itself.
+    """
+    step = repetition.run.steps[repetition.begin]
+    if repetition.task.regulariser is None:
+        return False
+    losses = [micro.loss for micro in step.batches if micro.loss is not None]
+    recorded = sum(losses) if len(losses) == len(step.batches) else None, step.gradient_norm
+
+    def miss(regularised: bool) -> float:
+        with as_recorded(repetition.run.circumstances, repetition.data.device):
+            found = Training(replace(repetition, regularised=regularised)).measure_first()
+        return sum(abs(now - then) / abs(then) for now, then in zip(found, recorded, strict=True) if then)
+
+    with_it, without_it = miss(True), miss(False)
+    if with_it == without_it:  # nothing was recorded to compare with, or it is 0 at the start
+        return not any(group.get("weight_decay") for group in step.groups)
+    return with_it < without_it
 
 
 @functools.cache
