@@ -213,3 +213,17 @@ def test_the_users_random_numbers_are_left_as_they_were() -> None:
     torch.manual_seed(3)
     replay(training, run)
     assert torch.equal(torch.rand(3), expected)
+
+
+@pytest.mark.parametrize("kind", ["stacked", "without vmap"])
+def test_a_repeated_store_has_the_figures_of_the_first_one(kind: str, tmp_path: Path) -> None:
+    """The deviation is measured in units of F, and relative to effects only once these are known."""
+    training = TRAININGS[kind]()
+    _, run = training.run()
+    missed = {name: t + 1e-3 if t.is_floating_point() else t for name, t in run.state(training.steps).items()}
+    off = replace(run, states={**run.states, training.steps: missed})
+    first = replay(training, off, out=tmp_path / "first")
+    again = replay(training, off, out=tmp_path / "again", repeat=first)
+    assert (first.checkpoints[0].measured.deviation or 0) > 1e-3
+    assert again.checkpoints[0].measured == first.checkpoints[0].measured
+    assert contents(again.path) == contents(first.path)
