@@ -23,7 +23,7 @@ SOURCES: tuple[list[int], ...] = ([], [0, 1, 2, 3, 4, 5], [7, 11, 30], [39])
 def replay_stacked(training: Training, run: MemoryRun) -> list[Parameters]:
     repetition = training.repetition(run)
     rows = Rows(tuple(np.array(s, dtype=np.int64) for s in SOURCES), tuple(map(str, range(len(SOURCES)))))
-    with as_recorded(run.circumstances, repetition.data.device):
+    with as_recorded(run.circumstances):
         stack = Stack(repetition, rows, repeated(repetition.start(), len(rows)))
         for number in repetition.steps:
             stack.step(number)
@@ -36,7 +36,7 @@ def replay_plainly(training: Training, run: MemoryRun, leaves_out: bool = False)
     for source in SOURCES:
         excluded = np.zeros(training.n, dtype=bool)
         excluded[source] = True
-        with as_recorded(run.circumstances, repetition.data.device):
+        with as_recorded(run.circumstances):
             plain = Plain(repetition, excluded, leaves_out=leaves_out)
             for number in repetition.steps:
                 plain.step(number)

@@ -123,12 +123,12 @@ class Replay(Engine):
 
     def choose_way(self) -> None:
         """Find out how rows can be replayed."""
-        with as_recorded(self.run.circumstances, self.descent.data.device):
+        with as_recorded(self.run.circumstances):
             self._way = find_way(self.repetition)
 
     def take_over(self, decided: Decided, measured: Measured) -> None:
         self.decided, self.measured = decided, measured
-        with as_recorded(self.run.circumstances, self.descent.data.device):
+        with as_recorded(self.run.circumstances):
             if decided.vectorised:
                 self._way = replace(find_way(self.repetition), one_by_one=None)
             else:
@@ -282,7 +282,7 @@ class Replay(Engine):
         memory = self.run.optimiser_state(self.run.checkpoints[-1]).tensors.values()
         largest = max(self.run.steps[repetition.begin].batches, key=lambda micro: len(micro.examples))
         examples, batch = repetition.gather(largest)
-        with as_recorded(self.run.circumstances, self.descent.data.device):
+        with as_recorded(self.run.circumstances):
             activations = activation_bytes(lambda: compute_losses(repetition, model, batch, len(examples)))
         return 4 * tensor_bytes(self.descent.start) + sum(map(tensor_bytes, memory)) + 2 * activations
 
@@ -315,7 +315,7 @@ class Replay(Engine):
     def _time_plain(self) -> float:
         """Measure a step of a plain training."""
         training, taken = Training(self.repetition, leaves_out=self.way.leaves_out), []
-        with as_recorded(self.run.circumstances, self.descent.data.device):
+        with as_recorded(self.run.circumstances):
             for number in self.repetition.steps[:_STEPS]:
                 taken.append(self._measure(lambda number=number: training.step(number, measure=True)))  # type: ignore[misc]
         return median(taken[2:] or taken)
@@ -325,7 +325,7 @@ class Replay(Engine):
         lineup = Lineup(sources).rows.padded(rows or len(sources))
         start = repeated(self.repetition.start(), len(lineup))
         stack = Stack(self.repetition, lineup, start, plain_attention=self.way.plain_attention)
-        with as_recorded(self.run.circumstances, self.descent.data.device):
+        with as_recorded(self.run.circumstances):
             taken = [
                 self._measure(lambda number=number: stack.step(number))  # type: ignore[misc]
                 for number in self.repetition.steps[:count]

@@ -69,7 +69,7 @@ def replay_together(repetition: Repetition, lineup: Lineup, hooks: Hooks, *, pla
     rows, start = lineup.rows, repetition.start()
     starts = lineup.starts(start, repetition.trained)
     together = {name: torch.stack([each[name] for each in starts]) for name in repetition.trained}
-    with as_recorded(repetition.run.circumstances, repetition.data.device):
+    with as_recorded(repetition.run.circumstances):
         stack = Stack(repetition, rows, together, plain_attention=plain_attention)
         del together, starts
         done, watch = _restore_stack(stack, hooks.snapshot), Watch(rows.names)
@@ -154,7 +154,7 @@ def follow(
     """
     repetition, snapshot = training.repetition, keeping.snapshot
     done = _restore_training(training, keeping.left)
-    with as_recorded(repetition.run.circumstances, repetition.data.device):
+    with as_recorded(repetition.run.circumstances):
         for number in repetition.steps[done:]:
             seen = training.step(number, measure=measure)
             watch.add(number, seen.loss.reshape(1))
