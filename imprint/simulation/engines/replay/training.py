@@ -20,9 +20,10 @@ from imprint.data import Data
 from imprint.errors import ImprintError, TaskError, first_line
 from imprint.model.draws import UncapturableDraws, capture_draws, substitute_draws
 from imprint.model.replica import make_private
+from imprint.recording.memory import give_memory
 from imprint.recording.records import Circumstances, MicroBatch, Run, Step, micro_seed
 from imprint.recording.seeding import keep_random_state, seed_everything
-from imprint.simulation.engines.replay.optimisers import load_state, make_optimiser, set_settings
+from imprint.simulation.engines.replay.optimisers import make_optimiser, set_settings
 from imprint.task import Batch, Parameters, Task, require_one_each
 
 logger = logging.getLogger(__name__)
@@ -140,7 +141,7 @@ class Training:
         self.parameters = {name: own[name] for name in repetition.trained}
         settings = run.steps[repetition.begin].groups
         self.optimiser = make_optimiser(run.optimiser, run.groups, settings, self.parameters)
-        load_state(self.optimiser, run.optimiser_state(repetition.begin), self.parameters)
+        give_memory(self.optimiser, self.parameters, run.optimiser_state(repetition.begin))
 
     def measure_first(self) -> tuple[float, float]:
         """Return the loss and the norm of the gradient where the repetition begins."""
