@@ -16,9 +16,10 @@ from torch.nn.utils import get_total_norm
 
 from imprint.errors import DataError, MissingExtra, PlanError, ReliabilityWarning
 from imprint.language.numbering import NumberedCollator, NumberedData, take_indices
-from imprint.language.trainers import count_normaliser, keep_random_state, refuse_data, refuse_settings
+from imprint.language.trainers import count_normaliser, refuse_data, refuse_settings
 from imprint.recording.reading import Recording
 from imprint.recording.records import Clipping
+from imprint.recording.seeding import keep_random_state
 from imprint.recording.steps import RunStep
 from imprint.recording.watching import ForwardHook
 from imprint.recording.writing import RunRecorder
@@ -135,7 +136,7 @@ class TrainerRecorder(TrainerCallback):  # type: ignore[misc]
             self._step = self._run.step()
             self._step.__enter__()
         normaliser = count_normaliser(self._trainer, inputs, num_items_in_batch)
-        with keep_random_state(self._trainer.args.device):
+        with keep_random_state():
             self._step.batch(indices, normaliser)
             loss: Tensor = self._train_step(model, inputs, num_items_in_batch)
         self._step.note_loss(loss)

@@ -1,12 +1,8 @@
 """Reads the settings of a Trainer of transformers: whether its run can be recorded, and what its losses divide by."""
 
-import random
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
-import numpy as np
-import torch
 from torch import Tensor, nn
 from torch.utils.data import IterableDataset
 
@@ -15,6 +11,7 @@ from imprint.data import Data
 from imprint.errors import DataError, PlanError
 from imprint.language.data import IGNORED
 from imprint.language.presets import causal
+from imprint.recording.seeding import keep_random_state
 
 
 def refuse_settings(trainer: Any) -> None:
@@ -56,7 +53,7 @@ def refuse_data(dataset: Any, collate: Callable[[list[Any]], Any]) -> None:
             f"the Trainer's train_dataset, a {type(dataset).__name__}, has no length, and its examples no indices: "
             "give a map-style dataset (with len and [index]), such as the list of its samples."
         )
-    with keep_random_state(torch.device("cpu")):
+    with keep_random_state():
         changing = Data(dataset, device="cpu", collate_fn=collate).changing_example()
     if changing is not None:
         raise DataError(
@@ -101,15 +98,3 @@ def _predicted(model: nn.Module, labels: Tensor) -> Tensor:
     names = set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values())
     is_causal = any(kind.__name__ in names for kind in type(causal(model)).__mro__)
     return labels[..., 1:] if is_causal and labels.dim() > 1 else labels
-
-
-@contextmanager
-def keep_random_state(device: torch.device) -> Iterator[None]:
-    """Restore the global generators of random numbers afterwards: of torch, here and on a device, `random`, numpy."""
-    python, arrays = random.getstate(), np.random.get_state()
-    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
-        try:
-            yield
-        finally:
-            random.setstate(python)
-            np.random.set_state(arrays)

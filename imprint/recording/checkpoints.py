@@ -1,23 +1,20 @@
 """The checkpoints of a recording: trained parameters, buffers, and what the optimiser remembers, as safetensors."""
 
-import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from imprint.errors import PlanError, StoreError, first_line
+from imprint.errors import StoreError, first_line
 from imprint.recorder import moments_beside, second_moments
 from imprint.recording.header import Header, Kept
+from imprint.recording.memory import pack_memory, take_memory, unpack_memory
 from imprint.recording.records import OptimiserState
-from imprint.recording.settings import plain
 from imprint.store.checkpoint import File
 from imprint.store.files import refuse_unreadable, sha256, write_tensors
-from imprint.store.values import Value, parsed
 from imprint.task import Parameters
 
 Groups = tuple[tuple[str, ...], ...]
@@ -35,7 +32,7 @@ def write_checkpoint(folder: Path, step: int, model: nn.Module, optimiser: Optim
     place = folder / f"checkpoint-{step:06}.safetensors"
     parameters = dict(model.named_parameters())
     trained = {name: parameters[name] for group in groups for name in group}
-    tensors, about = _pack(capture(optimiser, trained))
+    tensors, about = pack_memory(take_memory(optimiser, trained))
     beside = folder / f"checkpoint-{step:06}.optimiser.safetensors"
     moments = second_moments(model, optimiser) if _has_moments(optimiser) else {}
     if moments:
@@ -55,50 +52,6 @@ def _has_moments(optimiser: Optimizer) -> bool:
     return bool(states) and keeps and all("betas" in group for group in optimiser.param_groups)
 
 
-def capture(optimiser: Optimizer, parameters: Mapping[str, Tensor]) -> OptimiserState:
-    """Return what an optimiser remembers about each of some parameters, in their order. Tensors are its own."""
-    found = {id(parameter): state for parameter, state in optimiser.state.items()}
-    known = {id(parameter) for parameter in parameters.values()}
-    if not found.keys() <= known or not all(isinstance(key, str) for state in found.values() for key in state):
-        raise PlanError(
-            f"the optimiser, {type(optimiser).__name__}, remembers something that belongs to no parameter, which a "
-            "recording cannot keep."
-        )
-    tensors: dict[str, dict[str, Tensor]] = {}
-    numbers: dict[str, dict[str, Any]] = {}
-    for name, parameter in parameters.items():
-        for key, value in sorted(found.get(id(parameter), {}).items()):
-            (tensors if isinstance(value, Tensor) else numbers).setdefault(name, {})[key] = value
-    return OptimiserState(tensors, numbers)
-
-
-def _pack(state: OptimiserState) -> tuple[dict[str, Tensor], str]:
-    """Return the tensors of a state under short names, and a text that says which is which."""
-    tensors: dict[str, Tensor] = {}
-
-    def name(tensor: Tensor) -> str:
-        tensors[str(len(tensors))] = tensor
-        return str(len(tensors) - 1)
-
-    about: dict[str, Any] = {"tensors": {}, "numbers": {}}
-    for parameter, values in state.tensors.items():
-        about["tensors"][parameter] = {key: name(tensor) for key, tensor in values.items()}
-    for parameter, others in state.numbers.items():
-        for key, value in others.items():
-            what = f"what the optimiser remembers of {parameter!r} as {key!r}"
-            about["numbers"].setdefault(parameter, {})[key] = _plain_structure(value, name, what)
-    return tensors, json.dumps(about, sort_keys=True, allow_nan=False)
-
-
-def _plain_structure(value: Any, name: Any, what: str) -> Any:
-    """Return a plain value, or lists of tensors (such as those of LBFGS), as a structure of JSON."""
-    if isinstance(value, Tensor):
-        return {"tensor": name(value)}
-    if isinstance(value, list | tuple):
-        return {"list": [_plain_structure(item, name, what) for item in value]}
-    return {"value": plain(value, what)}
-
-
 def read_state(folder: Path, kept: Kept, header: Header) -> Parameters:
     """Load the trained parameters and the buffers of a checkpoint."""
     tensors, _ = _load(folder, kept.state)
@@ -113,35 +66,7 @@ def read_state(folder: Path, kept: Kept, header: Header) -> Parameters:
 def read_optimiser_state(folder: Path, kept: Kept, header: Header) -> OptimiserState:
     """Load what the optimiser remembered at a checkpoint."""
     tensors, about = _load(folder, kept.optimiser)
-    place = folder / kept.optimiser.path
-    value = parsed(about.encode(), place).record("tensors", "numbers")
-    known = set(header.trained)
-
-    def find(reference: Any) -> Tensor:
-        if not isinstance(reference, str) or reference not in tensors:
-            raise StoreError(f"{place} cannot be read: it names a tensor that it does not have.")
-        return tensors[reference]
-
-    def each(part: str) -> dict[str, dict[str, Value]]:
-        found = {name: values.mapping() for name, values in value[part].mapping().items()}
-        if unknown := sorted(found.keys() - known):
-            raise StoreError(f"{place} does not fit the recording: it is about an unknown parameter {unknown[0]!r}.")
-        return found
-
-    return OptimiserState(
-        {name: {key: find(item.content) for key, item in values.items()} for name, values in each("tensors").items()},
-        {name: {key: _rebuild(item, find) for key, item in values.items()} for name, values in each("numbers").items()},
-    )
-
-
-def _rebuild(value: Value, find: Any) -> Any:
-    items = list(value.mapping().items())
-    if len(items) != 1 or items[0][0] not in ("tensor", "list", "value"):
-        value.refuse("a tensor, a list or a value")
-    kind, content = items[0]
-    if kind == "list":
-        return [_rebuild(item, find) for item in content.items()]
-    return find(content.content) if kind == "tensor" else content.content
+    return unpack_memory(tensors, about, header.trained, folder / kept.optimiser.path)
 
 
 def _load(folder: Path, file: File) -> tuple[dict[str, Tensor], str]:
@@ -172,28 +97,3 @@ def load_state(tensors: Mapping[str, Tensor], state: Mapping[str, Tensor]) -> No
                 f"{tuple(tensor.shape)} and {tensor.dtype}: resume with the model that was recorded."
             )
         tensor.copy_(state[name])  # not detached: its version is to change
-
-
-def load_optimiser_state(optimiser: Optimizer, parameters: Mapping[str, Tensor], state: OptimiserState) -> None:
-    """Have an optimiser remember about some parameters what a state says, and nothing else.
-
-    Tensors move to the device of their parameter and keep their dtype; counts of steps stay where torch wants them.
-    """
-    on_device = {
-        id(parameter): bool(group.get("capturable") or group.get("fused"))
-        for group in optimiser.param_groups
-        for parameter in group["params"]
-    }
-    optimiser.state.clear()
-    for name, parameter in parameters.items():
-        found: dict[str, Any] = dict(state.numbers.get(name, {}))
-        for key, value in state.tensors.get(name, {}).items():
-            stays = key == "step" and not on_device[id(parameter)]
-            found[key] = value.clone() if stays else value.to(parameter.device, copy=True)
-        found = {key: _move(value, parameter) if isinstance(value, list) else value for key, value in found.items()}
-        if found:
-            optimiser.state[parameter] = found
-
-
-def _move(values: Sequence[Any], parameter: Tensor) -> list[Any]:
-    return [value.to(parameter.device, copy=True) if isinstance(value, Tensor) else value for value in values]

@@ -12,13 +12,13 @@ from torch.optim import Optimizer
 from imprint.compat import uncompiled
 from imprint.errors import PlanError, StoreError
 from imprint.recording.checkpoints import (
-    load_optimiser_state,
     load_state,
     persistent_buffers,
     read_optimiser_state,
     read_state,
 )
 from imprint.recording.header import SCHEMA, Header, Kept
+from imprint.recording.memory import give_memory
 from imprint.recording.settings import describe_groups, name_class, plain, restore_groups
 from imprint.recording.watching import Stamp, name_groups, refuse_untrained, stamp
 from imprint.store.fingerprint import DataPrint, of_tensors
@@ -147,7 +147,7 @@ class Subject:
     def load(self, folder: Path, kept: Kept, header: Header) -> None:
         """Set model, optimiser and scheduler to a checkpoint of a recording."""
         load_state(self._kept(), read_state(folder, kept, header))
-        load_optimiser_state(self.optimiser, self.parameters, read_optimiser_state(folder, kept, header))
+        give_memory(self.optimiser, self.parameters, read_optimiser_state(folder, kept, header))
         if header.settings:  # otherwise nothing but the start was kept
             restore_groups(self.optimiser, header.settings)
         if self.scheduler is not None and header.schedule is not None:

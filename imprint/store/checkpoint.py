@@ -9,7 +9,7 @@ from imprint.plan import Settings, Steps
 from imprint.store.records import Checksum, Count, NotNegative, Positive, read
 from imprint.store.values import Value
 
-CHAOTIC = 0.3  # the share of removal effects from which noise of this size leaves little to predict
+CHAOTIC = 0.3  # chaos figure above which a perturbed start moves F about as a removal does, and results say so
 INSIDE = re.compile(r"(?!\.)[\w.-]+(/(?!\.)[\w.-]+)*", re.ASCII)  # relative, and of parts that do not begin with a dot
 
 

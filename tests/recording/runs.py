@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from imprint import Recording, RunRecorder
-from imprint.recording.checkpoints import load_optimiser_state
+from imprint.recording.memory import give_memory
 from imprint.recording.records import Step, micro_seed
 from imprint.recording.seeding import seed_everything
 
@@ -81,7 +81,7 @@ def repeat(recording: Recording, model: nn.Module) -> nn.Module:
             for names, settings in zip(recording.groups, recording.steps[0].groups, strict=True)
         ]
     )
-    load_optimiser_state(optimiser, parameters, recording.optimiser_state(0))
+    give_memory(optimiser, parameters, recording.optimiser_state(0))
     for module in model.modules():
         module.training = True
     for name in recording.circumstances.evaluating:

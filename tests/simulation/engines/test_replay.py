@@ -1,16 +1,19 @@
 """The replay engine through `simulate`: its rows, its figures, and what it warns of."""
 
 import copy
+import random
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
 
 from imprint import Plan, RunRecorder, Sources, Store, Task, simulate
 from imprint.errors import ReliabilityWarning
+from imprint.recording.seeding import seed_everything
 from imprint.task import Parameters
 from tests.simulation.engines.trainings import MemoryRun, Training, classification, mlp
 from tests.simulation.killing import contents, die_until_done
@@ -213,3 +216,27 @@ def test_the_users_random_numbers_are_left_as_they_were() -> None:
     torch.manual_seed(3)
     replay(training, run)
     assert torch.equal(torch.rand(3), expected)
+
+
+@pytest.mark.parametrize("kind", ["stacked", "without vmap"])
+def test_a_repeated_store_has_the_figures_of_the_first_one(kind: str, tmp_path: Path) -> None:
+    """The deviation is measured in units of F, and relative to effects only once these are known."""
+    training = TRAININGS[kind]()
+    _, run = training.run()
+    missed = {name: t + 1e-3 if t.is_floating_point() else t for name, t in run.state(training.steps).items()}
+    off = replace(run, states={**run.states, training.steps: missed})
+    first = replay(training, off, out=tmp_path / "first")
+    again = replay(training, off, out=tmp_path / "again", repeat=first)
+    assert (first.checkpoints[0].measured.deviation or 0) > 1e-3
+    assert again.checkpoints[0].measured == first.checkpoints[0].measured
+    assert contents(again.path) == contents(first.path)
+
+
+def test_a_replay_leaves_the_users_random_numbers_alone() -> None:
+    training = Training(mlp(nn.Dropout(0.3)), classification(), steps=2)
+    _, run = training.run()
+    seed_everything(3)
+    expected = random.random(), np.random.rand(), float(torch.rand(()))
+    seed_everything(3)
+    replay(training, run)
+    assert (random.random(), np.random.rand(), float(torch.rand(()))) == expected

@@ -13,6 +13,7 @@ from imprint.recording.records import Clipping, Step
 from imprint.simulation.engines.replay.stack import Rows, Stack
 from imprint.simulation.engines.replay.training import Training as Plain
 from imprint.simulation.engines.replay.training import as_recorded, find_regularised
+from imprint.simulation.engines.replay.ways import find_way
 from imprint.task import Parameters
 from imprint.tensors.vectors import repeated
 from tests.simulation.engines.trainings import MemoryRun, Training, classification, mlp
@@ -23,7 +24,7 @@ SOURCES: tuple[list[int], ...] = ([], [0, 1, 2, 3, 4, 5], [7, 11, 30], [39])
 def replay_stacked(training: Training, run: MemoryRun) -> list[Parameters]:
     repetition = training.repetition(run)
     rows = Rows(tuple(np.array(s, dtype=np.int64) for s in SOURCES), tuple(map(str, range(len(SOURCES)))))
-    with as_recorded(run.circumstances, repetition.data.device):
+    with as_recorded(run.circumstances):
         stack = Stack(repetition, rows, repeated(repetition.start(), len(rows)))
         for number in repetition.steps:
             stack.step(number)
@@ -36,7 +37,7 @@ def replay_plainly(training: Training, run: MemoryRun, leaves_out: bool = False)
     for source in SOURCES:
         excluded = np.zeros(training.n, dtype=bool)
         excluded[source] = True
-        with as_recorded(run.circumstances, repetition.data.device):
+        with as_recorded(run.circumstances):
             plain = Plain(repetition, excluded, leaves_out=leaves_out)
             for number in repetition.steps:
                 plain.step(number)
@@ -158,3 +159,29 @@ def test_a_regulariser_is_replayed_only_if_the_loss_of_the_run_contained_it(in_l
 def forget_figures(step: Step) -> Step:
     batches = tuple(replace(micro, loss=None) for micro in step.batches)
     return replace(step, batches=batches, gradient_norm=None)
+
+
+class Tempered(nn.Module):
+    """A layer whose one parameter is a number, such as a temperature."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.temperature = nn.Parameter(torch.tensor(1.5, dtype=torch.float64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.temperature
+
+
+def test_what_an_optimiser_remembers_of_a_single_number_is_stacked_too() -> None:
+    """Adam's moments of a number are numbers, and yet each row has its own."""
+    training = Training(mlp(Tempered()), classification(), torch.optim.Adam, {"lr": 0.02}, steps=6, keep=(3,))
+    end, run = training.run()
+    repetition = training.repetition(run, 3)
+    with as_recorded(run.circumstances):
+        assert find_way(repetition).one_by_one is None
+        nothing = np.zeros(0, dtype=np.int64)
+        stack = Stack(repetition, Rows((nothing, nothing), ("one", "two")), repeated(repetition.start(), 2))
+        for number in repetition.steps:
+            stack.step(number)
+    for name, p in stack.parameters.items():
+        torch.testing.assert_close(p.detach(), torch.stack([end[name], end[name]]), rtol=1e-12, atol=1e-12, msg=name)

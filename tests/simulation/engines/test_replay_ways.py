@@ -66,7 +66,7 @@ def way_of(model: nn.Module) -> Way:
     training = Training(model.double(), classification())
     _, run = training.run()
     repetition = training.repetition(run)
-    with as_recorded(run.circumstances, repetition.data.device):
+    with as_recorded(run.circumstances):
         return find_way(repetition)
 
 

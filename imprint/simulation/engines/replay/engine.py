@@ -50,12 +50,11 @@ from imprint.simulation.path import Hooks
 from imprint.simulation.recorded import find_begin
 from imprint.simulation.snapshot import Snapshot
 from imprint.sources import Sources
-from imprint.store.checkpoint import Decided, Measured, ShardFigures
+from imprint.store.checkpoint import CHAOTIC, Decided, Measured, ShardFigures
 from imprint.task import Parameters
 from imprint.tensors.vectors import minus, norm, repeated, scale, six_digits
 
 logger = logging.getLogger(__name__)
-CHAOTIC = 0.3  # of a removal's effect: above, a perturbed start moves F as removals do
 _DEVIATES = 0.1  # of a removal's effect: by so much the unperturbed replay may miss the recorded end without a warning
 _LOST = 0.3  # of a removal's effect: by so much a later start may change it without a warning
 _SPREAD = 2  # sources that are replayed from step 0 too, where a plan starts later
@@ -109,10 +108,9 @@ class Replay(Engine):
     def settle(self) -> None:
         """Choose how rows are replayed, replay the run as it was and compare it with the recording."""
         self.choose_way()
-        deviation = self.replay_unperturbed()
+        deviation = self.measure_deviation()
         lost = self.measure_start_lost() if self.repetition.begin else None
-        # the deviation is that of F here, and relative to the effect of a removal once effects are known
-        self.measured = Measured(one_by_one=self.way.one_by_one, deviation=six_digits([deviation])[0], start_lost=lost)
+        self.measured = Measured(one_by_one=self.way.one_by_one, deviation=deviation, start_lost=lost)
         rows = self.rows_that_fit()
         rate = self.run.steps[self.repetition.begin].groups[0].get("lr")
         self.decided = Decided(
@@ -125,19 +123,24 @@ class Replay(Engine):
 
     def choose_way(self) -> None:
         """Find out how rows can be replayed."""
-        with as_recorded(self.run.circumstances, self.descent.data.device):
+        with as_recorded(self.run.circumstances):
             self._way = find_way(self.repetition)
 
     def take_over(self, decided: Decided, measured: Measured) -> None:
         self.decided, self.measured = decided, measured
-        with as_recorded(self.run.circumstances, self.descent.data.device):
+        with as_recorded(self.run.circumstances):
             if decided.vectorised:
                 self._way = replace(find_way(self.repetition), one_by_one=None)
             else:
                 self._way = Way(find_dependence(self.repetition) is not None, measured.one_by_one)
+        if measured.norms is not None:  # of a finished store, whose deviation is relative to the effects already
+            self.measured = replace(measured, deviation=self.measure_deviation())
 
-    def replay_unperturbed(self) -> float:
-        """Replay the run as it was; return the root mean square difference of F between its end and the recorded."""
+    def measure_deviation(self) -> float:
+        """Replay the run as it was; return the root mean square difference of F between its end and the recorded.
+
+        `conclude` relates it to the effect of a removal, once that is known.
+        """
         repetition, snapshot = self.repetition, self._own_snapshot()
         agreement, training = Agreement(repetition), Training(repetition)
         _, left = restore_ends(repetition, 1, snapshot)
@@ -156,7 +159,7 @@ class Replay(Engine):
         )
         if snapshot:
             snapshot.clear()
-        return deviation
+        return six_digits([deviation])[0]
 
     def _own_snapshot(self) -> Snapshot | None:
         files = self.work.files
@@ -212,13 +215,6 @@ class Replay(Engine):
             name: torch.stack([(tensor - end[name]) * n for end in ends]) for name, tensor in self.descent.start.items()
         }
 
-    def measure_chaos(self, count: int = 4) -> float:
-        """Return the chaos figure of a few sources: the rms change of F by perturbed starts, over that by removals."""
-        few = self.descent.sources.spread(count)
-        found = self.simulate(self.descent.with_sources(few), Hooks(first=True))
-        size = _rms(found.effects)
-        return (found.noise_effect or 0.0) / size if size else math.inf
-
     # --- what follows from them
 
     def conclude(self, measured: Measured, shards: Sequence[ShardFigures], notice: Callable[[str], None]) -> Measured:
@@ -248,14 +244,6 @@ class Replay(Engine):
     @classmethod
     def units(cls, plan: Plan, settings: Settings, sources: Sources) -> int:
         return settings.path * len(sources)
-
-    @classmethod
-    def trial(cls, plan: Plan) -> Plan:
-        return Plan(engine=cls.name, start=plan.start if plan.engine == cls.name else 0)
-
-    def attempt(self, trial: Descent) -> None:
-        """Make a step of a few sources."""
-        self._time_steps(trial.sources, 1)
 
     def rows_that_fit(self, before: int | None = None) -> int:
         """Return how many sources fit the memory budget together, beside the other rows of the first chunk."""
@@ -294,7 +282,7 @@ class Replay(Engine):
         memory = self.run.optimiser_state(self.run.checkpoints[-1]).tensors.values()
         largest = max(self.run.steps[repetition.begin].batches, key=lambda micro: len(micro.examples))
         examples, batch = repetition.gather(largest)
-        with as_recorded(self.run.circumstances, self.descent.data.device):
+        with as_recorded(self.run.circumstances):
             activations = activation_bytes(lambda: compute_losses(repetition, model, batch, len(examples)))
         return 4 * tensor_bytes(self.descent.start) + sum(map(tensor_bytes, memory)) + 2 * activations
 
@@ -327,7 +315,7 @@ class Replay(Engine):
     def _time_plain(self) -> float:
         """Measure a step of a plain training."""
         training, taken = Training(self.repetition, leaves_out=self.way.leaves_out), []
-        with as_recorded(self.run.circumstances, self.descent.data.device):
+        with as_recorded(self.run.circumstances):
             for number in self.repetition.steps[:_STEPS]:
                 taken.append(self._measure(lambda number=number: training.step(number, measure=True)))  # type: ignore[misc]
         return median(taken[2:] or taken)
@@ -337,7 +325,7 @@ class Replay(Engine):
         lineup = Lineup(sources).rows.padded(rows or len(sources))
         start = repeated(self.repetition.start(), len(lineup))
         stack = Stack(self.repetition, lineup, start, plain_attention=self.way.plain_attention)
-        with as_recorded(self.run.circumstances, self.descent.data.device):
+        with as_recorded(self.run.circumstances):
             taken = [
                 self._measure(lambda number=number: stack.step(number))  # type: ignore[misc]
                 for number in self.repetition.steps[:count]

@@ -2,14 +2,13 @@
 
 import inspect
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
 from imprint.errors import SimulationError, first_line
-from imprint.recording.records import OptimiserState, Settings
+from imprint.recording.records import Settings
 from imprint.tensors.batching import attempt
 
 _ROWS, _STEPS = 3, 3  # of small random tensors, on which stacking is tried
@@ -49,24 +48,6 @@ def set_settings(optimiser: Optimizer, settings: Sequence[Settings]) -> None:
 def _plain(settings: Settings) -> Settings:
     """Turn the lists of JSON into tuples, as optimisers have them."""
     return {name: tuple(value) if isinstance(value, list) else value for name, value in settings.items()}
-
-
-def load_state(
-    optimiser: Optimizer, state: OptimiserState, tensors: Mapping[str, Tensor], rows: int | None = None
-) -> None:
-    """Let an optimiser remember what it did in the recorded run; `rows` times, where its tensors are stacks."""
-    for name in {**state.tensors, **state.numbers}:
-        tensor = tensors[name]
-        own: dict[str, Any] = dict(state.numbers.get(name, {}))
-        for key, value in state.tensors.get(name, {}).items():
-            scalar = value.dim() == 0
-            value = value.clone() if scalar else value.to(tensor.device, copy=True)
-            if rows is not None and not scalar:
-                if value.shape != tensor.shape[1:]:
-                    raise NotImplementedError(f"the optimiser keeps {key!r} in another shape than its parameters")
-                value = value.expand(rows, *value.shape).clone()
-            own[key] = value
-        optimiser.state[tensor] = own
 
 
 def find_why_not_stackable(

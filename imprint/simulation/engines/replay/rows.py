@@ -6,14 +6,15 @@ Interrupted, they resume from their last snapshot. A row's end holds the trained
 import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from imprint.errors import first_line
+from imprint.errors import PlanError, StoreError, first_line
+from imprint.recording.memory import give_memory, pack_memory, take_memory, unpack_memory
 from imprint.simulation.engines.replay.agreement import Watch
-from imprint.simulation.engines.replay.memory import pack, unpack_
 from imprint.simulation.engines.replay.stack import Rows, Stack
 from imprint.simulation.engines.replay.training import Excluded, Repetition, Seen, Training, as_recorded, load_tensors
 from imprint.simulation.path import Hooks
@@ -69,7 +70,7 @@ def replay_together(repetition: Repetition, lineup: Lineup, hooks: Hooks, *, pla
     rows, start = lineup.rows, repetition.start()
     starts = lineup.starts(start, repetition.trained)
     together = {name: torch.stack([each[name] for each in starts]) for name in repetition.trained}
-    with as_recorded(repetition.run.circumstances, repetition.data.device):
+    with as_recorded(repetition.run.circumstances):
         stack = Stack(repetition, rows, together, plain_attention=plain_attention)
         del together, starts
         done, watch = _restore_stack(stack, hooks.snapshot), Watch(rows.names)
@@ -86,8 +87,20 @@ def replay_together(repetition: Repetition, lineup: Lineup, hooks: Hooks, *, pla
 
 
 def _pack_stack(stack: Stack) -> tuple[Parameters, str]:
-    memory, text = pack(stack.optimiser, stack.parameters)
+    memory, text = _pack_memory(stack)
     return {**memory, **{f"rows/{name}": p.detach() for name, p in stack.parameters.items()}}, text
+
+
+def _pack_memory(trained: Stack | Training) -> tuple[Parameters, str]:
+    tensors, text = pack_memory(take_memory(trained.optimiser, trained.parameters))
+    return {f"memory/{name}": tensor for name, tensor in tensors.items()}, text
+
+
+def _restore_memory(trained: Stack | Training, found: Found) -> None:
+    """Let an optimiser remember what was packed; StoreError if that is something else."""
+    tensors = _named(found.tensors, "memory/")
+    memory = unpack_memory(tensors, found.note, trained.parameters.keys(), Path("a snapshot"))
+    give_memory(trained.optimiser, trained.parameters, memory)
 
 
 def _restore_stack(stack: Stack, snapshot: Snapshot | None) -> int:
@@ -99,8 +112,8 @@ def _restore_stack(stack: Stack, snapshot: Snapshot | None) -> int:
     if _shapes(rows) != _shapes(stack.parameters) or found.step > len(stack.repetition.steps):
         return 0
     try:
-        unpack_(stack.optimiser, stack.parameters, found.tensors, found.note)
-    except (KeyError, ValueError, TypeError) as error:
+        _restore_memory(stack, found)
+    except StoreError as error:
         snapshot.refuse(first_line(error))
         return 0
     with torch.no_grad():
@@ -154,7 +167,7 @@ def follow(
     """
     repetition, snapshot = training.repetition, keeping.snapshot
     done = _restore_training(training, keeping.left)
-    with as_recorded(repetition.run.circumstances, repetition.data.device):
+    with as_recorded(repetition.run.circumstances):
         for number in repetition.steps[done:]:
             seen = training.step(number, measure=measure)
             watch.add(number, seen.loss.reshape(1))
@@ -170,8 +183,8 @@ def _pack_training(training: Training, ends: list[Parameters]) -> tuple[Paramete
     """Return the state of a training, with the ends of the rows before it."""
     kept = {f"ends/{index}/{name}": tensor for index, end in enumerate(ends) for name, tensor in end.items()}
     try:
-        memory, text = pack(training.optimiser, training.parameters)
-    except TypeError as error:  # its row starts over
+        memory, text = _pack_memory(training)
+    except PlanError as error:  # its row starts over
         logger.info("the training that was interrupted will start over: %s", error)
         return kept, ""
     return {**kept, **memory, **{f"now/{name}": tensor for name, tensor in training.state().items()}}, text
@@ -205,8 +218,8 @@ def _restore_training(training: Training, left: Found | None) -> int:
     if _shapes(now) != _shapes(training.state()):
         return 0
     try:
-        unpack_(training.optimiser, training.parameters, left.tensors, left.note)
-    except (KeyError, ValueError, TypeError):
+        _restore_memory(training, left)
+    except StoreError:
         return 0
     load_tensors(training.model, now)
     return left.step

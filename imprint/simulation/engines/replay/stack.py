@@ -18,9 +18,10 @@ from torch.func import functional_call, vmap
 
 from imprint.compat import math_attention
 from imprint.model.draws import capture_draws, substitute_draws
+from imprint.recording.memory import give_memory, stack_memory
 from imprint.recording.records import Clipping, MicroBatch, Step, micro_seed
 from imprint.recording.seeding import seed_everything
-from imprint.simulation.engines.replay.optimisers import load_state, make_optimiser, set_settings
+from imprint.simulation.engines.replay.optimisers import make_optimiser, set_settings
 from imprint.simulation.engines.replay.training import Repetition, compute_losses
 from imprint.sources import Members
 from imprint.task import Batch, Host, Parameters
@@ -62,7 +63,9 @@ class Stack:
         self.parameters: Parameters = {name: nn.Parameter(start[name].clone()) for name in repetition.trained}
         settings = run.steps[repetition.begin].groups
         self.optimiser = make_optimiser(run.optimiser, run.groups, settings, self.parameters)
-        load_state(self.optimiser, run.optimiser_state(repetition.begin), self.parameters, len(rows))
+        shapes = {name: p.shape[1:] for name, p in self.parameters.items()}
+        memory = stack_memory(run.optimiser_state(repetition.begin), shapes, len(rows))
+        give_memory(self.optimiser, self.parameters, memory)
         self._rows_of: dict[int, list[int]] = defaultdict(list)
         for row, members in enumerate(rows.without):
             for example in members.tolist():

@@ -20,9 +20,10 @@ from imprint.data import Data
 from imprint.errors import ImprintError, TaskError, first_line
 from imprint.model.draws import UncapturableDraws, capture_draws, substitute_draws
 from imprint.model.replica import make_private
+from imprint.recording.memory import give_memory
 from imprint.recording.records import Circumstances, MicroBatch, Run, Step, micro_seed
-from imprint.recording.seeding import seed_everything
-from imprint.simulation.engines.replay.optimisers import load_state, make_optimiser, set_settings
+from imprint.recording.seeding import keep_random_state, seed_everything
+from imprint.simulation.engines.replay.optimisers import make_optimiser, set_settings
 from imprint.task import Batch, Parameters, Task, require_one_each
 
 logger = logging.getLogger(__name__)
@@ -85,19 +86,18 @@ def load_tensors(model: nn.Module, state: Parameters) -> None:
 
 
 @contextmanager
-def as_recorded(circumstances: Circumstances, device: torch.device) -> Iterator[None]:
-    """Run forward passes as in the recorded training: its attention kernels and precision of matrix products."""
+def as_recorded(circumstances: Circumstances) -> Iterator[None]:
+    """Run forward passes as in the recorded training: its attention kernels and precision of matrix products.
+
+    Every step is seeded; the user's own random numbers go on afterwards as if nothing had been drawn.
+    """
     before = torch.get_float32_matmul_precision()
-    states = torch.get_rng_state(), torch.cuda.get_rng_state_all() if device.type == "cuda" else []
     try:
         torch.set_float32_matmul_precision(circumstances.matmul_precision)
-        with users_attention(), torch.enable_grad(), torch.inference_mode(False):
+        with keep_random_state(), users_attention(), torch.enable_grad(), torch.inference_mode(False):
             yield
     finally:
         torch.set_float32_matmul_precision(before)
-        torch.set_rng_state(states[0])
-        if states[1]:
-            torch.cuda.set_rng_state_all(states[1])
 
 
 def _autocast(
@@ -141,7 +141,7 @@ class Training:
         self.parameters = {name: own[name] for name in repetition.trained}
         settings = run.steps[repetition.begin].groups
         self.optimiser = make_optimiser(run.optimiser, run.groups, settings, self.parameters)
-        load_state(self.optimiser, run.optimiser_state(repetition.begin), self.parameters)
+        give_memory(self.optimiser, self.parameters, run.optimiser_state(repetition.begin))
 
     def measure_first(self) -> tuple[float, float]:
         """Return the loss and the norm of the gradient where the repetition begins."""
@@ -266,7 +266,7 @@ def find_regularised(repetition: Repetition) -> bool:
     recorded = sum(losses) if len(losses) == len(step.batches) else None, step.gradient_norm
 
     def miss(regularised: bool) -> float:
-        with as_recorded(repetition.run.circumstances, repetition.data.device):
+        with as_recorded(repetition.run.circumstances):
             found = Training(replace(repetition, regularised=regularised)).measure_first()
         return sum(abs(now - then) / abs(then) for now, then in zip(found, recorded, strict=True) if then)
 
