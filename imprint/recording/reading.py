@@ -12,7 +12,7 @@ from imprint.errors import StoreError, TaskError
 from imprint.recording.checkpoints import read_optimiser_state, read_state
 from imprint.recording.header import Header, Kept, read_header
 from imprint.recording.journal import STEPS, read_journal
-from imprint.recording.records import Circumstances, OptimiserState, Settings, Step
+from imprint.recording.records import Circumstances, OptimiserState, Step
 from imprint.recording.settings import find_class
 from imprint.store.files import sha256
 from imprint.store.fingerprint import DataPrint, of_tensors
@@ -72,11 +72,6 @@ class Recording:
         return self._optimiser
 
     @property
-    def defaults(self) -> Settings:
-        """The settings that the optimiser gives to groups without their own."""
-        return dict(self._header.defaults)
-
-    @property
     def groups(self) -> tuple[tuple[str, ...], ...]:
         """The names of the parameters in each group of the optimiser."""
         return self._header.groups
@@ -116,11 +111,6 @@ class Recording:
     def seconds(self) -> float:
         """How long the training took."""
         return self._header.seconds
-
-    @property
-    def moved_buffers(self) -> tuple[str, ...]:
-        """The buffers of real numbers that the run changed, such as the running statistics of batch norm."""
-        return self._header.moved
 
     @property
     def frozen(self) -> tuple[str, ...]:

@@ -56,7 +56,7 @@ def test_a_recording_reads_back_what_was_recorded(folder: Path) -> None:
     recording = Recording(folder)
     assert recording.sha256 == Recording(folder).sha256
     assert recording.checkpoints == (0, 3, 6, 8)
-    assert recording.optimiser is torch.optim.AdamW and recording.defaults["lr"] == 0.05
+    assert recording.optimiser is torch.optim.AdamW
     assert recording.groups == (tuple(name for name, _ in make_model().named_parameters()),)
     state = recording.optimiser_state(3)
     assert state.tensors["0.weight"].keys() == {"exp_avg", "exp_avg_sq", "step"}
@@ -155,7 +155,6 @@ def test_hostile_steps_are_refused_by_their_place(
         ({"checkpoints": []}, "do not begin at 0"),
         ({"groups": []}, "a parameter stands in its groups twice, or none does"),
         ({"groups": [["a", "a"]]}, "a parameter stands in its groups twice"),
-        ({"moved": ["other"]}, "it says that 'other' moved"),
         ({"circumstances": None}, "it is finished without steps, an end or circumstances"),
         ({"optimiser": "os.system"}, r"the optimiser os\.system, which is not one of torch\.optim: give its class"),
         ({"optimiser": "torch.optim.Optimizer"}, "not one of"),
