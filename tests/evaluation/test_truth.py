@@ -116,8 +116,8 @@ def test_effects_are_changes_against_the_models_that_lack_nothing() -> None:
 
 
 def test_a_truth_says_what_it_is() -> None:
-    assert repr(ask()) == "Truth(halves: 5 subsets × 2 runs, loss of 5 queries)"
-    assert repr(ask(runs=1, queries=points(1, 1))) == "Truth(halves: 5 subsets × 1 run, loss of 1 query)"
+    assert repr(ask()) == "Truth(halves, expected: 5 subsets × 2 runs, loss of 5 queries)"
+    assert repr(ask(runs=1, queries=points(1, 1))) == "Truth(halves, expected: 5 subsets × 1 run, loss of 1 query)"
 
 
 def test_a_truth_tells_the_same_whether_it_is_kept_or_not(tmp_path: Path) -> None:
