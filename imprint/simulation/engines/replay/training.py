@@ -3,8 +3,6 @@
 The unperturbed replay is one; where rows cannot be stacked, the run without each source is another.
 """
 
-import functools
-import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
@@ -26,7 +24,6 @@ from imprint.recording.seeding import keep_random_state, seed_everything
 from imprint.simulation.engines.replay.optimisers import make_optimiser, set_settings
 from imprint.task import Batch, Parameters, Task, require_one_each
 
-logger = logging.getLogger(__name__)
 Excluded = np.ndarray[tuple[int], np.dtype[np.bool_]]
 """For each training example, whether the run goes without it."""
 
@@ -131,10 +128,12 @@ class Training:
 
     leaves_out: whether those are left out of batches, for models where examples of a batch see each other; otherwise
         they have weight 0.
+    fresh_draws: why the other examples of a batch got other random numbers than in training; None if they did not.
     """
 
     def __init__(self, repetition: Repetition, excluded: Excluded | None = None, *, leaves_out: bool = False) -> None:
         self.repetition, self._excluded, self._leaves_out = repetition, excluded, leaves_out
+        self.fresh_draws: str | None = None
         run = repetition.run
         self.model = repetition.make_model()
         own = dict(self.model.named_parameters())
@@ -242,7 +241,7 @@ class Training:
             with substitute_draws(drawn, kept, len(examples)) if drawn else nullcontext():
                 return self._losses(few, len(kept))
         except UncapturableDraws as reason:
-            _warn_of_fresh_draws(str(reason))
+            self.fresh_draws = str(reason)
         load_tensors(self.model, before)
         seed_everything(seed)
         return self._losses(few, len(kept))
@@ -274,15 +273,6 @@ def find_regularised(repetition: Repetition) -> bool:
     if with_it == without_it:  # nothing was recorded to compare with, or it is 0 at the start
         return not any(group.get("weight_decay") for group in step.groups)
     return with_it < without_it
-
-
-@functools.cache
-def _warn_of_fresh_draws(reason: str) -> None:
-    logger.warning(
-        "%s: where a source is left out of a batch, the other examples get other random numbers than in training, "
-        "which counts as an effect of the source",
-        reason,
-    )
 
 
 def total_norm(gradients: list[Tensor]) -> Tensor:
