@@ -1,10 +1,8 @@
 """`Recording`: a finished recording as a replay, a task and other engines read it."""
 
 import os
-from collections.abc import Mapping
 from pathlib import Path
 
-from torch import Tensor
 from torch.optim import Optimizer
 
 from imprint.display import count_of, name_some
@@ -125,16 +123,17 @@ class Recording:
         """Load what the optimiser remembered after so many steps, which must be one of `checkpoints`."""
         return read_optimiser_state(self.path, self._find(step), self._header)
 
-    def complete(self, task: Task, state: Mapping[str, Tensor]) -> Parameters:
-        """Return a state of the run with the frozen parameters of the task's model, on its device.
+    def complete(self, task: Task, *steps: int) -> list[Parameters]:
+        """Return some of the `checkpoints` with the frozen parameters of the task's model, on its device.
 
         Refuse a model that has other parameters or buffers than the recorded one, or other values in the frozen ones.
         """
-        self.refuse_other_model(task)
+        self._refuse_other_model(task)
         parameters = dict(task.model.named_parameters())
-        return task.complete({**{name: parameters[name].detach() for name in self.frozen}, **state})
+        frozen = {name: parameters[name].detach() for name in self.frozen}
+        return [task.complete({**frozen, **self.state(step)}) for step in steps]
 
-    def refuse_other_model(self, task: Task) -> None:
+    def _refuse_other_model(self, task: Task) -> None:
         """Refuse a task of another model than the recorded one, as far as its names and frozen parameters tell."""
         own, recorded = task.state().keys(), {*self._header.trained, *self._header.buffers, *self.frozen}
         if own != recorded:

@@ -277,13 +277,13 @@ def test_of_a_fine_tune_the_adapter_is_kept_and_a_hash_of_what_is_frozen(tmp_pat
     assert recording.frozen == ("base.weight", "base.bias")
     assert recording.state(4).keys() == {"down.weight", "up.weight"}
     task = Task.classifier(Adapted())
-    whole = recording.complete(task, recording.state(4))
+    (whole,) = recording.complete(task, 4)
     assert all(torch.equal(tensor, whole[name]) for name, tensor in model.state_dict().items())
     assert_same(repeat(recording, Adapted()), model)
     with pytest.raises(TaskError, match="other values of the 2 frozen parameters"):
-        recording.complete(Task.classifier(Adapted(1)), recording.state(4))
+        recording.complete(Task.classifier(Adapted(1)), 4)
     with pytest.raises(TaskError, match=r"another model: the recording lacks 0\.bias.*the model lacks base\.bias"):
-        recording.complete(Task.classifier(make_model()), recording.state(4))
+        recording.complete(Task.classifier(make_model()), 4)
 
 
 def test_frozen_parameters_in_the_optimiser_are_kept_and_have_no_gradient(tmp_path: Path) -> None:
@@ -313,5 +313,5 @@ def test_a_fine_tune_by_peft_is_recorded(tmp_path: Path) -> None:
     size = sum(path.stat().st_size for path in recording.paths)
     assert size < 10_000
     task = Task(model, loss=lambda model, batch: model(input_ids=batch).logits.mean((1, 2)))
-    whole = recording.complete(task, recording.state(4))
+    (whole,) = recording.complete(task, 4)
     assert all(torch.equal(tensor, whole[name]) for name, tensor in task.state().items())
