@@ -121,6 +121,8 @@ class _Substitute(TorchDispatchMode):
         kept = self._kept
         for place, (there, wanted) in enumerate(zip(found.shape, shape, strict=True)):
             if there != wanted and there % self._count == 0 and wanted * self._count == there * len(kept):
+                if not (found.is_floating_point() or found.dtype == torch.bool):
+                    raise UncapturableDraws("a pass draws whole numbers for each example, such as whom to mix it with")
                 split: Tensor = found.unflatten(place, (self._count, there // self._count))
                 return split.index_select(place, kept.to(found.device)).flatten(place, place + 1)
         return found

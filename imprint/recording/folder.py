@@ -133,12 +133,12 @@ class RecordingFolder:
         )
         self._remove(removed)
 
-    def finish(self, **known: Any) -> None:
-        """Declare the recording complete; `known` are fields of the header."""
+    def finish(self, seconds: float) -> None:
+        """Declare the recording complete, after so many seconds of training."""
         self._journal.sync()
         place = self.path / STEPS
         journal = File(STEPS, sha256(place), place.stat().st_size)
-        self._replace(finished=True, journal=journal, **known)
+        self._replace(finished=True, journal=journal, seconds=seconds)
         self.release()
 
     def release(self) -> None:

@@ -58,8 +58,8 @@ class Header:
 
     n: the number of training examples; `data` holds hashes of them, where the recorder was given the data.
     every: after how many steps a checkpoint was asked for; None where the recorder chose.
-    optimiser: the name of its class; `defaults` are its settings for new groups, `groups` the parameters it trains.
-    buffers: the persistent buffers; those in `moved` hold real numbers and differ between start and end.
+    optimiser: the name of its class; `groups` are the parameters that it trains.
+    buffers: the persistent buffers.
     frozen: the other parameters, of which only a hash is kept.
     settings, schedule: of the optimiser's groups and of a scheduler at the latest checkpoint, for resuming.
     """
@@ -70,7 +70,6 @@ class Header:
     seed: int
     every: Count | None
     optimiser: str
-    defaults: dict[str, Any]
     groups: tuple[tuple[str, ...], ...]
     buffers: tuple[str, ...]
     frozen: tuple[str, ...]
@@ -78,7 +77,6 @@ class Header:
     data: dict[str, str | None] | None
     circumstances: Conditions | None = None
     checkpoints: tuple[Kept, ...] = ()
-    moved: tuple[str, ...] = ()
     journal: File | None = None
     settings: tuple[dict[str, Any], ...] = ()
     schedule: dict[str, Any] | None = None
@@ -127,8 +125,6 @@ def _check(header: Header, value: Value) -> None:
         value.fail("its checkpoints do not begin at 0, or are not in order")
     if len(header.settings) not in (0, len(header.groups)):
         value.fail("it has settings of other parameter groups")
-    if unknown := sorted(set(header.moved) - set(header.buffers)):
-        value.fail(f"it says that {unknown[0]!r} moved, which is no buffer")
     for kept in header.checkpoints:
         name = f"checkpoint-{kept.step:06}"
         expected = [f"{name}{MOMENTS}"] * (kept.moments is not None)

@@ -9,11 +9,37 @@ from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
 from imprint.errors import PlanError
+from imprint.recording.journal import Position
 from imprint.recording.seeding import derive_seed, seed_everything
 
 Item = TypeVar("Item")
 Order = Callable[[int, int], Iterator[tuple[int, Item]]]
 """Yields the batches of an epoch after so many, each with its number: `order(epoch, done)`."""
+
+
+class Walk:
+    """Goes through the epochs of a run, from where a resumed one has stopped.
+
+    position: where the last batch that was taken lies in the order; None before the first one.
+    """
+
+    def __init__(self) -> None:
+        self.position: Position | None = None
+        self._epochs = 0  # that were asked for
+
+    def follow(self, order: Order[Item], epochs: int) -> Iterator[Item]:
+        """Return the items of the next epochs, less those that the run has behind it."""
+        begin, self._epochs = self._epochs, self._epochs + epochs
+        return self._take(order, range(begin, self._epochs))
+
+    def _take(self, order: Order[Item], epochs: range) -> Iterator[Item]:
+        for epoch in epochs:
+            first, done = self.position or (0, 0)
+            if epoch < first:
+                continue
+            for number, item in order(epoch, done if epoch == first else 0):
+                self.position = (epoch, number)
+                yield item
 
 
 def shuffled_batches(n: int, batch_size: int, *, seed: int, shuffle: bool, drop_last: bool) -> Order[Tensor]:

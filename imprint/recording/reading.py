@@ -1,10 +1,8 @@
 """`Recording`: a finished recording as a replay, a task and other engines read it."""
 
 import os
-from collections.abc import Mapping
 from pathlib import Path
 
-from torch import Tensor
 from torch.optim import Optimizer
 
 from imprint.display import count_of, name_some
@@ -12,7 +10,7 @@ from imprint.errors import StoreError, TaskError
 from imprint.recording.checkpoints import read_optimiser_state, read_state
 from imprint.recording.header import Header, Kept, read_header
 from imprint.recording.journal import STEPS, read_journal
-from imprint.recording.records import Circumstances, OptimiserState, Settings, Step
+from imprint.recording.records import Circumstances, OptimiserState, Step
 from imprint.recording.settings import find_class
 from imprint.store.files import sha256
 from imprint.store.fingerprint import DataPrint, of_tensors
@@ -72,11 +70,6 @@ class Recording:
         return self._optimiser
 
     @property
-    def defaults(self) -> Settings:
-        """The settings that the optimiser gives to groups without their own."""
-        return dict(self._header.defaults)
-
-    @property
     def groups(self) -> tuple[tuple[str, ...], ...]:
         """The names of the parameters in each group of the optimiser."""
         return self._header.groups
@@ -118,11 +111,6 @@ class Recording:
         return self._header.seconds
 
     @property
-    def moved_buffers(self) -> tuple[str, ...]:
-        """The buffers of real numbers that the run changed, such as the running statistics of batch norm."""
-        return self._header.moved
-
-    @property
     def frozen(self) -> tuple[str, ...]:
         """The parameters that the run did not train; the recording has only a hash of them."""
         return self._header.frozen
@@ -135,16 +123,17 @@ class Recording:
         """Load what the optimiser remembered after so many steps, which must be one of `checkpoints`."""
         return read_optimiser_state(self.path, self._find(step), self._header)
 
-    def complete(self, task: Task, state: Mapping[str, Tensor]) -> Parameters:
-        """Return a state of the run with the frozen parameters of the task's model, on its device.
+    def complete(self, task: Task, *steps: int) -> list[Parameters]:
+        """Return some of the `checkpoints` with the frozen parameters of the task's model, on its device.
 
         Refuse a model that has other parameters or buffers than the recorded one, or other values in the frozen ones.
         """
-        self.refuse_other_model(task)
+        self._refuse_other_model(task)
         parameters = dict(task.model.named_parameters())
-        return task.complete({**{name: parameters[name].detach() for name in self.frozen}, **state})
+        frozen = {name: parameters[name].detach() for name in self.frozen}
+        return [task.complete({**frozen, **self.state(step)}) for step in steps]
 
-    def refuse_other_model(self, task: Task) -> None:
+    def _refuse_other_model(self, task: Task) -> None:
         """Refuse a task of another model than the recorded one, as far as its names and frozen parameters tell."""
         own, recorded = task.state().keys(), {*self._header.trained, *self._header.buffers, *self.frozen}
         if own != recorded:

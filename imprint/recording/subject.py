@@ -1,7 +1,6 @@
 """The model and the optimiser of a run that is recorded: what is known of them, and whether they were changed."""
 
 import platform
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,7 @@ from imprint.recording.checkpoints import (
 )
 from imprint.recording.header import SCHEMA, Header, Kept
 from imprint.recording.memory import give_memory
-from imprint.recording.settings import describe_groups, name_class, plain, restore_groups
+from imprint.recording.settings import describe_groups, name_class, restore_groups
 from imprint.recording.watching import Stamp, name_groups, refuse_untrained, stamp
 from imprint.store.fingerprint import DataPrint, of_tensors
 
@@ -49,11 +48,6 @@ class Subject:
         self._frozen = {name: parameter for name, parameter in own.items() if name not in self.parameters}
         self._persistent = persistent_buffers(model).keys()
         self._stamps: dict[str, Stamp] | None = None
-
-    @property
-    def device(self) -> torch.device:
-        """Where the trained parameters are."""
-        return next(iter(self.parameters.values())).device
 
     # --- changes
 
@@ -107,7 +101,6 @@ class Subject:
 
     def describe(self, n: int, seed: int, every: int | None, data: DataPrint | None) -> Header:
         """Return what is known of a run before its first step."""
-        defaults = self.optimiser.defaults
         frozen, frozen_sha256 = self._describe_frozen()
         return Header(
             schema=SCHEMA,
@@ -116,7 +109,6 @@ class Subject:
             seed=seed,
             every=every,
             optimiser=name_class(type(self.optimiser)),
-            defaults={name: plain(value, f"default {name!r} of the optimiser") for name, value in defaults.items()},
             groups=self.groups,
             buffers=tuple(self._persistent),
             frozen=frozen,
@@ -163,12 +155,6 @@ class Subject:
                     f"load your checkpoint of step {kept.step} before the first step, or call run.resume() in place of "
                     f"step={kept.step}."
                 )
-
-    def find_moved_buffers(self, start: Mapping[str, Tensor]) -> tuple[str, ...]:
-        """Return the buffers of real numbers that differ from the start."""
-        buffers = {name: buffer.detach().cpu() for name, buffer in self._buffers().items()}
-        moved = (name for name, buffer in buffers.items() if buffer.is_floating_point())
-        return tuple(name for name in moved if not torch.equal(buffers[name], start[name]))
 
     def _describe_frozen(self) -> tuple[tuple[str, ...], str]:
         """Return the names of the parameters that are not trained, and a hash of their values."""

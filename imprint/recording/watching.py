@@ -1,5 +1,6 @@
 """Watches a model and its optimiser in training: their gradients, their changes, and how forward passes run."""
 
+import warnings
 import weakref
 from collections.abc import Callable, Mapping, Set
 from typing import Any, Protocol
@@ -11,7 +12,7 @@ from torch.optim import Optimizer
 
 from imprint.compat import is_scripted, version_of
 from imprint.display import name_some
-from imprint.errors import PlanError
+from imprint.errors import PlanError, ReliabilityWarning
 from imprint.recording.records import Circumstances
 from imprint.store.fingerprint import sum_of_bits
 
@@ -183,7 +184,45 @@ def watch(model: nn.Module, optimiser: Optimizer, watcher: Watcher) -> list[Any]
     return [*hooks, optimiser.register_step_pre_hook(before), optimiser.register_step_post_hook(after)]
 
 
-def observe(model: nn.Module, device: torch.device) -> Circumstances:
+class ForwardPasses:
+    """Knows how forward passes of a run are made, and refuses a step that makes them otherwise.
+
+    circumstances: those of all steps; None before the first forward pass.
+    """
+
+    def __init__(self, model: nn.Module, trained: Mapping[str, Tensor]) -> None:
+        self._model, self._trained = model, trained
+        self._seen = False  # whether the present micro-batch has had one
+        self.circumstances: Circumstances | None = None
+
+    def begin_batch(self) -> None:
+        """Expect the forward passes of another micro-batch."""
+        self._seen = False
+
+    def notice(self, step: int) -> None:
+        """Take note how the first forward pass of a micro-batch runs, at this moment."""
+        if self._seen:
+            return
+        self._seen = True
+        now = _observe(self._model, next(iter(self._trained.values())).device)
+        if self.circumstances is not None:
+            _refuse_other(self.circumstances, now, step)
+        self.circumstances = now
+
+    def notice_late(self, step: int) -> None:
+        """Take note how forward passes ran if none was seen: modes are as they are now, autocast may be over."""
+        if not self._seen and self.circumstances is None:
+            warnings.warn(
+                "no forward pass of the model was seen in the first step, so that the recorder cannot tell whether it "
+                "ran under torch.autocast. Give the recorder the module that the loss calls; of a compiled model, the "
+                "compiled one.",
+                ReliabilityWarning,
+                stacklevel=2,
+            )
+        self.notice(step)
+
+
+def _observe(model: nn.Module, device: torch.device) -> Circumstances:
     """Return how a forward pass of a model runs at this moment."""
     kind = device.type
     autocast = str(torch.get_autocast_dtype(kind)).removeprefix("torch.") if torch.is_autocast_enabled(kind) else None
@@ -195,7 +234,7 @@ def observe(model: nn.Module, device: torch.device) -> Circumstances:
     )
 
 
-def refuse_other(before: Circumstances, now: Circumstances, step: int) -> None:
+def _refuse_other(before: Circumstances, now: Circumstances, step: int) -> None:
     """Refuse circumstances that differ from those of earlier steps, by name."""
     for name in sorted(before.evaluating ^ now.evaluating):
         was, mode = ("evaluation", "training") if name in before.evaluating else ("training", "evaluation")

@@ -15,17 +15,14 @@ from torch.utils.data import DataLoader
 
 from imprint.data import Collate, Data
 from imprint.errors import PlanError, ReliabilityWarning, StoreError
-from imprint.recording.checkpoints import read_state
 from imprint.recording.folder import RecordingFolder
-from imprint.recording.journal import Position
-from imprint.recording.order import Item, Order, count_examples, loaded_batches, shuffled_batches
+from imprint.recording.order import Walk, count_examples, loaded_batches, shuffled_batches
 from imprint.recording.reading import Recording
-from imprint.recording.records import Circumstances
 from imprint.recording.seeding import derive_seed
 from imprint.recording.settings import describe_groups, describe_scheduler
 from imprint.recording.steps import Indices, RunStep
 from imprint.recording.subject import Subject
-from imprint.recording.watching import Gradients, observe, refuse_other, watch
+from imprint.recording.watching import ForwardPasses, Gradients, watch
 from imprint.store.fingerprint import of_data
 
 _OPEN: "weakref.WeakValueDictionary[Path, RunRecorder]" = weakref.WeakValueDictionary()
@@ -84,10 +81,8 @@ class RunRecorder:
         self._gradients = Gradients(self._subject.parameters)
         self._step: RunStep | None = None
         self._broken: str | None = None  # why nothing more can be recorded
-        self._position: Position | None = None
-        self._epochs = 0  # that batches() and loader() were asked for
-        self._circumstances: Circumstances | None = None
-        self._observed = False  # whether the present micro-batch has had a forward pass
+        self._walk = Walk()
+        self._forwards = ForwardPasses(self._subject.model, self._subject.parameters)
         self._made = 0  # steps since the recorder was made
         self._due = False  # whether the model is to be saved before the next step
         self._seconds, self._since = 0.0, 0.0
@@ -108,7 +103,8 @@ class RunRecorder:
         if header is not None:
             self._subject.refuse_other(header, self._n, self._seed, self._data, self.folder)
             self._n, self._seconds = header.n, header.seconds
-            self._circumstances = None if header.circumstances is None else header.circumstances.restore()
+            if header.circumstances is not None:
+                self._forwards.circumstances = header.circumstances.restore()
         self._loaded = step is not None  # by the user, who may have forgotten it
         if step is not None:
             self._go_back(operator.index(step))
@@ -165,7 +161,7 @@ class RunRecorder:
             if step != 0:
                 raise StoreError(f"{self.folder} has no recording: steps 1 to {step} are missing.")
             return
-        self._position = self._files.go_back(step)
+        self._walk.position = self._files.go_back(step)
         self._waits = False
 
     # --- the order of the data
@@ -180,9 +176,9 @@ class RunRecorder:
         if n < 1 or batch_size < 1 or epochs < 1:
             raise PlanError(f"n, batch_size and epochs must be at least 1, got {n}, {batch_size} and {epochs}.")
         self._set_n(n)
-        return self._follow(
-            shuffled_batches(n, batch_size, seed=self._seed, shuffle=shuffle, drop_last=drop_last), epochs
-        )
+        self._refuse_waiting()
+        order = shuffled_batches(n, batch_size, seed=self._seed, shuffle=shuffle, drop_last=drop_last)
+        return self._walk.follow(order, epochs)
 
     def loader(self, loader: DataLoader[Any], *, epochs: int = 1) -> Iterator[tuple[list[int], Any]]:
         """Yield (indices, batch) of all epochs of a DataLoader, with its own sampler, workers and collate_fn.
@@ -191,22 +187,8 @@ class RunRecorder:
         before is not read. Another call yields the epochs that follow.
         """
         self._set_n(count_examples(loader))
-        return self._follow(loaded_batches(loader, seed=self._seed), epochs)
-
-    def _follow(self, order: Order[Item], epochs: int) -> Iterator[Item]:
-        """Yield the items of the next epochs, from the position on that the run has reached."""
         self._refuse_waiting()
-        begin, self._epochs = self._epochs, self._epochs + epochs
-        return self._walk(order, range(begin, self._epochs))
-
-    def _walk(self, order: Order[Item], epochs: range) -> Iterator[Item]:
-        for epoch in epochs:
-            first, done = self._position or (0, 0)
-            if epoch < first:
-                continue
-            for number, item in order(epoch, done if epoch == first else 0):
-                self._position = (epoch, number)
-                yield item
+        return self._walk.follow(loaded_batches(loader, seed=self._seed), epochs)
 
     def _set_n(self, n: int) -> None:
         if self._n is not None and self._n != n:
@@ -231,7 +213,7 @@ class RunRecorder:
             try:
                 step.batch(indices, normaliser)
             except BaseException:
-                self._step = None
+                self._step, self._gradients.expected = None, False
                 raise
         return step
 
@@ -275,7 +257,7 @@ class RunRecorder:
 
     def begin_batch(self) -> None:
         """Called by a step when a micro-batch begins."""
-        self._observed = False
+        self._forwards.begin_batch()
 
     def end_step(self, step: RunStep, succeeded: bool) -> None:
         """Called by a step at its end: append it to the recording, unless it failed."""
@@ -285,9 +267,9 @@ class RunRecorder:
         if not succeeded:
             return
         record = step.finish()
-        if self._files.require_header().circumstances is None and self._circumstances is not None:
-            self._files.note(self._circumstances)
-        self._files.add(record, self._position)
+        if self._files.require_header().circumstances is None and self._forwards.circumstances is not None:
+            self._files.note(self._forwards.circumstances)
+        self._files.add(record, self._walk.position)
         self._broken = None
         self._made += 1
         self._subject.mark_buffers()
@@ -296,25 +278,8 @@ class RunRecorder:
 
     def observe_forward(self) -> None:
         """Called before forward passes of the model: take note how the first of a micro-batch runs."""
-        if self._step is None or self._observed:
-            return
-        self._observed = True
-        now = observe(self.model, self._subject.device)
-        if self._circumstances is not None:
-            refuse_other(self._circumstances, now, self._step.number)
-        self._circumstances = now
-
-    def _observe_late(self) -> None:
-        """Take note how forward passes ran if none was seen: modes are as they are now, autocast may be over."""
-        if self._circumstances is None:
-            warnings.warn(
-                "no forward pass of the model was seen in the first step, so that the recorder cannot tell whether it "
-                "ran under torch.autocast. Give the recorder the module that the loss calls; of a compiled model, the "
-                "compiled one.",
-                ReliabilityWarning,
-                stacklevel=2,
-            )
-        self.observe_forward()
+        if self._step is not None:
+            self._forwards.notice(self._step.number)
 
     def before_optimiser(self, closure: bool) -> None:
         """Called before the optimiser steps."""
@@ -324,8 +289,8 @@ class RunRecorder:
             raise PlanError("the optimiser stepped outside of run.step(): such a step cannot be replayed.")
         self._subject.refuse_regrouping()
         self._subject.refuse_changes("before the optimiser stepped", buffers=False)
-        if not closure and not self._observed:
-            self._observe_late()
+        if not closure:
+            self._forwards.notice_late(self._step.number)
         self._step.before_optimiser(describe_groups(self.optimiser), closure)
 
     def after_optimiser(self) -> None:
@@ -355,8 +320,7 @@ class RunRecorder:
             )
         if header.checkpoints[-1].step != self.steps:
             self._keep()
-        start = read_state(self.folder, header.checkpoints[0], header)
-        self._files.finish(moved=self._subject.find_moved_buffers(start), seconds=self._seconds)
+        self._files.finish(self._seconds)
         self._recording = Recording(self.folder, type(self.optimiser))
         self.close()
         return self._recording

@@ -58,19 +58,25 @@ def refuse_both(checkpoints: Sequence[State] | None) -> None:
 
 
 def check_run(run: Run, task: Task, n: int, plan: Plan) -> None:
-    """Refuse a run of other data, parameters or frozen values than the task's, and a start that lies beyond its end."""
+    """Refuse a run of other data or parameters than the task's, and a start that lies beyond its end.
+
+    Whether it is of the same model, with the same frozen values, `complete_end` finds out.
+    """
     if run.n != n:
-        raise DataError(f"the recorded run has {run.n} training examples, the data has {n}: give the data it was.")
+        raise DataError(
+            f"the recorded run has {run.n} training examples, the data has {n}: give the data it was trained on."
+        )
     optimised = [name for names in run.groups for name in names]
     if lacking := sorted(set(optimised) - set(task.names)):
         raise TaskError(
             f"the recorded run trained {name_some(lacking)}, which the task does not select: what a removal does to "
             "all trained parameters belongs to it. Build the task with parameters= that match them."
         )
-    if isinstance(run, Recording):
-        run.refuse_other_model(task)
     if plan.start >= len(run.steps):
-        raise PlanError(f"start is {plan.start}, and the recorded run has {len(run.steps)} steps.")
+        raise PlanError(
+            f"start is {plan.start}, and the recorded run has {len(run.steps)} steps: start at an earlier one, or "
+            "leave start out to repeat the whole run."
+        )
 
 
 def refuse_other_data(run: Run, hashes: DataPrint, n: int) -> None:
@@ -93,16 +99,23 @@ def find_begin(run: Run, start: int) -> int:
 
 def complete_end(run: Run, task: Task) -> Parameters:
     """Return the recorded end as a complete state: what the run did not train comes from the task's model."""
-    end = run.state(len(run.steps))
-    return run.complete(task, end) if isinstance(run, Recording) else {**task.state(), **end}
+    (end,) = _complete(run, task, len(run.steps))
+    return end
+
+
+def _complete(run: Run, task: Task, *steps: int) -> list[Parameters]:
+    """Return some checkpoints of a run as complete states; refuse a run of another model."""
+    if isinstance(run, Recording):
+        return run.complete(task, *steps)
+    own = task.state()
+    return [{**own, **run.state(step)} for step in steps]
 
 
 def list_checkpoints(run: Run, task: Task) -> list[State]:
     """Return the checkpoints of a run after its start, for engines that simulate from checkpoints."""
     if isinstance(run, Recording) and not run.frozen:
         return list(run.paths)
-    whole = run.complete if isinstance(run, Recording) else lambda task, state: {**task.state(), **state}
-    return [whole(task, run.state(step)) for step in run.checkpoints[1:]]
+    return list(_complete(run, task, *run.checkpoints[1:]))
 
 
 def settle_states(

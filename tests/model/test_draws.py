@@ -40,6 +40,15 @@ def test_a_pass_of_some_examples_drops_what_it_dropped_among_the_others() -> Non
         torch.testing.assert_close(model(X[kept]), whole[kept])
 
 
+def test_partners_drawn_among_all_examples_are_not_those_of_some() -> None:
+    """Mixup draws a permutation of the batch, which names examples that are no longer there."""
+    with capture_draws() as drawn:
+        torch.randperm(6)
+    few = substitute_draws(drawn, torch.tensor([0, 1]), 6)
+    with pytest.raises(UncapturableDraws, match="whole numbers for each example"), few:
+        torch.randperm(2)
+
+
 def test_a_draw_that_is_not_by_shape_is_refused() -> None:
     with (
         pytest.raises(UncapturableDraws, match="multinomial draws random numbers inside its own kernel"),

@@ -56,7 +56,7 @@ def test_a_recording_reads_back_what_was_recorded(folder: Path) -> None:
     recording = Recording(folder)
     assert recording.sha256 == Recording(folder).sha256
     assert recording.checkpoints == (0, 3, 6, 8)
-    assert recording.optimiser is torch.optim.AdamW and recording.defaults["lr"] == 0.05
+    assert recording.optimiser is torch.optim.AdamW
     assert recording.groups == (tuple(name for name, _ in make_model().named_parameters()),)
     state = recording.optimiser_state(3)
     assert state.tensors["0.weight"].keys() == {"exp_avg", "exp_avg_sq", "step"}
@@ -155,7 +155,6 @@ def test_hostile_steps_are_refused_by_their_place(
         ({"checkpoints": []}, "do not begin at 0"),
         ({"groups": []}, "a parameter stands in its groups twice, or none does"),
         ({"groups": [["a", "a"]]}, "a parameter stands in its groups twice"),
-        ({"moved": ["other"]}, "it says that 'other' moved"),
         ({"circumstances": None}, "it is finished without steps, an end or circumstances"),
         ({"optimiser": "os.system"}, r"the optimiser os\.system, which is not one of torch\.optim: give its class"),
         ({"optimiser": "torch.optim.Optimizer"}, "not one of"),
@@ -278,13 +277,13 @@ def test_of_a_fine_tune_the_adapter_is_kept_and_a_hash_of_what_is_frozen(tmp_pat
     assert recording.frozen == ("base.weight", "base.bias")
     assert recording.state(4).keys() == {"down.weight", "up.weight"}
     task = Task.classifier(Adapted())
-    whole = recording.complete(task, recording.state(4))
+    (whole,) = recording.complete(task, 4)
     assert all(torch.equal(tensor, whole[name]) for name, tensor in model.state_dict().items())
     assert_same(repeat(recording, Adapted()), model)
     with pytest.raises(TaskError, match="other values of the 2 frozen parameters"):
-        recording.complete(Task.classifier(Adapted(1)), recording.state(4))
+        recording.complete(Task.classifier(Adapted(1)), 4)
     with pytest.raises(TaskError, match=r"another model: the recording lacks 0\.bias.*the model lacks base\.bias"):
-        recording.complete(Task.classifier(make_model()), recording.state(4))
+        recording.complete(Task.classifier(make_model()), 4)
 
 
 def test_frozen_parameters_in_the_optimiser_are_kept_and_have_no_gradient(tmp_path: Path) -> None:
@@ -314,5 +313,5 @@ def test_a_fine_tune_by_peft_is_recorded(tmp_path: Path) -> None:
     size = sum(path.stat().st_size for path in recording.paths)
     assert size < 10_000
     task = Task(model, loss=lambda model, batch: model(input_ids=batch).logits.mean((1, 2)))
-    whole = recording.complete(task, recording.state(4))
+    (whole,) = recording.complete(task, 4)
     assert all(torch.equal(tensor, whole[name]) for name, tensor in task.state().items())

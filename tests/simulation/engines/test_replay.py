@@ -92,6 +92,22 @@ def test_rows_are_where_a_training_without_the_source_ends(kind: str, caplog: py
     assert measured.chaos is not None and 0 < measured.chaos < 0.3
 
 
+class Mixed(nn.Module):
+    """A layer that mixes each example with another one of its batch, drawn at random, in training."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return 0.8 * x + 0.2 * x[torch.randperm(len(x))] if self.training else x
+
+
+def test_examples_that_are_mixed_get_other_partners_and_the_store_says_so() -> None:
+    training = Training(mlp(Mixed()), classification(), steps=4, leaves_out=True)
+    end, run = training.run()
+    with pytest.warns(ReliabilityWarning, match="the other examples get other random numbers than in training"):
+        store = replay(training, run)
+    check_rows(store, training, end)  # by hand, too, the others are drawn afresh from the step's seed
+    assert any("whom to mix it with" in warning for warning in store.warnings)
+
+
 def test_rows_of_batch_norm_hold_the_running_statistics() -> None:
     training = TRAININGS["batch norm"]()
     _, run = training.run()

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from imprint import SimulationError, Sources, Task, simulate
 from imprint.recording.records import Clipping, Step
+from imprint.simulation.engines.replay.agreement import Watch
 from tests.simulation.engines.trainings import MemoryRun, Training, classification, cross_entropy, mlp
 
 Change = Callable[[MemoryRun], MemoryRun]
@@ -156,3 +157,11 @@ def test_losses_need_not_have_been_reported(run: MemoryRun) -> None:
     silent = change_steps(run, change_batches(loss=None, normaliser=4.0))
     with pytest.raises(SimulationError, match=r"at step 0: the gradient norm is"):
         replay(silent)
+
+
+def test_a_row_that_diverges_is_named_with_its_first_step() -> None:
+    watch = Watch(("the unperturbed run", "the run without source 'ann'"))
+    for step, loss in enumerate([1.0, torch.inf, torch.nan, 1.0], 7):
+        watch.add(step, torch.tensor([1.0, loss]))
+    with pytest.raises(SimulationError, match="without source 'ann' is not finite at step 8: it diverges"):
+        watch.check()

@@ -201,6 +201,6 @@ class Watch:
         for name, step in zip(self._names, steps, strict=True):
             if step >= 0:
                 raise SimulationError(
-                    f"the loss of {name} is not finite at step {step}: without these examples the run diverges. A "
-                    "smaller learning rate, or clipping, makes such a training robust."
+                    f"the loss of {name} is not finite at step {step}: it diverges there. Train with a smaller "
+                    "learning rate or with clipping, so that the run survives small changes, and record it again."
                 )

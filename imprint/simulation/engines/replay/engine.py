@@ -45,7 +45,7 @@ from imprint.simulation.engines.replay.training import (
     find_regularised,
     find_routing,
 )
-from imprint.simulation.engines.replay.ways import Way, find_dependence, find_unkept_state, find_way
+from imprint.simulation.engines.replay.ways import Way, find_dependence, find_unkept_state, find_way, leave_out
 from imprint.simulation.path import Hooks
 from imprint.simulation.recorded import find_begin
 from imprint.sources import Sources
@@ -136,8 +136,10 @@ class Replay(Engine):
         with as_recorded(self.run.circumstances):
             if decided.vectorised:
                 self._way = replace(find_way(self.repetition), one_by_one=None)
+            elif find_dependence(self.repetition) is not None:
+                self._way = leave_out(self.repetition, measured.one_by_one or "")
             else:
-                self._way = Way(find_dependence(self.repetition) is not None, measured.one_by_one)
+                self._way = Way(False, measured.one_by_one)
             self._unkept = find_unkept_state(self.repetition, twice=False)
         if measured.norms is not None:  # of a finished store, whose deviation is relative to the effects already
             self.measured = replace(measured, deviation=self.measure_deviation())
@@ -232,6 +234,11 @@ class Replay(Engine):
                 f"times what removing a source does (above {CHAOTIC}, removals no longer predict each other). What "
                 "this very run would have been without a source is then mostly chance. Ask what training like this "
                 "does (engines that start at checkpoints), or train with a smaller learning rate."
+            )
+        if self.way.fresh_draws is not None:
+            notice(
+                f"{self.way.fresh_draws}: where a source is left out of a batch, the other examples get other random "
+                "numbers than in training, which every effect contains, and which the noise does not show."
             )
         rounded = self.run.circumstances.autocast is not None or self.descent.dtype.itemsize < 4
         if measured.deviation is not None and measured.deviation > (_ROUNDED if rounded else _DEVIATES):

@@ -134,10 +134,12 @@ class Training:
 
     leaves_out: whether those are left out of batches, for models where examples of a batch see each other; otherwise
         they have weight 0.
+    fresh_draws: why the other examples of a batch got other random numbers than in training; None if they did not.
     """
 
     def __init__(self, repetition: Repetition, excluded: Excluded | None = None, *, leaves_out: bool = False) -> None:
         self.repetition, self._excluded, self._leaves_out = repetition, excluded, leaves_out
+        self.fresh_draws: str | None = None
         run = repetition.run
         self.model = repetition.make_model()
         own = dict(self.model.named_parameters())
@@ -265,7 +267,7 @@ class Training:
             with substitute_draws(drawn, kept, len(examples)) if drawn else nullcontext():
                 return self._losses(few, len(kept))
         except UncapturableDraws as reason:
-            _warn_of_fresh_draws(str(reason))
+            self.fresh_draws = str(reason)
         load_tensors(self.model, before)
         seed_everything(seed)
         return self._losses(few, len(kept))
@@ -313,15 +315,6 @@ def _warn_of_single(reason: str) -> None:
     logger.warning(
         "without a source, an example is alone in its batch, where batch normalisation has no statistics: it counts "
         "for nothing there (%s)",
-        reason,
-    )
-
-
-@functools.cache
-def _warn_of_fresh_draws(reason: str) -> None:
-    logger.warning(
-        "%s: where a source is left out of a batch, the other examples get other random numbers than in training, "
-        "which counts as an effect of the source",
         reason,
     )
 

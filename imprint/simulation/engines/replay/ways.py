@@ -17,7 +17,7 @@ from imprint.recording.seeding import seed_everything
 from imprint.simulation.engines.replay.agreement import tolerance
 from imprint.simulation.engines.replay.optimisers import find_why_not_stackable
 from imprint.simulation.engines.replay.stack import Rows, Stack
-from imprint.simulation.engines.replay.training import Repetition, Training, compute_losses
+from imprint.simulation.engines.replay.training import Excluded, Repetition, Training, compute_losses
 from imprint.task import Parameters
 from imprint.tensors.batching import attempt
 from imprint.tensors.vectors import repeated
@@ -33,20 +33,33 @@ class Way:
     leaves_out: whether examples are left out of batches, because those of a batch see each other.
     one_by_one: why rows are not stacked; None if they are.
     plain_attention: whether a stack computes attention by plain matrix products instead of the user's kernels.
+    fresh_draws: why the examples that stay in a batch get other random numbers than in training; None if they do not.
     """
 
     leaves_out: bool
     one_by_one: str | None
     plain_attention: bool = False
+    fresh_draws: str | None = None
 
 
 def find_way(repetition: Repetition) -> Way:
     """Find out how the runs without a source can be made."""
     dependence = find_dependence(repetition)
-    way = Way(True, dependence) if dependence is not None else _try_stack(repetition)
+    way = leave_out(repetition, dependence) if dependence is not None else _try_stack(repetition)
     if way.one_by_one is not None:
         logger.warning("runs are replayed one by one: %s", way.one_by_one)
     return way
+
+
+def leave_out(repetition: Repetition, reason: str) -> Way:
+    """Return the way that leaves examples out of batches; a step without one of them shows what is drawn for others."""
+    step, _, micro = next(_larger_batches(repetition), (0, 0, None))
+    excluded: Excluded = np.zeros(repetition.run.n, dtype=bool)
+    if micro is not None:
+        excluded[micro.examples[0]] = True
+    training = Training(repetition, excluded, leaves_out=True)
+    training.step(step if micro is not None else repetition.begin)
+    return Way(True, reason, fresh_draws=training.fresh_draws)
 
 
 def find_dependence(repetition: Repetition) -> str | None:
