@@ -148,6 +148,11 @@ class RunStep:
             if self._clipping is not None and self._passes_at_clipping != self._gradients.passes:
                 raise PlanError("gradients were clipped before the last backward pass of the step: clip them after it.")
             self._missing = self._gradients.missing
+            if len(self._missing) == len(self._parameters):
+                raise PlanError(
+                    f"no parameter has a gradient at step {self.number}: was the backward pass forgotten, or made "
+                    "before run.step? Call step.backward(loss) within the step; gradients from before it are cleared."
+                )
             if self._norm is None:
                 self._norm = self._gradients.norm()
         self._groups, self._closure, self._inside = groups, closure, True
