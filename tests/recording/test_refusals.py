@@ -305,9 +305,13 @@ def test_folders_that_hold_something_else_or_a_finished_recording_are_refused(tm
 
 def test_one_recorder_at_a_time_writes_to_a_folder(tmp_path: Path) -> None:
     recorded = Recorded(tmp_path)
-    with pytest.raises(StoreError, match=re.escape("is being recorded by this process: call close()")):
+    with pytest.raises(
+        StoreError, match=re.escape("is held by an earlier RunRecorder of this process: call its close")
+    ):
         Recorded(tmp_path)
     recorded.run.close()
+    Recorded(tmp_path)  # nobody refers to it: it is collected, and its folder free
+    assert not list((tmp_path / "run").iterdir())
     Recorded(tmp_path).run.close()
     with pytest.raises(StoreError, match="cannot be recorded any further: it is closed"):
         recorded.make_step()
