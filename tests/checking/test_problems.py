@@ -121,9 +121,11 @@ def test_a_model_that_no_engine_takes_is_told_as_such() -> None:
     member = classifier()._replace(task=Task(nn.Linear(4, 3), loss))
     found = checked(member, PLANS["tangent"])
     assert not any(engine.works for engine in found.engines)
-    *others, spectral = found.engines
-    assert all("cannot differentiate this model" in engine.remark for engine in others)
-    assert spectral.name == "spectral" and "needs to see the model's outputs" in spectral.remark
+    remarks = {engine.name: engine.remark for engine in found.engines}
+    assert all("cannot differentiate this model" in remarks[name] for name in ("tangent", "trajectories"))
+    assert "needs to see the model's outputs" in remarks["spectral"]
+    assert "needs a recorded run" in remarks["replay"]
+    assert len(remarks) == 4
     assert found.readouts == () and found.estimate is None
     assert found.problems == (found.engines[0].remark,)
 
@@ -173,5 +175,5 @@ def test_an_engine_that_runs_out_of_memory_is_told_as_such(monkeypatch: pytest.M
         return simulate(*arguments, **options)
 
     monkeypatch.setattr("imprint.checking.simulate", simulate_some)
-    tangent, trajectories, _ = checked(classifier(), PLANS["tangent"]).engines
+    tangent, trajectories, *_ = checked(classifier(), PLANS["tangent"]).engines
     assert tangent.works and not trajectories.works and trajectories.remark.startswith("memory runs out")
