@@ -56,7 +56,7 @@ def test_a_loss_with_another_reduction_is_named_by_its_factor(run: MemoryRun) ->
 
 def test_a_wrong_normaliser_is_named_by_its_factor(run: MemoryRun) -> None:
     with pytest.raises(
-        SimulationError, match=r"It is 0.08 times .* divided by the recorded normaliser 100. .* or give"
+        SimulationError, match=r"It is 0.08 times .* divided by the recorded normaliser 100. .* or tell"
     ):
         replay(change_steps(run, change_batches(normaliser=100.0)))
 
@@ -95,7 +95,7 @@ def test_gradients_that_were_changed_are_told_from_a_wrong_loss(run: MemoryRun) 
 def test_another_optimiser_is_refused_at_the_second_step(
     change: Callable[[MemoryRun], MemoryRun], run: MemoryRun
 ) -> None:
-    with pytest.raises(SimulationError, match=r"at step 1: .* Step 0 agrees, so that loss and data are right"):
+    with pytest.raises(SimulationError, match=r"at step 1: .* Step 0 agrees, so that the loss is right"):
         replay(change(run))
 
 

@@ -117,9 +117,9 @@ class Agreement:
             return said + _WRONG_GRADIENT
         if pair.step < begin + _FIRST:
             return said + (
-                f"Step {begin} agrees, so that loss and data are right, and the optimiser went elsewhere from there: "
-                "look for another class or other settings of the optimiser, clipping that was not recorded, or weights "
-                "that were changed between steps."
+                f"Step {begin} agrees, so that the loss is right, and the optimiser went elsewhere from there or this "
+                "batch is another: look for another class or other settings of the optimiser, clipping or a divisor "
+                "that was not recorded, examples that differ, or weights that were changed between steps."
             )
         return said + (
             f"The steps before agree to {max(self.worst, 1e-16):.1g}: look for steps that were not recorded, data that "
@@ -131,7 +131,7 @@ class Agreement:
         """Say that all losses are wrong by one factor, if they are: the normaliser, or a mean for a sum."""
         losses = [pair for pair in self._first if pair.what == "loss"]
         ratios = [pair.replayed / pair.recorded for pair in losses if pair.recorded]
-        if len(ratios) < 2 or min(ratios) <= 0:
+        if len(ratios) < 2 or min(ratios) <= 0 or (min(ratios) < 1.01 and max(ratios) > 0.99):
             return None
         is_large = max(ratios) < 1 / _LARGE or min(ratios) > _LARGE
         if max(ratios) > (1 + (_STEADY if is_large else _STEADY / 100)) * min(ratios):
@@ -141,13 +141,13 @@ class Agreement:
             f"It is {math.exp(sum(map(math.log, ratios)) / len(ratios)):.4g} times the recorded one in every step: the "
             f"losses of {len(batch.examples)} examples are summed and divided by the recorded normaliser "
             f"{batch.normaliser:g}. Look for a loss that is reduced or scaled in another way than in training (a sum "
-            "over tokens against a mean), or give the recorder the right normaliser."
+            "over tokens against a mean), or tell the recorder its divisor: run.step(indices, normaliser=...)."
         )
 
 
 _WRONG_LOSS = (
-    "Look for another loss or reduction than in training, other data or data in another order, another model, or a "
-    "regulariser that only one of them has."
+    "Look for another loss or reduction than in training, other data or data in another order, augmentation or other "
+    "random numbers that are not drawn within run.step, another model, or a regulariser that only one of them has."
 )
 _WRONG_GRADIENT = (
     "The loss agrees: look for gradients that were changed before the step (scaled, accumulated from an earlier step, "

@@ -34,9 +34,8 @@ from imprint.simulation.engines.replay.rows import (
     follow,
     replay_one_by_one,
     replay_together,
-    restore_ends,
 )
-from imprint.simulation.engines.replay.stack import Stack
+from imprint.simulation.engines.replay.stack import OwnRouteError, Stack
 from imprint.simulation.engines.replay.training import (
     Repetition,
     Seen,
@@ -44,18 +43,19 @@ from imprint.simulation.engines.replay.training import (
     as_recorded,
     compute_losses,
     find_regularised,
+    find_routing,
 )
-from imprint.simulation.engines.replay.ways import Way, find_dependence, find_way, leave_out
+from imprint.simulation.engines.replay.ways import Way, find_dependence, find_unkept_state, find_way, leave_out
 from imprint.simulation.path import Hooks
 from imprint.simulation.recorded import find_begin
-from imprint.simulation.snapshot import Snapshot
 from imprint.sources import Sources
 from imprint.store.checkpoint import CHAOTIC, Decided, Measured, ShardFigures
 from imprint.task import Parameters
 from imprint.tensors.vectors import minus, norm, repeated, scale, six_digits
 
 logger = logging.getLogger(__name__)
-_DEVIATES = 0.1  # of a removal's effect: by so much the unperturbed replay may miss the recorded end without a warning
+_DEVIATES = 0.02  # of a removal's effect: by so much the unperturbed replay may miss the recorded end without a warning
+_ROUNDED = 0.1  # the same where training computed in half precision
 _LOST = 0.3  # of a removal's effect: by so much a later start may change it without a warning
 _SPREAD = 2  # sources that are replayed from step 0 too, where a plan starts later
 _STEPS = 6  # measured, of which the first two, which warm up, do not count
@@ -71,6 +71,7 @@ class Replay(Engine):
     def __init__(self, work: Work) -> None:
         super().__init__(work)
         self._way: Way | None = None
+        self._unkept: str | None = None  # what training changes beside parameters and persistent buffers
 
     @property
     def run(self) -> Run:
@@ -85,12 +86,15 @@ class Replay(Engine):
 
     def repetition_from(self, begin: int) -> Repetition:
         """Return the repetition of the run from one of its checkpoints on."""
-        return Repetition(self.descent.task.task, self.descent.data, self.run, begin, self._regularised)
+        return Repetition(self.descent.task.task, self.descent.data, self.run, begin, *self._found_first)
 
     @cached_property
-    def _regularised(self) -> bool:
+    def _found_first(self) -> tuple[bool, bool]:
+        """What the first step tells: whether the loss was regularised, and whether rows find their own routes."""
         begin = find_begin(self.run, self.plan.start)
-        return find_regularised(Repetition(self.descent.task.task, self.descent.data, self.run, begin))
+        plain = Repetition(self.descent.task.task, self.descent.data, self.run, begin)
+        regularised = find_regularised(plain)
+        return regularised, find_routing(replace(plain, regularised=regularised))
 
     @cached_property
     def effects(self) -> Effects:
@@ -125,6 +129,7 @@ class Replay(Engine):
         """Find out how rows can be replayed."""
         with as_recorded(self.run.circumstances):
             self._way = find_way(self.repetition)
+            self._unkept = find_unkept_state(self.repetition, twice=self._way.leaves_out)
 
     def take_over(self, decided: Decided, measured: Measured) -> None:
         self.decided, self.measured = decided, measured
@@ -135,6 +140,7 @@ class Replay(Engine):
                 self._way = leave_out(self.repetition, measured.one_by_one or "")
             else:
                 self._way = Way(False, measured.one_by_one)
+            self._unkept = find_unkept_state(self.repetition, twice=False)
         if measured.norms is not None:  # of a finished store, whose deviation is relative to the effects already
             self.measured = replace(measured, deviation=self.measure_deviation())
 
@@ -143,30 +149,22 @@ class Replay(Engine):
 
         `conclude` relates it to the effect of a removal, once that is known.
         """
-        repetition, snapshot = self.repetition, self._own_snapshot()
+        repetition = self.repetition
         agreement, training = Agreement(repetition), Training(repetition)
-        _, left = restore_ends(repetition, 1, snapshot)
-        keeping, watch = Keeping(snapshot, left=left), Watch(("the unperturbed replay",))
+        watch = Watch(("the unperturbed replay",))
 
         def hear(number: int, seen: Seen) -> None:
             agreement.add(number, seen)
             self.work.advance(0)
 
-        follow(training, keeping, hear, watch=watch, measure=True)
+        follow(training, Keeping(), hear, watch=watch, measure=True)  # nothing is kept before the journal is there
         missed = compare_end(repetition, training.state(), agreement)
         deviation = self.effects.change(self._displaced(training.state()))
         logger.info(
             "the unperturbed replay misses the recorded end by %.2g of the way and F there by %.2g (losses by %.2g)",
             *(missed, deviation, agreement.worst),
         )
-        if snapshot:
-            snapshot.clear()
         return six_digits([deviation])[0]
-
-    def _own_snapshot(self) -> Snapshot | None:
-        files = self.work.files
-        path = files.writer.snapshot(files.folder) if files else None
-        return Snapshot(path, len(self.descent.sources)) if path else None  # where no chunk of sources begins
 
     def measure_start_lost(self) -> float:
         """Return how much of a removal's effect a later start loses: rms change of F over the rms effect."""
@@ -188,39 +186,48 @@ class Replay(Engine):
         ends = [self._displaced(end) for end in self._replay(self.repetition, lineup, hooks)]
         own, others = ends[: len(sources)], ends[len(sources) :]
         effects = [self.effects.change(e, members) for e, members in zip(own, sources.members, strict=True)]
-        noise = others[: NOISE_ROWS if hooks.first else 0]
-        deviation = max([self.measured.deviation or 0.0, *map(self.effects.change, others[len(noise) :])])
+        noise, control = others[: NOISE_ROWS if hooks.first else 0], others[NOISE_ROWS:]
+        deviation = max([self.measured.deviation or 0.0, *map(self.effects.change, control)])
+        unperturbed = control[0] if control else descent.start  # what a perturbed start is compared with
         start = {**descent.start, **self._displaced(self.repetition.start())}
         return Chunk(
             base=descent.start,
             imprints=self._rows(own),
             drift=norm(minus(descent.start, start)) / scale(descent.start, descent.task),
-            noise=self._rows(noise) if noise else None,
+            noise=self._rows(noise, unperturbed) if noise else None,
             effects=effects,
-            noise_effect=_rms([self.effects.change(end) for end in noise]) if noise else None,
+            noise_effect=_rms([self.effects.compare(end, unperturbed) for end in noise]) if noise else None,
             deviation=deviation if hooks.first else None,
         )
 
     def _replay(self, repetition: Repetition, lineup: Lineup, hooks: Hooks) -> list[Parameters]:
         if self.way.one_by_one is None:
-            return replay_together(repetition, lineup, hooks, plain_attention=self.way.plain_attention)
+            try:
+                return replay_together(repetition, lineup, hooks, plain_attention=self.way.plain_attention)
+            except OwnRouteError as error:
+                logger.warning("runs are replayed one by one: %s", error)
+                self._way = replace(self.way, one_by_one=str(error))
+                self.measured = replace(self.measured, one_by_one=str(error))
         return replay_one_by_one(repetition, lineup, hooks, leaves_out=self.way.leaves_out)
 
     def _displaced(self, end: Parameters) -> Parameters:
         """Return what of an end the imprints hold: parameters, and buffers that the run changed."""
         return {name: end.get(name, tensor) for name, tensor in self.descent.start.items()}
 
-    def _rows(self, ends: Sequence[Parameters]) -> Parameters:
-        """Return u = N(θ − θ₋b) for each end, as a stack."""
-        n = self.descent.n
-        return {
-            name: torch.stack([(tensor - end[name]) * n for end in ends]) for name, tensor in self.descent.start.items()
-        }
+    def _rows(self, ends: Sequence[Parameters], theta: Parameters | None = None) -> Parameters:
+        """Return u = N(θ − θ₋b) for each end, as a stack; θ is the recorded end by default."""
+        n, theta = self.descent.n, theta or self.descent.start
+        return {name: torch.stack([(theta[name] - end[name]) * n for end in ends]) for name in self.descent.start}
 
     # --- what follows from them
 
     def conclude(self, measured: Measured, shards: Sequence[ShardFigures], notice: Callable[[str], None]) -> Measured:
         measured = super().conclude(measured, shards, notice)
+        if self._unkept is not None:
+            notice(
+                f"training changes {self._unkept}, which no checkpoint keeps: effects leave out what a source does to "
+                "it. Register it as a persistent buffer before training, if predictions depend on it."
+            )
         if measured.chaos is not None and measured.chaos > CHAOTIC:
             notice(
                 f"this run is chaotic: a start that differs by a thousandth moves predictions by {measured.chaos:.2g} "
@@ -233,11 +240,14 @@ class Replay(Engine):
                 f"{self.way.fresh_draws}: where a source is left out of a batch, the other examples get other random "
                 "numbers than in training, which every effect contains, and which the noise does not show."
             )
-        if measured.deviation is not None and measured.deviation > _DEVIATES:
+        rounded = self.run.circumstances.autocast is not None or self.descent.dtype.itemsize < 4
+        if measured.deviation is not None and measured.deviation > (_ROUNDED if rounded else _DEVIATES):
             notice(
                 f"the replay misses the recorded end: predictions differ by {measured.deviation:.2g} times what "
-                "removing a source does, which every effect contains. Rounding grows where a run is chaotic, and some "
-                "GPU kernels do not repeat: torch.use_deterministic_algorithms(True) in training and replay helps."
+                "removing a source does, which every effect contains. Look for weights that were averaged or restored "
+                "before the recording was finished, and for an optimiser of your own that treats values together. "
+                "Rounding grows where a run is chaotic, and some GPU kernels do not repeat: "
+                "torch.use_deterministic_algorithms(True) in training and replay helps."
             )
         if measured.start_lost is not None and measured.start_lost > _LOST:
             notice(

@@ -12,6 +12,7 @@ from imprint.recording.records import Settings
 from imprint.tensors.batching import attempt
 
 _ROWS, _STEPS = 3, 3  # of small random tensors, on which stacking is tried
+_OWN_STEPS = 400  # the same for optimisers that are not torch's, which may begin later to treat values together
 _CLOSE = 1e-10  # relative, in float64: how far a row may come from where it goes alone
 
 
@@ -80,7 +81,9 @@ def find_why_not_stackable(
             optimiser.step()
         return {name: leaf.detach() for name, leaf in leaves.items()}
 
-    start, slopes = draw(), [draw() for _ in range(_STEPS)]
+    count = _STEPS if kind.__module__.startswith("torch.optim") else _OWN_STEPS
+    sizes = (10 ** torch.randn(count, generator=generator, dtype=torch.float64)).tolist()  # some gradients are spikes
+    start, slopes = draw(), [{name: size * tensor for name, tensor in draw().items()} for size in sizes]
     together, reason = attempt(lambda: move(start, slopes))
     if together is None:
         return f"{kind.__name__} does not take a stack of rows: {reason}"

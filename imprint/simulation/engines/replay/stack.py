@@ -45,6 +45,10 @@ class Rows:
         return Rows(without[:count], names[:count])
 
 
+class OwnRouteError(RuntimeError):
+    """A row sends examples where the recorded run sent none: it moves parameters that the others leave alone."""
+
+
 class Stack:
     """Trainings that were recorded as one, each without some examples, in one stack of parameters.
 
@@ -85,6 +89,10 @@ class Stack:
         assert total is not None
         for name, p in self.parameters.items():
             if name in step.missing:
+                if self.repetition.routes and p.grad is not None and bool(p.grad.any()):
+                    raise OwnRouteError(
+                        f"{name} has a gradient without a source at step {number}, and had none in training"
+                    )
                 p.grad = None
             elif p.grad is None:
                 p.grad = torch.zeros_like(p)

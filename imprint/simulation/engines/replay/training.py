@@ -3,6 +3,8 @@
 The unperturbed replay is one; where rows cannot be stacked, the run without each source is another.
 """
 
+import functools
+import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
@@ -13,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_
 
 from imprint.batches import is_columnar, map_tensors, own_containers
-from imprint.compat import users_attention
+from imprint.compat import trains_batch_norm, users_attention
 from imprint.data import Data
 from imprint.errors import ImprintError, TaskError, first_line
 from imprint.model.draws import UncapturableDraws, capture_draws, substitute_draws
@@ -24,6 +26,7 @@ from imprint.recording.seeding import keep_random_state, seed_everything
 from imprint.simulation.engines.replay.optimisers import make_optimiser, set_settings
 from imprint.task import Batch, Parameters, Task, require_one_each
 
+logger = logging.getLogger(__name__)
 Excluded = np.ndarray[tuple[int], np.dtype[np.bool_]]
 """For each training example, whether the run goes without it."""
 
@@ -33,6 +36,8 @@ class Repetition:
     """A recorded run, with the task and the data that it is repeated on, from the checkpoint at step `begin` on.
 
     regularised: whether the loss of the run contained the task's regulariser (see `find_regularised`).
+    routes: whether gradients are missing where the loss itself leaves them out, so that a run without a source may miss
+        others than the recorded one, such as those of experts that other examples are sent to (see `find_routing`).
     """
 
     task: Task
@@ -40,6 +45,7 @@ class Repetition:
     run: Run
     begin: int = 0
     regularised: bool = True
+    routes: bool = False
 
     @property
     def steps(self) -> range:
@@ -148,6 +154,14 @@ class Training:
         assert norm is not None
         return float(loss), float(norm)
 
+    def find_missing(self) -> frozenset[str]:
+        """Name the parameters that have no gradient where the repetition begins, whatever was recorded."""
+        step = self.repetition.run.steps[self.repetition.begin]
+        self.model.zero_grad()
+        for index, micro in enumerate(step.batches):
+            self._objective(micro, micro_seed(step.seed, index)).backward()
+        return frozenset(name for name, p in self.parameters.items() if p.grad is None)
+
     def state(self) -> Parameters:
         """Return the trained parameters and all buffers, not copied."""
         parameters = {name: p.detach() for name, p in self.parameters.items()}
@@ -182,15 +196,19 @@ class Training:
         """
         self.model.zero_grad()
         loss: Tensor = torch.zeros((), device=self.repetition.data.device)
+        emptied = True
         for index, micro in enumerate(step.batches):
             objective = self._objective(micro, micro_seed(step.seed, index) if seeds else None)
             if index == 0 and self.repetition.regulariser is not None:
                 objective = objective + self.repetition.regulariser(self.model)
             if objective.requires_grad:
                 objective.backward()
+                emptied = False
             loss = loss + objective.detach()
         parameters = list(self.parameters.values())
         for name, p in self.parameters.items():
+            if self.repetition.routes and not emptied:
+                continue
             if name in step.missing:
                 p.grad = None
             elif p.grad is None:
@@ -216,7 +234,15 @@ class Training:
         kept = (~without).nonzero().flatten()
         if len(kept) == 0:
             return torch.zeros((), device=self.repetition.data.device)
-        return self._losses_without(batch, examples, kept, seed).sum() / micro.normaliser
+        if len(kept) > 1 or not trains_batch_norm(self.model):
+            return self._losses_without(batch, examples, kept, seed).sum() / micro.normaliser
+        before = {name: buffer.clone() for name, buffer in self.model.named_buffers()}
+        try:
+            return self._losses_without(batch, examples, kept, seed).sum() / micro.normaliser
+        except TaskError as error:
+            _warn_of_single(first_line(error.__cause__ or error))
+            load_tensors(self.model, before)
+            return torch.zeros((), device=self.repetition.data.device)
 
     def _losses(self, batch: Batch, count: int) -> Tensor:
         try:
@@ -273,6 +299,24 @@ def find_regularised(repetition: Repetition) -> bool:
     if with_it == without_it:  # nothing was recorded to compare with, or it is 0 at the start
         return not any(group.get("weight_decay") for group in step.groups)
     return with_it < without_it
+
+
+def find_routing(repetition: Repetition) -> bool:
+    """Tell whether the first gradients are missing just where the recording says, so that rows can find their own."""
+    step = repetition.run.steps[repetition.begin]
+    if step.closure or not any(each.missing for each in repetition.run.steps):
+        return False
+    with as_recorded(repetition.run.circumstances):
+        return Training(repetition).find_missing() == step.missing
+
+
+@functools.cache
+def _warn_of_single(reason: str) -> None:
+    logger.warning(
+        "without a source, an example is alone in its batch, where batch normalisation has no statistics: it counts "
+        "for nothing there (%s)",
+        reason,
+    )
 
 
 def total_norm(gradients: list[Tensor]) -> Tensor:

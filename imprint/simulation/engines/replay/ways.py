@@ -2,21 +2,23 @@
 
 import logging
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from imprint.batches import Batch, is_columnar, map_tensors
 from imprint.compat import trains_batch_norm
+from imprint.errors import SimulationError
 from imprint.recording.records import MicroBatch, micro_seed
 from imprint.recording.seeding import seed_everything
 from imprint.simulation.engines.replay.agreement import tolerance
 from imprint.simulation.engines.replay.optimisers import find_why_not_stackable
 from imprint.simulation.engines.replay.stack import Rows, Stack
 from imprint.simulation.engines.replay.training import Excluded, Repetition, Training, compute_losses
+from imprint.task import Parameters
 from imprint.tensors.batching import attempt
 from imprint.tensors.vectors import repeated
 
@@ -91,6 +93,46 @@ def find_dependence(repetition: Repetition) -> str | None:
     if float(change) > tolerance(repetition) * float(plain.abs().mean()):
         return "the loss of an example depends on the others in its batch, so that sources are left out of batches"
     return None
+
+
+def find_unkept_state(repetition: Repetition, *, twice: bool) -> str | None:
+    """Name a tensor that forward passes change and no checkpoint keeps; None if there is none.
+
+    twice: whether a replay makes two passes of a batch where a source is left out. A loss that differs from one to the
+        other is refused then.
+    """
+    model, step = repetition.make_model(), repetition.run.steps[repetition.begin]
+    examples, batch = repetition.gather(step.batches[0])
+    persistent = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+
+    def forward() -> tuple[Tensor, Parameters]:
+        model.load_state_dict(persistent)
+        seed_everything(micro_seed(step.seed, 0))
+        with torch.no_grad():
+            losses = compute_losses(repetition, model, batch, len(examples))
+        return losses, {name: tensor.detach().clone() for name, tensor in _list_unkept(model, persistent)}
+
+    (first, before), (second, after) = forward(), forward()
+    if twice and float((first - second).abs().max()) > tolerance(repetition) * float(first.abs().mean()):
+        raise SimulationError(
+            "the loss of the same batch with the same random numbers differs from one forward pass to the next: the "
+            "model or the loss counts its calls, or remembers them outside its buffers, and examples of a batch see "
+            "each other. Such a training cannot be replayed without a source: keep that state in a buffer."
+        )
+    for name, tensor in before.items():
+        other = after.get(name)
+        if other is not None and other.shape == tensor.shape and not torch.equal(other, tensor):
+            return repr(name)
+    return None
+
+
+def _list_unkept(model: nn.Module, kept: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+    """List non-persistent buffers, and tensors that modules have as plain attributes."""
+    yield from ((name, buffer) for name, buffer in model.named_buffers() if name not in kept)
+    for place, module in model.named_modules():
+        for name, value in vars(module).items():
+            if isinstance(value, Tensor):
+                yield f"{place}.{name}".lstrip("."), value
 
 
 def _larger_batches(repetition: Repetition) -> Iterator[tuple[int, int, MicroBatch]]:
