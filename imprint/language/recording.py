@@ -5,6 +5,7 @@ data carries their indices (`numbering.py`), and its `training_step` hands them 
 divided by (`trainers.py`). Evaluations go through neither, and recomputed activations through no second training step.
 """
 
+import math
 import os
 import warnings
 from collections.abc import Callable
@@ -175,7 +176,8 @@ class TrainerRecorder(TrainerCallback):  # type: ignore[misc]
         """Called by the Trainer when it has clipped the gradients; without a limit it multiplies them by 1."""
         if self._step is not None:
             limit = args.max_grad_norm
-            self._step.note_clipping(Clipping("norm", float(limit)) if limit and limit > 0 else None, self._norm)
+            clips = limit and 0 < limit < math.inf
+            self._step.note_clipping(Clipping("norm", float(limit)) if clips else None, self._norm)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **given: Any) -> None:
         """Called by the Trainer after every step of its optimiser."""

@@ -19,6 +19,10 @@ from imprint.store.files import Lock, clear_leftovers, sha256
 from imprint.store.folder import make_folder
 
 _MOST = 8  # checkpoints between start and end, where the recorder chooses
+_HELD = (
+    "is held by an earlier RunRecorder of this process: call its close() to resume the recording with a new one, or "
+    "its finish() if the training is over"
+)
 _SHORTEST = 10  # steps between two of them
 
 
@@ -46,7 +50,7 @@ class RecordingFolder:
     def __init__(self, path: Path) -> None:
         self.path = path
         make_folder(path, "the recording", RECORD)
-        self._lock = Lock(path)
+        self._lock = Lock(path, advice=_HELD)
         try:
             clear_leftovers(path)
             self._journal = Journal(path)

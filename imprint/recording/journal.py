@@ -5,11 +5,12 @@ Settings of the optimiser stand in a line only if they differ from those of the 
 
 import hashlib
 import json
+import math
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from imprint.errors import PlanError, StoreError
 from imprint.recording.records import Clipping, MicroBatch, Settings, Step
@@ -33,6 +34,22 @@ class _Batch:
 
 
 @dataclass(frozen=True)
+class _Clipping:
+    """`Clipping` as a line has it: JSON has no infinite number."""
+
+    kind: Literal["norm", "value"]
+    limit: NotNegative
+    norm_type: Positive | Literal["inf"]
+
+    @classmethod
+    def of(cls, given: Clipping) -> "_Clipping":
+        return cls(given.kind, given.limit, "inf" if given.norm_type == math.inf else given.norm_type)
+
+    def restore(self) -> Clipping:
+        return Clipping(self.kind, self.limit, float(self.norm_type))
+
+
+@dataclass(frozen=True)
 class _Line:
     """A step as a line has it; `changed` are the settings of each group that differ from the step before."""
 
@@ -41,7 +58,7 @@ class _Line:
     batches: tuple[_Batch, ...]
     changed: tuple[dict[str, Any], ...]
     gradient_norm: NotNegative | None
-    clipping: Clipping | None
+    clipping: _Clipping | None
     missing: tuple[str, ...]
     closure: bool
     position: tuple[int, int] | None
@@ -85,7 +102,7 @@ class Journal:
             "batches": [vars(batch) for batch in step.batches],
             "changed": _compare(self._groups, step.groups),
             "gradient_norm": step.gradient_norm,
-            "clipping": None if step.clipping is None else vars(step.clipping),
+            "clipping": None if step.clipping is None else vars(_Clipping.of(step.clipping)),
             "missing": sorted(step.missing),
             "closure": step.closure,
             "position": position,
@@ -155,7 +172,7 @@ def _make_step(line: _Line, settings: tuple[Settings, ...]) -> Step:
         seed=line.seed,
         groups=settings,
         gradient_norm=line.gradient_norm,
-        clipping=line.clipping,
+        clipping=None if line.clipping is None else line.clipping.restore(),
         missing=frozenset(line.missing),
         closure=line.closure,
     )

@@ -82,16 +82,28 @@ class RunStep:
         loss.backward(**options)
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0, **options: Any) -> Tensor:
-        """Clip all gradients together, as torch.nn.utils.clip_grad_norm_ does; return their norm before that."""
+        """Clip all gradients together, as torch.nn.utils.clip_grad_norm_ does; return their norm before that.
+
+        max_norm: the limit; without one (infinity) the norm is returned and nothing is clipped or recorded.
+        """
+        max_norm, norm_type = float(max_norm), float(norm_type)
+        _require(max_norm >= 0, "max_norm must be a number of at least 0, or infinity for no clipping", max_norm)
+        _require(norm_type > 0, "norm_type must be a positive number or infinity", norm_type)
+        if max_norm == math.inf:
+            gradients = [parameter.grad for parameter in self._parameters if parameter.grad is not None]
+            return nn.utils.get_total_norm(gradients, norm_type, **options)
         self._before_clipping()
         if norm_type != 2.0:
             self._norm = self._gradients.norm()
         total = nn.utils.clip_grad_norm_(self._parameters, max_norm, norm_type, **options)
-        self.note_clipping(Clipping("norm", float(max_norm), float(norm_type)), total if norm_type == 2.0 else None)
+        self.note_clipping(Clipping("norm", max_norm, norm_type), total if norm_type == 2.0 else None)
         return total
 
     def clip_grad_value_(self, clip_value: float) -> None:
-        """Clip all gradients value by value, as torch.nn.utils.clip_grad_value_ does."""
+        """Clip all gradients value by value, as torch.nn.utils.clip_grad_value_ does; without a limit, do nothing."""
+        _require(clip_value >= 0, "clip_value must be a number of at least 0, or infinity for no clipping", clip_value)
+        if clip_value == math.inf:
+            return
         self._before_clipping()
         self._norm = self._gradients.norm()
         nn.utils.clip_grad_value_(self._parameters, clip_value)
@@ -136,6 +148,11 @@ class RunStep:
             if self._clipping is not None and self._passes_at_clipping != self._gradients.passes:
                 raise PlanError("gradients were clipped before the last backward pass of the step: clip them after it.")
             self._missing = self._gradients.missing
+            if len(self._missing) == len(self._parameters):
+                raise PlanError(
+                    f"no parameter has a gradient at step {self.number}: was the backward pass forgotten, or made "
+                    "before run.step? Call step.backward(loss) within the step; gradients from before it are cleared."
+                )
             if self._norm is None:
                 self._norm = self._gradients.norm()
         self._groups, self._closure, self._inside = groups, closure, True
@@ -188,6 +205,11 @@ class RunStep:
                 "with step.clip_grad_norm_(limit) or step.clip_grad_value_(limit), so that it is recorded, and call "
                 "zero_grad() before backward() only. Other changes, such as those of a GradScaler, cannot be replayed."
             )
+
+
+def _require(holds: bool, expected: str, given: float) -> None:
+    if not holds:
+        raise PlanError(f"{expected}, got {given}.")
 
 
 def check_indices(indices: Indices, n: int) -> tuple[int, ...]:

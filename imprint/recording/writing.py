@@ -4,7 +4,6 @@ import operator
 import os
 import time
 import warnings
-import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -24,8 +23,6 @@ from imprint.recording.steps import Indices, RunStep
 from imprint.recording.subject import Subject
 from imprint.recording.watching import ForwardPasses, Gradients, watch
 from imprint.store.fingerprint import of_data
-
-_OPEN: "weakref.WeakValueDictionary[Path, RunRecorder]" = weakref.WeakValueDictionary()
 
 
 class RunRecorder:
@@ -88,7 +85,7 @@ class RunRecorder:
         self._seconds, self._since = 0.0, 0.0
         self._recording: Recording | None = None
         self._hooks: list[Any] = []
-        self._files = _open(self.folder, self)
+        self._files = RecordingFolder(self.folder)
         try:
             self._prepare(step)
         except BaseException:
@@ -149,7 +146,11 @@ class RunRecorder:
         if header is None:
             return 0
         if not self._waits:
-            raise StoreError(f"{self.folder} is being recorded: resume() comes before the first step.")
+            raise StoreError(
+                f"{self.folder} is being recorded: resume() comes before the first step. To go back to the latest "
+                "checkpoint of an interrupted training, call close(), make a new RunRecorder on the folder, and call "
+                "resume() of that one."
+            )
         kept = self._files.latest()
         self._subject.load(self.folder, kept, header)
         self._go_back(kept.step)
@@ -314,7 +315,8 @@ class RunRecorder:
         if changed := self._subject.find_change():
             warnings.warn(
                 f"{changed!r} was changed after the last step: the recorded end is the model as it is now, which no "
-                "replay reaches. Call run.finish() right after the training loop.",
+                "replay reaches. Record the run again, and call run.finish() right after the training loop, before "
+                "other weights are loaded, such as the best ones.",
                 ReliabilityWarning,
                 stacklevel=2,
             )
@@ -332,8 +334,6 @@ class RunRecorder:
         self._gradients.release()
         self._files.release()
         self._broken = _CLOSED
-        if _OPEN.get(self.folder.absolute()) is self:
-            del _OPEN[self.folder.absolute()]
 
     def _keep(self) -> None:
         self._files.keep(self.model, self.optimiser, self._seconds, describe_scheduler(self._subject.scheduler))
@@ -354,11 +354,3 @@ class RunRecorder:
 
 _CLOSED = "it is closed"
 _THOROUGH = 2  # steps in which gradients are compared by their values
-
-
-def _open(folder: Path, recorder: RunRecorder) -> RecordingFolder:
-    if folder.absolute() in _OPEN:
-        raise StoreError(f"{folder} is being recorded by this process: call close() of that RunRecorder first.")
-    files = RecordingFolder(folder)
-    _OPEN[folder.absolute()] = recorder
-    return files

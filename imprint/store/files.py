@@ -15,6 +15,7 @@ import secrets
 import shutil
 import stat
 import tempfile
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TypeVar
@@ -35,6 +36,7 @@ LOCK = ".imprint.lock"
 _NO_LINK = getattr(os, "O_NOFOLLOW", 0)
 _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 _OURS = re.compile(r"\.imprint-[0-9a-f]{16}\.tmp")
+_HELD: set[tuple[int, int]] = set()  # the files of the locks that this process holds, by device and number
 _KINDS = {stat.S_IFLNK: "a link", stat.S_IFDIR: "a folder", stat.S_IFIFO: "a pipe", stat.S_IFSOCK: "a socket"}
 
 
@@ -186,20 +188,28 @@ def _sync(path: Path) -> None:
 
 
 class Lock:
-    """Keeps a folder to one process at a time. The system releases the lock when its owner ends, however it ends."""
+    """Keeps a folder to one process at a time. The system releases the lock when its owner ends, however it ends.
 
-    def __init__(self, folder: Path, name: str = LOCK) -> None:
-        self._path = folder / name
-        self._descriptor: int | None = None
+    It is released, too, when nothing refers to it any more.
+
+    advice: what to say if it is this process that holds the folder already.
+    """
+
+    def __init__(self, folder: Path, name: str = LOCK, advice: str | None = None) -> None:
+        self._path, self._advice = folder / name, advice
+        found: int | None = None
         try:
-            while self._descriptor is None:
-                self._descriptor = self._take(folder)
+            while found is None:
+                found = self._take(folder)
         except OSError as error:
             raise StoreError(f"{folder} cannot be written to: {error.strerror or error}.") from error
         with contextlib.suppress(OSError):  # only to tell others whose it is: a full disk shall not matter here
-            if os.fstat(self._descriptor).st_nlink <= 1:  # else it may be a file of somebody's, under another name
-                os.ftruncate(self._descriptor, 0)
-                os.write(self._descriptor, f"process {os.getpid()}".encode())
+            if os.fstat(found).st_nlink <= 1:  # else it may be a file of somebody's, under another name
+                os.ftruncate(found, 0)
+                os.write(found, f"process {os.getpid()}".encode())
+        _HELD.add(_identify(found))
+        self._release = weakref.finalize(self, _unlock, self._path, found, os.getpid())
+        self._release.atexit = False
 
     def _take(self, folder: Path) -> int | None:
         """Lock the file; return None if its last owner removed it before it could be locked."""
@@ -208,12 +218,16 @@ class Lock:
         try:
             if fcntl is not None:
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            elif _identify(descriptor) in _HELD:
+                raise BlockingIOError
             with contextlib.suppress(FileNotFoundError):
                 if os.path.samestat(os.fstat(descriptor), self._path.stat()):
                     return descriptor
         except BlockingIOError:
-            owner = os.read(descriptor, 100).decode(errors="replace")
+            owner, own = os.read(descriptor, 100).decode(errors="replace"), _identify(descriptor) in _HELD
             os.close(descriptor)
+            if own and self._advice is not None:
+                raise StoreError(f"{folder} {self._advice}.") from None
             raise StoreError(f"another process ({owner or 'unknown'}) is writing to {folder}: wait for it.") from None
         except BaseException:
             os.close(descriptor)
@@ -223,8 +237,18 @@ class Lock:
 
     def release(self) -> None:
         """Let others in, and leave no trace."""
-        if self._descriptor is not None:
-            with contextlib.suppress(OSError):
-                self._path.unlink()  # while the lock is held: afterwards the file may be another's
-            os.close(self._descriptor)
-            self._descriptor = None
+        self._release()
+
+
+def _identify(descriptor: int) -> tuple[int, int]:
+    found = os.fstat(descriptor)
+    return found.st_dev, found.st_ino
+
+
+def _unlock(path: Path, descriptor: int, process: int) -> None:
+    if os.getpid() != process:  # a forked one, whose parent holds the lock
+        return
+    _HELD.discard(_identify(descriptor))
+    with contextlib.suppress(OSError):
+        path.unlink()  # while the lock is held: afterwards the file may be another's
+    os.close(descriptor)

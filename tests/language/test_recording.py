@@ -28,6 +28,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "drop last": {"dataloader_drop_last": True, "num_train_epochs": 2, "max_steps": -1},
     "kept columns": {"remove_unused_columns": False},
     "not clipped": {"max_grad_norm": 0.0},
+    "clipped without a limit": {"max_grad_norm": float("inf")},
     "gradient checkpointing": {"gradient_checkpointing": True},
     "evaluation": {"eval_strategy": "steps", "eval_steps": 2, "eval_dataset": rows(4)},
     "bfloat16": {"bf16": True},

@@ -133,6 +133,14 @@ def test_steps_that_are_missing_or_stand_twice_are_refused(folder: Path) -> None
             lambda step: step.update(clipping={"kind": "all", "limit": 1, "norm_type": 2}),
             "'norm' or 'value', got 'all'",
         ),
+        (
+            lambda step: step.update(clipping={"kind": "norm", "limit": -1, "norm_type": 2}),
+            "limit must be a number of at least 0, got -1",
+        ),
+        (
+            lambda step: step.update(clipping={"kind": "norm", "limit": 1, "norm_type": "nan"}),
+            "norm_type must be a positive number, got 'nan'",
+        ),
         (lambda step: step.update(position=[1]), "position must be 2 values"),
         (lambda step: step.update(more=1), "it has an unknown field 'more'"),
         (lambda step: step.pop("closure"), "closure is missing"),

@@ -1,5 +1,6 @@
 """What could not be repeated is refused while the training is young, with a message that says what to do."""
 
+import math
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -74,6 +75,40 @@ def test_a_grad_scaler_is_refused_at_the_first_step(tmp_path: Path) -> None:
 
     with pytest.raises(PlanError, match="such as those of a GradScaler, cannot be replayed"):
         make_step()
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda step: step.clip_grad_norm_(-1.0), "max_norm must be a number of at least 0, or infinity .* got -1"),
+        (lambda step: step.clip_grad_norm_(math.nan), "max_norm must be .* got nan"),
+        (lambda step: step.clip_grad_norm_(1.0, norm_type=0), "norm_type must be a positive number or infinity, got 0"),
+        (lambda step: step.clip_grad_value_(-1.0), "clip_value must be a number of at least 0, or infinity .* got -1"),
+    ],
+)
+def test_limits_that_clip_nothing_sensible_are_refused(
+    change: Callable[[RunStep], Any], message: str, tmp_path: Path
+) -> None:
+    with pytest.raises(PlanError, match=message):
+        Recorded(tmp_path).make_step(lambda recorded, step: change(step))
+
+
+@pytest.mark.parametrize("early", [False, True], ids=["forgotten", "before the step"])
+def test_a_step_without_a_backward_pass_is_refused(early: bool, tmp_path: Path) -> None:
+    recorded = Recorded(tmp_path)
+    loss = mean_loss(recorded.model, INDICES)
+    if early:
+        loss.backward()
+
+    def make_step() -> None:
+        with recorded.run.step(INDICES):
+            mean_loss(recorded.model, INDICES)
+            recorded.optimiser.step()
+
+    with pytest.raises(PlanError, match="no parameter has a gradient at step 1: was the backward pass forgotten, or"):
+        make_step()
+    recorded.make_step()  # nothing has moved: the run goes on
+    assert recorded.run.steps == 1
 
 
 def test_clipping_twice_or_too_early_is_refused(tmp_path: Path) -> None:
@@ -270,9 +305,13 @@ def test_folders_that_hold_something_else_or_a_finished_recording_are_refused(tm
 
 def test_one_recorder_at_a_time_writes_to_a_folder(tmp_path: Path) -> None:
     recorded = Recorded(tmp_path)
-    with pytest.raises(StoreError, match=re.escape("is being recorded by this process: call close()")):
+    with pytest.raises(
+        StoreError, match=re.escape("is held by an earlier RunRecorder of this process: call its close")
+    ):
         Recorded(tmp_path)
     recorded.run.close()
+    Recorded(tmp_path)  # nobody refers to it: it is collected, and its folder free
+    assert not list((tmp_path / "run").iterdir())
     Recorded(tmp_path).run.close()
     with pytest.raises(StoreError, match="cannot be recorded any further: it is closed"):
         recorded.make_step()

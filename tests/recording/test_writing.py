@@ -2,6 +2,7 @@
 
 import copy
 import json
+import math
 import pickle
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from imprint import Plan, Recording, RunRecorder, Sources, Task, simulate
 from imprint.data import Data
 from imprint.errors import ReliabilityWarning
 from imprint.recording.folder import choose_interval
+from imprint.recording.records import Clipping
 from imprint.store.fingerprint import of_data
 from tests.recording.runs import Make, N, X, Y, assert_same, make_adamw, make_model, mean_loss, repeat, train
 
@@ -76,6 +78,40 @@ def test_losses_and_gradient_norms_are_those_of_the_training(tmp_path: Path) -> 
     assert [step.gradient_norm for step in steps] == norms
     assert [step.batches[0].normaliser for step in steps] == [6.0] * 4
     assert sorted(index for step in steps for index in step.batches[0].examples) == list(range(N))
+
+
+def test_clipping_by_the_largest_value_is_kept_and_repeated(tmp_path: Path) -> None:
+    model = make_model()
+    optimiser = torch.optim.SGD(model.parameters(), lr=0.1)
+    run = RunRecorder(tmp_path / "run", model, optimiser)
+    for indices in run.batches(N, 6):
+        with run.step(indices) as step:
+            step.backward(mean_loss(model, indices))
+            largest = max(float(p.grad.abs().max()) for p in model.parameters() if p.grad is not None)
+            assert step.clip_grad_norm_(0.01, norm_type=math.inf).item() == largest > 0.01
+            optimiser.step()
+    recording = run.finish()
+    assert recording.steps[0].clipping == Clipping("norm", 0.01, math.inf)
+    assert b"Infinity" not in (tmp_path / "run" / "steps.jsonl").read_bytes()
+    assert_same(repeat(recording, make_model(5)), model)
+
+
+def test_clipping_without_a_limit_returns_the_norm_and_clips_nothing(tmp_path: Path) -> None:
+    model = make_model()
+    optimiser = torch.optim.SGD(model.parameters(), lr=0.1)
+    run = RunRecorder(tmp_path / "run", model, optimiser, n=N)
+    for limit in (None, 0.1):
+        with run.step(range(6)) as step:
+            step.backward(mean_loss(model, torch.arange(6)))
+            norm = step.clip_grad_norm_(math.inf)
+            step.clip_grad_value_(math.inf)
+            if limit is not None:
+                assert step.clip_grad_norm_(limit) == norm
+                assert step.clip_grad_norm_(math.inf) < norm
+            optimiser.step()
+    first, second = run.finish().steps
+    assert first.clipping is None and second.clipping == Clipping("norm", 0.1)
+    assert second.gradient_norm == norm.item()
 
 
 def test_a_loss_that_is_not_told_is_unknown_and_its_gradients_are_not(tmp_path: Path) -> None:
