@@ -49,6 +49,18 @@ def measure_chaos(noise: float, effect: float) -> float | None:
     return noise / effect if effect > 0 else None
 
 
+def assess_noise(changes: Tensor | None, effect: float) -> tuple[dict[str, float], list[str]]:
+    """Return what a result's `details` say about noise, and its warnings.
+
+    changes: of F by noise, (runs, queries); None where there are none. effect: the root mean square removal effect.
+    """
+    if changes is None:
+        return {}, []
+    noise = float(root_mean_square(changes))
+    chaos, warning = measure_chaos(noise, effect), describe_chaos(noise, effect)
+    return {} if chaos is None else {"chaos": chaos}, [] if warning is None else [warning]
+
+
 def describe_chaos(noise: float, effect: float) -> str | None:
     """Explain that a run is chaotic, and what to do; None where it is not."""
     if not noise > CHAOTIC * effect:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from imprint.attribution.labels import Labels
-from imprint.attribution.noise import describe_chaos, measure_chaos, root_mean_square
+from imprint.attribution.noise import assess_noise, root_mean_square
 from imprint.attribution.result import Attribution
 from imprint.attribution.top import Order, Top, limit_top, merge_best, rank_scores
 from imprint.data import Collate, Data, query_batches
@@ -133,13 +133,7 @@ def _make_labels(
     """Return what the scores are about, with all warnings; `effect` is the root mean square of removal effects."""
     store = reader.store
     request = store.manifest.request
-    details: dict[str, Any] = {"readout": reader.readout, **reader.details}
-    chaos = None
-    if noise is not None:
-        moved = float(root_mean_square(noise))
-        chaos = describe_chaos(moved, effect)
-        if (figure := measure_chaos(moved, effect)) is not None:
-            details["chaos"] = figure
+    chaos, warnings = assess_noise(noise, effect)
     return Labels(
         store.n,
         store.source_ids,
@@ -147,7 +141,7 @@ def _make_labels(
         store.source_sizes,
         task.measure_name,
         task.better,
-        details,
+        {"readout": reader.readout, **reader.details, **chaos},
         {
             "store": store.sha256,
             **{"data": vars(request.data), "sources": request.sources},
@@ -155,7 +149,7 @@ def _make_labels(
             "queries": of_batches(batches),
             "measures": probe_measures(task, batches),
         },
-        _show_warnings(reader, [] if chaos is None else [chaos]),
+        _show_warnings(reader, warnings),
         store.question,
         store.removes,
     )

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from imprint.attribution.labels import Labels
+from imprint.attribution.noise import assess_noise, root_mean_square
 from imprint.attribution.result import Attribution
 from imprint.attribution.top import describe_warnings, explain_marks
 from imprint.display import for_terminal
@@ -155,7 +156,8 @@ def token_scores(
     scores = reader.scores(columns, count).cpu()
     changes = reader.noise_changes(columns, count)
     noise = None if changes is None else changes.cpu()
-    details = {"readout": reader.readout, **reader.details}
+    whole = None if noise is None else noise.sum(1, keepdim=True)  # chaotic is a run for the completion as one query
+    chaos, warnings = assess_noise(whole, float(root_mean_square(scores.sum(0))) / store.n)
     labels = Labels(
         n=store.n,
         source_ids=store.source_ids,
@@ -163,15 +165,13 @@ def token_scores(
         source_sizes=store.source_sizes,
         measure=task.measure_name,
         better=task.better,
-        details=details,
-        warnings=reader.warnings,
+        details={"readout": reader.readout, **reader.details, **chaos},
+        warnings=(*reader.warnings, *warnings),
         question=store.question,
         removes=store.removes,
     )
     texts = _texts(tokenizer, columns["input_ids"][0].tolist())
-    return TokenAttribution(
-        labels, "".join(texts[:-count]), tuple(texts[-count:]), scores, None if noise is None else noise.cpu()
-    )
+    return TokenAttribution(labels, "".join(texts[:-count]), tuple(texts[-count:]), scores, noise)
 
 
 def _texts(tokenizer: Tokenizer, tokens: list[int]) -> list[str]:

@@ -7,6 +7,7 @@ from torch import Tensor, nn
 from torch.utils.data import IterableDataset
 
 from imprint.batches import length
+from imprint.compat import uncompiled
 from imprint.data import Data
 from imprint.errors import DataError, PlanError
 from imprint.language.data import IGNORED
@@ -32,7 +33,7 @@ def refuse_settings(trainer: Any) -> None:
             "NEFTune adds noise that the trained model no longer has: leave out neftune_noise_alpha",
         ),
         (
-            args.torch_compile or hasattr(trainer.model, "_orig_mod"),
+            args.torch_compile or uncompiled(trainer.model) is not trainer.model,
             "a compiled model draws its dropout in another way: leave out torch_compile",
         ),
         (

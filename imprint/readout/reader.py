@@ -153,15 +153,16 @@ class Reader:
 
         None where the store has no such runs. Effects of this size say nothing about their source.
         """
+        base = self._bases[0]
+        if self.store.checkpoints[base.index].noise is None:
+            return None
         count = length(batch) if count is None else count
         batch = map_tensors(lambda t: t.to(self.task.device), batch)
         with forward_only(self.task):
             self._prepare(batch, count)
-            base = self._bases[0]
             self.store.check_unchanged(base.index, 0, 0)
             rows = self.store.noise(base.index, self.task.device)
-            if rows is None:
-                return None
+            assert rows is not None
             changes = base.removed(rows, self.store.n, batch, count, vectorise=self._vectorise).double() / -self.store.n
         if not bool(changes.isfinite().all()):
             raise ReadoutError("a run with a perturbed start gives queries a value that is no finite number.")

@@ -130,3 +130,17 @@ def test_nothing_that_moves_is_shown_as_nothing() -> None:
     assert "rgb(255,255,255)" in still.to_html()
     assert "tokens × 2 sources" in repr(still)
     assert "iframe" in still._repr_html_()
+
+
+def test_a_run_that_is_chaotic_for_a_completion_says_so(
+    made: tuple[LanguageTask, Store], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calm = token_scores(*made, PROMPT, COMPLETION, tokenizer())
+    assert "chaos" not in calm.labels.details
+    effect = float(calm.removal_effect.sum(0).square().mean().sqrt())
+    moved = torch.zeros(2, len(calm.tokens), dtype=torch.float64)
+    moved[:, 0] = 0.5 * effect
+    monkeypatch.setattr("imprint.readout.reader.Reader.noise_changes", lambda *_: moved)
+    found = token_scores(*made, PROMPT, COMPLETION, tokenizer())
+    assert found.labels.details["chaos"] == pytest.approx(0.5)
+    assert any("this run is chaotic" in warning for warning in found.labels.warnings)

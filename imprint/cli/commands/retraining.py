@@ -128,7 +128,7 @@ def retrain(
         subsets = _make_subsets(kind, _load_sources(objects), count, _SHARE if share is None else share, seed)
         done, models = _count_finished(out, subsets, seed), runs * len(subsets)
         if done:
-            errors.print(_describe_resuming(done, models), soft_wrap=True)
+            errors.print(_describe_resuming(done, models, how), soft_wrap=True)
         truth = _make_truth(objects, run or function, how, subsets, runs=runs, seed=seed, out=out, progress=advance)
     if json:
         typer.echo(dumps({"path": str(out), **truth.about}))
@@ -161,8 +161,8 @@ def _choose_kind(
 
 def _make_truth(
     objects: Objects,
-    how: Any,
-    kind: How,
+    train: Any,
+    how: How,
     subsets: Subsets,
     *,
     runs: int,
@@ -170,25 +170,25 @@ def _make_truth(
     out: Path,
     progress: bool | Advance,
 ) -> Truth:
-    """Retrain or replay; `how` is the function that trains or records, or the folder of a recorded run."""
-    if kind == "retrain":
+    """Retrain or replay; `train` is the function that trains or records, or the folder of a recorded run."""
+    if how == "retrain":
         return retrain_subsets(
-            how,
+            train,
             objects.task,
             objects.queries,
             subsets,
             runs=runs,
             seed=seed,
             out=out,
-            data=objects.examples if objects.has("data") and not isinstance(how, Together) else None,
+            data=objects.examples if objects.has("data") and not isinstance(train, Together) else None,
             collate_fn=objects.query_collate_fn,
             progress=progress,
         )
     known = (objects.task, objects.data, objects.queries, subsets)
     collate = objects.examples_collate_fn
-    if kind == "run":
-        return replay_run(how, *known, out=out, collate_fn=collate, progress=progress)
-    return replay_seeds(how, *known, runs=runs, seed=seed, out=out, collate_fn=collate, progress=progress)
+    if how == "run":
+        return replay_run(train, *known, out=out, collate_fn=collate, progress=progress)
+    return replay_seeds(train, *known, runs=runs, seed=seed, out=out, collate_fn=collate, progress=progress)
 
 
 def _load_training(train: str, named: Experiment, how: How) -> tuple[Objects, Any]:
@@ -258,10 +258,11 @@ def _count_finished(out: Path, subsets: Subsets, seed: int) -> int:
     return len(folder.read_values(about)) if same and about["subsets"] == len(subsets) else 0
 
 
-def _describe_resuming(done: int, models: int) -> str:
+def _describe_resuming(done: int, models: int, how: How) -> str:
     if done < models:
         return f"resuming: {done:,} of {models:,} models are finished"
-    return f"all {models:,} models are finished; your own function trains one again, to check that it still matches"
+    again = "; your own function trains one again, to check that it still matches" if how == "retrain" else ""
+    return f"all {models:,} models are finished{again}"
 
 
 @contextmanager
