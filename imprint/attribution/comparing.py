@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from imprint.attribution.labels import Labels, Query, describe_query
+from imprint.attribution.labels import LAST_STEPS, Labels, Query, describe_query
 from imprint.display import name_some
 from imprint.errors import ReadoutError
 
@@ -15,7 +15,7 @@ def check_comparable(first: Labels, second: Labels, queries: tuple[tuple[Query, 
     """Refuse two results whose effects cannot be subtracted, and name the difference."""
     if first.difference or second.difference:
         raise ReadoutError("one of the results is a difference already: subtract the results of two stores or models.")
-    if first.question != second.question:
+    if first.question != second.question or first.details.get(LAST_STEPS) != second.details.get(LAST_STEPS):
         raise ReadoutError(
             f"the results answer different questions, {first.question!r} ({first.meaning}) and {second.question!r} "
             f"({second.meaning}): subtract results that answer the same one."

@@ -19,6 +19,8 @@ MEANINGS: dict[Question, str] = {
     "expected": "expected: mean over trainings like this one",
 }
 """What each question asks, in words."""
+LAST_STEPS = "last_steps"
+"""How many steps of a run were replayed, in the `details` of a result, if not all of them were."""
 LEFT_OUT, SHARED = "sources_in_no_group", "sources_in_several_groups"
 """How many sources a result of groups leaves out or counts in more than one group, in its `details`."""
 
@@ -67,7 +69,9 @@ class Labels:
         >>> Labels(9, ("a",), ("A",), (3,), "loss", "lower", question="this_run").meaning
         'this run: had this source had weight 0 in the training that made this model'
         """
-        return MEANINGS[self.question]
+        steps = self.details.get(LAST_STEPS)
+        part = "" if steps is None else f", in its last {count_of(steps, 'step')} only"
+        return MEANINGS[self.question] + part
 
     @property
     def counts(self) -> Tensor:

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from imprint.attribution.labels import Labels
+from imprint.attribution.labels import LAST_STEPS, Labels
 from imprint.attribution.noise import assess_noise, root_mean_square
 from imprint.attribution.result import Attribution
 from imprint.attribution.top import Order, Top, limit_top, merge_best, rank_scores
@@ -141,7 +141,7 @@ def _make_labels(
         store.source_sizes,
         task.measure_name,
         task.better,
-        {"readout": reader.readout, **reader.details, **chaos},
+        {"readout": reader.readout, **reader.details, **chaos, **_describe_part(store)},
         {
             "store": store.sha256,
             **{"data": vars(request.data), "sources": request.sources},
@@ -153,6 +153,12 @@ def _make_labels(
         store.question,
         store.removes,
     )
+
+
+def _describe_part(store: Store) -> dict[str, Any]:
+    """Return how many steps of its run a store replays, if it does not replay all of them."""
+    first = store.checkpoints[0]
+    return {} if first.measured.start_lost is None else {LAST_STEPS: first.steps}
 
 
 def _show_warnings(reader: Reader, more: Sequence[str]) -> tuple[str, ...]:

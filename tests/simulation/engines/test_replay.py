@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from imprint import Plan, RunRecorder, Sources, Store, Task, simulate
+from imprint import Plan, ReadoutError, RunRecorder, Sources, Store, Task, attribute, simulate
 from imprint.errors import ReliabilityWarning
 from imprint.recording.seeding import seed_everything
 from imprint.task import Parameters
@@ -198,9 +198,16 @@ def test_a_later_start_follows_the_recorded_state_and_says_what_it_loses() -> No
     assert store.checkpoints[0].steps == 10
     assert measured.deviation is not None and measured.deviation < 1e-9
     assert measured.start_lost is not None and 0.3 < measured.start_lost < 1.5
+    task, (x, y) = training.task(), training.data
+    partial = attribute(task, store, (x[:3], y[:3]), progress=False)
+    assert partial.labels.meaning.endswith("in the training that made this model, in its last 10 steps only")
     exact = replay(training, run, Plan(engine="replay", start=5))
     check_rows(exact, training, end)
     assert exact.checkpoints[0].measured.start_lost is None
+    whole = attribute(task, exact, (x[:3], y[:3]), progress=False)
+    assert whole.labels.meaning.endswith("in the training that made this model")
+    with pytest.raises(ReadoutError, match="different questions.*in its last 10 steps only"):
+        whole - partial
 
 
 def test_a_recorded_run_is_replayed_from_its_folder(tmp_path: Path) -> None:
