@@ -206,8 +206,8 @@ def test_a_later_start_follows_the_recorded_state_and_says_what_it_loses() -> No
     assert exact.checkpoints[0].measured.start_lost is None
     whole = attribute(task, exact, (x[:3], y[:3]), progress=False)
     assert whole.labels.meaning.endswith("in the training that made this model")
-    with pytest.raises(ReadoutError, match="different questions.*in its last 10 steps only"):
-        whole - partial
+    with pytest.raises(ReadoutError, match=r"different questions.*in its last 10 steps only"):
+        _ = whole - partial
 
 
 def test_a_recorded_run_is_replayed_from_its_folder(tmp_path: Path) -> None:
