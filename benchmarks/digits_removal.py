@@ -10,7 +10,7 @@ import argparse
 
 from imprint.benchmarking.demo.experiment import Outcome, run
 from imprint.benchmarking.settings import digits
-from imprint.evaluation.statistics import mean_estimate
+from imprint.statistics import mean_estimate
 
 
 def figures(outcome: Outcome) -> dict[str, float]:

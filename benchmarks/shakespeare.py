@@ -34,9 +34,9 @@ from imprint.benchmarking.settings.shakespeare import Shakespeare, Size
 from imprint.data import Data
 from imprint.evaluation import Metric, Subsets, Truth, lds, retrain
 from imprint.evaluation.metrics import removal
-from imprint.evaluation.statistics import Array, Estimate, ceiling, correlations, mean_estimate, ranks
 from imprint.evaluation.training import measure_stack, record_together, train_together
 from imprint.runtime.progress import Progress
+from imprint.statistics import Array, Estimate, ceiling, correlations, mean_estimate, ranks
 from imprint.store.files import write
 from imprint.task import Parameters
 

@@ -24,7 +24,6 @@ from imprint.data import query_batches
 from imprint.errors import StoreError
 from imprint.evaluation.metrics import lds, loo, predicted_lds
 from imprint.evaluation.retraining import retrain
-from imprint.evaluation.statistics import Array, ceiling, ranks
 from imprint.evaluation.subsets import ORDER, Subsets, derive_seed
 from imprint.evaluation.together import Together
 from imprint.evaluation.training import initialise, train_together
@@ -32,6 +31,7 @@ from imprint.evaluation.truth import Truth
 from imprint.plan import Plan
 from imprint.runtime.memory import Peak
 from imprint.runtime.progress import Advance
+from imprint.statistics import Array, ceiling, ranks
 from imprint.store.files import write, write_tensors
 from imprint.store.fingerprint import compare_data, of_batches, of_data, of_tensors
 from imprint.store.folder import locked, make_folder

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from imprint.attribution.labels import MEANINGS
 from imprint.errors import MissingExtra
-from imprint.evaluation.statistics import Array, Estimate, mean_estimate
 from imprint.plan import Question
+from imprint.statistics import Array, Estimate, mean_estimate
 from imprint.store.files import write
 
 

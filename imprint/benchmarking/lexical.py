@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from imprint.errors import DataError
-from imprint.evaluation.statistics import Array
+from imprint.statistics import Array
 
 Terms = Callable[[str], Iterable[str]]
 

@@ -15,11 +15,11 @@ from imprint.errors import DataError
 from imprint.evaluation.matching import check_measures, check_origin, check_queries, check_sources, require_scores
 from imprint.evaluation.metrics import Metric, average_metric
 from imprint.evaluation.retraining import retrain
-from imprint.evaluation.statistics import is_constant
 from imprint.evaluation.subsets import CHANCE, Subsets, derive_seed, require_whole
 from imprint.evaluation.together import Together, Train
 from imprint.runtime.progress import Advance
 from imprint.sources import Sources
+from imprint.statistics import is_constant
 from imprint.store.fingerprint import of_batches, of_data, probe_measures
 from imprint.store.request import describe
 from imprint.task import Task, require_task

@@ -9,10 +9,10 @@ from torch import Tensor
 from imprint.attribution.labels import MEANINGS, Labels, describe_query
 from imprint.attribution.result import Attribution
 from imprint.errors import DataError
-from imprint.evaluation.statistics import ROUNDING, is_constant
 from imprint.evaluation.subsets import Subsets
 from imprint.plan import Question
 from imprint.sources import Sources
+from imprint.statistics import ROUNDING, is_constant
 from imprint.store.fingerprint import changed, compare_data, of_sources
 
 Parameters = dict[str, dict[str, Any]]

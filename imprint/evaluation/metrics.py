@@ -16,7 +16,9 @@ from imprint.display import count_of
 from imprint.errors import DataError
 from imprint.evaluation.matching import question_of, rounding_of
 from imprint.evaluation.removal import RemovalCheck, compare_changes
-from imprint.evaluation.statistics import (
+from imprint.evaluation.truth import Truth
+from imprint.plan import Question
+from imprint.statistics import (
     Array,
     Estimate,
     ceiling,
@@ -25,8 +27,6 @@ from imprint.evaluation.statistics import (
     mean_estimate,
     ranks,
 )
-from imprint.evaluation.truth import Truth
-from imprint.plan import Question
 
 _NAN = float("nan")
 

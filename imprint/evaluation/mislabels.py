@@ -11,9 +11,9 @@ from imprint.data import Collate, Data
 from imprint.errors import DataError
 from imprint.evaluation.matching import rounding_of
 from imprint.evaluation.metrics import Metric
-from imprint.evaluation.statistics import Array, Estimate, Flags, area_difference, area_estimate, is_constant
 from imprint.plan import State
 from imprint.simulation.states import States
+from imprint.statistics import Array, Estimate, Flags, area_difference, area_estimate, is_constant
 from imprint.task import Better, Task
 
 _NAN = float("nan")

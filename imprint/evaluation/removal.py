@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from imprint.errors import DataError
-from imprint.evaluation.statistics import (
+from imprint.evaluation.subsets import Subsets
+from imprint.statistics import (
     Array,
     Chosen,
     Estimate,
@@ -25,7 +26,6 @@ from imprint.evaluation.statistics import (
     ranks,
     slope,
 )
-from imprint.evaluation.subsets import Subsets
 
 
 @dataclass(frozen=True)

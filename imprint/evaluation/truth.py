@@ -31,10 +31,10 @@ from imprint.display import count_of, for_terminal
 from imprint.errors import DataError, StoreError
 from imprint.evaluation.matching import match_scores, require_question
 from imprint.evaluation.removal import compare_changes
-from imprint.evaluation.statistics import ROUNDING
 from imprint.evaluation.subsets import Design, Subsets
 from imprint.plan import Question
 from imprint.sources import Sources
+from imprint.statistics import ROUNDING
 from imprint.store.files import refuse_unreadable, write_tensors
 from imprint.store.fingerprint import changed, compare_data, of_sources
 from imprint.store.folder import locked, make_folder, write_sealed

@@ -16,9 +16,9 @@ from imprint.benchmarking import bench as module
 from imprint.benchmarking.bench import Bench, Method, Protocol, Runs
 from imprint.benchmarking.comparison import Comparison, MethodScores
 from imprint.benchmarking.methods import imprints, paths
-from imprint.evaluation.statistics import mean_estimate
 from imprint.evaluation.subsets import Subsets
 from imprint.evaluation.truth import Truth
+from imprint.statistics import mean_estimate
 from tests.benches import little_digits, planted, toy
 
 PLAN = Plan(engine="spectral", steps="infinite", damping=0.05, weight=(0, 1))

@@ -10,9 +10,9 @@ from torch import Tensor
 from imprint import DataError
 from imprint.evaluation.metrics import evaluate, lds, loo, overlap, removal
 from imprint.evaluation.mislabels import detection_auc
-from imprint.evaluation.statistics import correlations, ranks
 from imprint.evaluation.subsets import Subsets
 from imprint.evaluation.truth import Truth
+from imprint.statistics import correlations, ranks
 from tests.evaluation.planted import (
     HALVES,
     LOO,

@@ -8,7 +8,7 @@ from torch.nn import functional as F
 
 from imprint import DataError, Task
 from imprint.evaluation.mislabels import detection_auc, example_losses, mislabel_auc
-from imprint.evaluation.statistics import Estimate
+from imprint.statistics import Estimate
 from imprint.task import Better
 from tests.evaluation.planted import draw
 

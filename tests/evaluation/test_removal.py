@@ -5,7 +5,7 @@ import pytest
 
 from imprint import DataError
 from imprint.evaluation.removal import RemovalCheck
-from imprint.evaluation.statistics import Array, mean_estimate, pearson
+from imprint.statistics import Array, mean_estimate, pearson
 
 QUERIES, SOURCES = 200, 12
 

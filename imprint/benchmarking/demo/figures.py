@@ -7,7 +7,7 @@ import numpy as np
 
 from imprint.benchmarking.demo.experiment import Outcome
 from imprint.errors import MissingExtra
-from imprint.evaluation.statistics import Array
+from imprint.statistics import Array
 from imprint.store.files import write
 
 if TYPE_CHECKING:

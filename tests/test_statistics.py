@@ -8,7 +8,7 @@ from scipy.stats import pearsonr, spearmanr, t
 from sklearn.metrics import roc_auc_score
 
 from imprint.evaluation.removal import RemovalCheck
-from imprint.evaluation.statistics import (
+from imprint.statistics import (
     Array,
     Estimate,
     area,
