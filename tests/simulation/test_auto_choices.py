@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from imprint import Plan, PlanError, SimulationError, Sources, SourcesError, Task, TaskError, simulate
-from imprint.simulation import auto as choosing
+from imprint.simulation import look as choosing
 from tests.problems import (
     Rebuilt,
     TanhInReverse,
