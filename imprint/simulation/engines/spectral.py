@@ -189,9 +189,7 @@ class Spectral(Engine):
         if found.grouped:
             return None
         seen: Curvature | Literal["auto"] = "auto" if found.curvature == cls.rules.curvature else found.curvature
-        return Plan(
-            engine=cls.name, steps="infinite", damping=found.dampings, weight=found.weights, curvature=seen
-        )
+        return Plan(engine=cls.name, steps="infinite", damping=found.dampings, weight=found.weights, curvature=seen)
 
     @property
     def _projected(self) -> bool:
