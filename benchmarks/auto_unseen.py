@@ -132,7 +132,8 @@ def friedman() -> Setting:
     given[owners == 7] *= -1  # one source has reported the opposite
 
     def loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
-        return ((model(batch[0])[:, 0] - batch[1]).square() + 1).sqrt() - 1  # robust, and smooth
+        squares: Tensor = (model(batch[0])[:, 0] - batch[1]).square()
+        return (squares + 1).sqrt() - 1  # robust, and smooth
 
     return Setting(
         build=lambda: nn.Sequential(nn.Linear(8, 24), nn.SiLU(), nn.Linear(24, 1)),

@@ -76,9 +76,10 @@ def choose_path(descent: Descent, found: Look, time: float | None = None) -> tup
     descent = replace(descent, plan=Plan(batch_size=_WALKED))  # all of the data where it is no more than that
     seen = measure_curvature if curvature_of(descent.task.task) == "hessian" else measure_gauss_newton
     sharpest, lowest = found.sharpest, found.lowest
-    steps = min(max(1, round(sharpest / max(found.reach(time), -lowest / _GROWTH))), _STEPS)
+    bound = max(found.reach(time), -lowest / _GROWTH)
+    steps = min(max(1, round(sharpest / bound)), _STEPS)
     for _ in range(TRIES):
-        size = float(f"{1 / sharpest:.4g}")
+        size = float(f"{1 / max(sharpest, bound):.4g}")
         along = walk(replace(descent, lr=size, steps=steps), seen)
         if along is not None and along.largest <= _SHARPER * sharpest:
             break

@@ -195,9 +195,7 @@ def _differentiate_outputs(
     labelled = wanted is not None and wanted.dim() == 1 and not wanted.is_floating_point()
     if blind:
         unit, classes = float(z.double().square().mean().sqrt()) or 1.0, None
-    elif (
-        z.dim() == 2 and z.shape[1] > 1 and wanted is not None and not wanted.is_floating_point() and wanted.dim() == 1
-    ):
+    elif z.dim() == 2 and z.shape[1] > 1 and labelled:
         unit, classes = 1.0, wanted
     else:
         unit, classes = _measure_unit(task, z, batch, count), None

@@ -30,13 +30,13 @@ def measure_training_time(run: Run, metric: Literal["adam"] | None) -> float | N
     descends = issubclass(run.optimiser, torch.optim.SGD)
     if not (descends if metric is None else all("betas" in group for group in run.steps[0].groups)):
         return None
-    return sum(max(map(_length, step.groups)) for step in run.steps)
+    return float(sum(max(map(_length, step.groups)) for step in run.steps))
 
 
 def _length(group: Settings) -> float:
     """Return how far a step of a parameter group goes in the long run, per unit of the gradient."""
-    kept = group.get("momentum", 0.0) * (1 - group.get("dampening", 0.0))
-    return float(group["lr"]) / (1 - min(kept, 0.999))
+    kept, damped = float(group.get("momentum", 0.0)), float(group.get("dampening", 0.0))
+    return float(group["lr"]) * (1 + kept * (1 - damped) / max(1 - kept, 1e-3))
 
 
 def _find_recording(checkpoints: Sequence[State] | None) -> Recording | None:
