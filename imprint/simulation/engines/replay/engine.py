@@ -267,6 +267,10 @@ class Replay(Engine):
     def units(cls, plan: Plan, settings: Settings, sources: Sources) -> int:
         return settings.path * len(sources)
 
+    @classmethod
+    def trainings(cls, sources: Sources) -> int:
+        return len(sources) + NOISE_ROWS + 1  # the run as it was is repeated too
+
     def rows_that_fit(self, before: int | None = None) -> int:
         """Return how many sources fit the memory budget together, beside the other rows of the first chunk."""
         sources, device = self.descent.sources, self.descent.data.device
@@ -314,7 +318,8 @@ class Replay(Engine):
         self.measured = Measured(one_by_one=self.way.one_by_one)
         fitting, rows = measure_seconds(self.rows_that_fit)
         sources, steps = self.descent.sources, len(self.repetition.steps)
-        plain = self._time_plain()
+        training = Peak(self.descent.data.device)
+        plain, alone = self._time_plain(), training.bytes
         measuring, _ = measure_seconds(lambda: self.effects)
         others = NOISE_ROWS + (self.way.one_by_one is None)
         total = len(sources) + others
@@ -330,10 +335,11 @@ class Replay(Engine):
         noise = NOISE_ROWS * values * self.work.stored.itemsize
         memory = sum(map(tensor_bytes, self.run.optimiser_state(self.run.checkpoints[-1]).tensors.values()))
         ends = tensor_bytes(self.descent.start)
+        found = Cost(seconds, values, rows, noise, training_seconds=plain * len(self.run.steps), training_bytes=alone)
         if self.way.one_by_one is None:
-            return Cost(seconds, values, rows, shared=noise, scratch=at_once * (ends + memory))
+            return replace(found, scratch=at_once * (ends + memory))
         held = (at_once + min(rows, len(sources))) * ends  # the ends of a chunk, and its rows
-        return Cost(seconds, values, rows, shared=noise, scratch=total * ends + memory, memory=held)
+        return replace(found, scratch=total * ends + memory, memory=held)
 
     def _time_plain(self) -> float:
         """Measure a step of a plain training."""
