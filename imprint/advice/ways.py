@@ -104,7 +104,7 @@ def advise(ways: Sequence[Way], question: Question) -> str:
     if others:
         text += ", against " + " and ".join(f"{format_seconds(way.seconds)} to {way.task}" for way in others)
     if not best.measures:
-        text += "; this is an estimate, to be compared with real removals"
+        text += "; this is an estimate, so validate it (imprint validate)"
     elif not all(way.measures for way in answering):
         text += "; this measures what a simulation only estimates"
     elif len(answering) == 1:
