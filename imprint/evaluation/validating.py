@@ -13,9 +13,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from imprint.attribution.grouping import JOINT
-from imprint.attribution.result import Attribution
 from imprint.attribution.scoring import attribute
 from imprint.data import Collate, Data, as_tensors, is_columns, query_batches
 from imprint.display import count_of, for_terminal
@@ -133,7 +133,9 @@ def validate(
     )
     result = attribute(made.task, store, iter([batch for _, batch in batches]), memory=memory, progress=progress)
     draw = np.random.default_rng(derive_seed(seed, VALIDATION))
-    chosen = _draw_sets(len(store), removals, draw) if store.removes else _draw_strata(result, removals, draw)
+    chosen = (
+        draw_sets(len(store), removals, draw) if store.removes else draw_strata(result.removal_effect, removals, draw)
+    )
     work = _Work(made, store, chosen, seed, memory, progress)
     with locked(store.path):
         witnesses = [work.make_witness(0, made.run)] if record is None else work.make_witnesses(record, runs)
@@ -292,14 +294,14 @@ class _Work:
         return None
 
 
-def _draw_strata(result: Attribution, count: int, draw: np.random.Generator) -> tuple[tuple[int, ...], ...]:
-    """Draw one source from each stratum of predicted size."""
-    sizes = result.removal_effect.double().square().mean(0).numpy()
+def draw_strata(effects: Tensor, count: int, draw: "np.random.Generator") -> tuple[tuple[int, ...], ...]:
+    """Draw one source from each stratum of predicted size, given predicted effects (queries, sources)."""
+    sizes = effects.double().square().mean(0).numpy()
     strata = np.array_split(np.argsort(sizes, kind="stable"), min(count, len(sizes)))
     return tuple((int(draw.choice(stratum)),) for stratum in strata)
 
 
-def _draw_sets(sources: int, count: int, draw: np.random.Generator) -> tuple[tuple[int, ...], ...]:
+def draw_sets(sources: int, count: int, draw: "np.random.Generator") -> tuple[tuple[int, ...], ...]:
     """Draw different sets of 2 to 4 sources, as many of each size as can be, or as many sets as there are."""
     sizes = [size for size in range(2, JOINT + 1) if size < sources] or [1]
     found: dict[tuple[int, ...], None] = {}
