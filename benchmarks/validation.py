@@ -24,7 +24,6 @@ from imprint.evaluation.validating import draw_sets, draw_strata
 from imprint.plan import Question
 from imprint.statistics import Array
 from imprint.validation.verdict import judge
-from imprint.validation.witnesses import count_examples, predict_removals
 
 QUERIES, REMOVALS, RUNS, SETS = 100, 8, 3, 60
 KINDS = ("good", "random", "permuted by source", "sign-flipped", "ten times too large", "size only")
@@ -68,10 +67,9 @@ def repeat(
             removed = [source for (source,) in draw_strata(torch.from_numpy(effects), REMOVALS, draw)]
         removals = [sets[place] for place in removed]
         truth = np.stack([actual[int(run)][np.ix_(queries, removed)] for run in chosen])
-        taken = count_examples(sizes.astype(int).tolist(), removals)
         for kind in KINDS:
             scores = make_scores(kind, effects, sizes, draw)
-            verdict = judge(predict_removals(torch.from_numpy(scores.copy()), removals), truth, taken, question)
+            verdict = judge(scores, removals, truth, sizes, question)
             found[kind][verdict.outcome] += 1
     return found
 
