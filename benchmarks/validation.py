@@ -17,7 +17,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from imprint import Attribution, Sources, attribute, simulate
+from imprint import Attribution, Recording, Sources, attribute, simulate
 from imprint.benchmarking.settings import digits
 from imprint.evaluation import Subsets, Together, Truth, replay_seeds
 from imprint.evaluation.validating import draw_sets, draw_strata
@@ -84,7 +84,8 @@ def list_runs(truth: Truth, sizes: set[int]) -> tuple[list[Array], list[tuple[in
 def predict_by_path(how: Together, split: digits.Digits, sources: Sources, folder: Path) -> Attribution:
     """Score by path imprints from early checkpoints of one run."""
     steps = digits.TRAINING.epochs * digits.TRAINING.steps(len(how.examples))
-    run = how.record(12345, folder / "run", every=steps // digits.TRAINING.epochs)
+    place = folder / "run"
+    run = Recording(place) if place.exists() else how.record(12345, place, every=steps // digits.TRAINING.epochs)
     states = [run.paths[epoch - 1] for epoch in digits.CHECKPOINTS]
     task = how.task_of(how.build())
     store = simulate(task, split.train, sources, digits.PLAN, checkpoints=states, out=folder / "path")

@@ -28,9 +28,9 @@ from imprint.store.records import Count, NotNegative
 Removals = Sequence[Sequence[int]]
 Outcome = Literal["sizes validated", "ranks validated", "failed", "undecided"]
 QUERIES = 20  # fewer decide nothing
-REMOVALS = 4  # with three, the smallest p-value is 1/6
+SOURCES = 5  # removed ones: with four, the smallest p-value is 1/24
 SEEDS = 3  # runs that "expected" is averaged over, at least
-LEVEL = 0.05
+LEVEL = 0.025  # of a one-sided test, the usual 5% of a two-sided one
 WITHIN = (0.5, 2.0)  # slopes whose sizes are validated
 DEVIATES = 0.1  # of the rms effect: by so much a replay may miss its recording for effects to have their size
 CALIBRATES = 4.0  # by how much the ends of a slope's interval may differ, at most, for it to set a scale
@@ -43,6 +43,7 @@ _AT_ONCE = 4_000_000  # numbers
 class Figures:
     """What a comparison measured.
 
+    sources: how many different ones are removed.
     correlation, p, slope: see the module; None where predicted or actual effects do not differ between removals.
     slope_low, slope_high: the 95% interval of the slope, over removals.
     by_size: the correlation that a guess by the size of the removed sources reaches, whatever its sign.
@@ -52,6 +53,7 @@ class Figures:
 
     queries: Count
     removals: Count
+    sources: Count
     runs: Count
     correlation: float | None = None
     p: NotNegative | None = None
@@ -158,10 +160,10 @@ def compare(effects: Array, removals: Removals, actual: Array, sizes: Array) -> 
     runs, queries, count = actual.shape
     if len(effects) != queries or len(removals) != count or len(sizes) != effects.shape[1]:
         raise ValueError(f"effects {effects.shape}, {len(removals)} removals and actual {actual.shape} do not fit.")
-    counts, mean = Figures(queries, count, runs), centre(actual.mean(0))
+    involved = sorted({source for removal in removals for source in removal})
+    counts, mean = Figures(queries, count, len(involved), runs), centre(actual.mean(0))
     if count < 2 or not mean.any():
         return counts
-    involved = sorted({source for removal in removals for source in removal})
     member = np.array([[source in removal for source in involved] for removal in removals], dtype=np.float64)
     effects, sizes = effects[:, involved].astype(np.float64), sizes[involved].astype(np.float64)
     guess = np.broadcast_to(centre((member @ sizes)[None]), mean.shape)
@@ -190,8 +192,8 @@ def decide(
     """Decide what some figures validate, and say why."""
     if found.queries < QUERIES:
         return "undecided", f"{count_of(found.queries, 'query', 'queries')} decide nothing, it takes {QUERIES}"
-    if found.removals < REMOVALS:
-        return "undecided", f"{count_of(found.removals, 'removal')} decide nothing, it takes {REMOVALS}"
+    if min(found.sources, found.removals) < SOURCES:
+        return "undecided", f"{count_of(found.sources, 'removed source')} decide nothing, it takes {SOURCES}"
     if question == "expected" and found.runs < SEEDS:
         return "undecided", f"an expectation over seeds takes {SEEDS} runs, there are {found.runs}"
     if found.by_size is None:

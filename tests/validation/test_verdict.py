@@ -51,9 +51,9 @@ def test_good_predictions_have_their_sizes_validated(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["random", "permuted by source"])
-def test_one_in_twenty_of_meaningless_predictions_passes(kind: str) -> None:
-    """The test is exact: its level is the share that passes. 15 of 100 would be a broken test."""
-    assert 100 - outcomes(kind).count("failed") <= 12
+def test_one_in_forty_of_meaningless_predictions_passes(kind: str) -> None:
+    """The test is exact: its level is the share that passes. More than 8 of 100 would be a broken test."""
+    assert 100 - outcomes(kind).count("failed") <= 8
 
 
 def test_predictions_of_the_wrong_sign_never_pass() -> None:
@@ -89,7 +89,7 @@ def test_sources_are_permuted_and_not_the_sets_that_they_are_removed_in() -> Non
         assert judge(effects, sets, actual[None], np.ones(12), "this_run").outcome == "sizes validated"
         permuted = effects[:, draw.permutation(12)]
         passed += judge(permuted, sets, actual[None], np.ones(12), "this_run").outcome != "failed"
-    assert passed <= 12
+    assert passed <= 8
 
 
 def test_the_permuted_correlations_are_those_of_permuted_predictions() -> None:
@@ -113,7 +113,7 @@ def test_queries_that_share_their_imprints_are_no_independent_evidence() -> None
         actual = np.tile(draw.normal(size=REMOVALS), (1000, 1)) + 0.01 * draw.normal(size=(1000, REMOVALS))
         predicted = np.tile(draw.normal(size=REMOVALS), (1000, 1))
         passed += judge(predicted, SINGLES, actual[None], SIZES, "this_run").outcome != "failed"
-    assert passed <= 12
+    assert passed <= 8
 
 
 def test_the_slope_and_its_interval_scale_with_the_predictions() -> None:
@@ -157,7 +157,7 @@ def test_runs_that_contradict_each_other_decide_nothing() -> None:
     assert verdict.outcome == "undecided" and "do not agree" in verdict.reason
 
 
-GOOD = Figures(100, 8, 3, correlation=0.9, p=0.001, slope=1.0, slope_low=0.8, slope_high=1.2, by_size=0.3)
+GOOD = Figures(100, 8, 8, 3, correlation=0.9, p=0.001, slope=1.0, slope_low=0.8, slope_high=1.2, by_size=0.3)
 
 
 @pytest.mark.parametrize(
@@ -165,11 +165,11 @@ GOOD = Figures(100, 8, 3, correlation=0.9, p=0.001, slope=1.0, slope_low=0.8, sl
     [
         ({}, "sizes validated", "order and the size"),
         ({"queries": 19}, "undecided", "19 queries decide nothing, it takes 20"),
-        ({"removals": 3}, "undecided", "3 removals decide nothing, it takes 4"),
+        ({"sources": 4}, "undecided", "4 removed sources decide nothing, it takes 5"),
         ({"runs": 2}, "undecided", "takes 3 runs, there are 2"),
         ({"by_size": None}, "undecided", "changes nothing"),
         ({"p": None}, "failed", "do not differ between sources"),
-        ({"p": 0.051}, "failed", "no better than chance"),
+        ({"p": 0.026}, "failed", "no better than chance"),
         ({"slope": 0.49}, "ranks validated", "0.49 times the predicted"),
         ({"slope": 2.1}, "ranks validated", "2.1 times the predicted"),
         ({"by_size": 0.9}, "ranks validated", "a guess by the size of a source does as well"),
