@@ -1,5 +1,6 @@
 """Imprint: how much does each data source move this prediction? Answered with forward passes only."""
 
+from imprint.attribution.combining import combine
 from imprint.attribution.result import Attribution
 from imprint.attribution.scoring import attribute, self_influence
 from imprint.attribution.top import Credit, Top
@@ -16,6 +17,7 @@ from imprint.errors import (
     StoreError,
     TaskError,
 )
+from imprint.evaluation.validating import Comparison, validate
 from imprint.plan import Plan
 from imprint.readout.reader import Reader
 from imprint.recorder import Recorder
@@ -32,6 +34,7 @@ __version__ = "0.1.0"
 __all__ = [
     "Attribution",
     "Check",
+    "Comparison",
     "ConfigurationError",
     "Credit",
     "DataError",
@@ -54,6 +57,8 @@ __all__ = [
     "Top",
     "attribute",
     "check",
+    "combine",
     "self_influence",
     "simulate",
+    "validate",
 ]

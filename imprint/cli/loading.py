@@ -70,6 +70,15 @@ class Objects:
         """Load any object by its import string, without calling it."""
         return self._find(what, string, call=False)
 
+    def find_optional(self, name: str) -> Any:
+        """Return an object of the task's module without calling it; None if there is none of that name."""
+        return self._find_by_convention(name, call=False)
+
+    @property
+    def module(self) -> str:
+        """The module of the task, as import strings name it."""
+        return self._place
+
     @cached_property
     def queries(self) -> Any:
         return self._require("queries", "the queries")
@@ -150,6 +159,13 @@ class Objects:
             if not chosen:
                 raise
             raise PlanError(f"{error} (Chosen by auto: {', '.join(chosen)}.)") from error
+
+    @property
+    def training(self) -> dict[str, Any]:
+        """What `check` compares a simulation with: how models are retrained, and the run, repeated or not."""
+        train = self._find_by_convention("train", call=False)
+        known = {"train": train if callable(train) else None, "run": self.run}
+        return {**known, **self._given("training_steps", "training_batch")}
 
     @property
     def options(self) -> dict[str, Any]:

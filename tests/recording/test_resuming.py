@@ -165,9 +165,12 @@ def test_a_resumed_run_adds_up_the_time_it_took(tmp_path: Path) -> None:
 KILLABLE = """
 import sys
 from pathlib import Path
+import torch
 from tests.recording.runs import make_model, train
+folder, threads = Path(sys.argv[1]), int(sys.argv[2])
+torch.set_num_threads(threads)  # bits depend on it
 print(flush=True)
-run = train(Path(sys.argv[1]), model=make_model(9 if Path(sys.argv[1]).exists() else 0), epochs=120, resume=True)[1]
+run = train(folder, model=make_model(9 if (folder / "recording.json").exists() else 0), epochs=120, resume=True)[1]
 run.finish()
 """
 
@@ -178,7 +181,7 @@ def test_a_training_killed_at_random_moments_ends_in_the_same_recording(tmp_path
     run.finish()
     draw = random.Random(0)
     for attempt in range(20):
-        command = [sys.executable, "-c", KILLABLE, str(tmp_path / "run")]
+        command = [sys.executable, "-c", KILLABLE, str(tmp_path / "run"), str(torch.get_num_threads())]
         process = subprocess.Popen(command, stdout=subprocess.PIPE, cwd=Path(__file__).parents[2])
         assert process.stdout is not None
         process.stdout.readline()  # imports are done: what follows is the training

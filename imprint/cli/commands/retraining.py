@@ -13,11 +13,13 @@ import typer
 import imprint
 from imprint.benchmarking.settings.catalogue import SETTINGS
 from imprint.cli.commands.options import AsJson, CollateString, DataString, QueriesString, SourcesString
+from imprint.cli.effects import render_effects
 from imprint.cli.experiment import Experiment
 from imprint.cli.loading import Objects
 from imprint.cli.terminal import console, errors, escape_markup, redirect_prints, render_truth, show_progress
 from imprint.data import length_of
 from imprint.errors import ConfigurationError
+from imprint.evaluation.effects import list_effects
 from imprint.evaluation.replaying import Record, replay_run, replay_seeds
 from imprint.evaluation.retraining import retrain as retrain_subsets
 from imprint.evaluation.subsets import Subsets
@@ -109,8 +111,9 @@ def retrain(
     Retraining and `--replay` tell what a removal does to models trained like this, on average over seeds (`expected`);
     `--run` tells what it would have done to the model of one recorded run (`this_run`).
 
-    Writes the measurements to the folder. An interrupted command resumes when you run it again; a larger `--runs` adds
-    runs to the same folder.
+    Prints what each source does if it was left out by itself (`--kind sources`): the mean effect over queries, with its
+    standard error over runs. Writes the measurements to the folder. An interrupted command resumes when you run it
+    again; a larger `--runs` adds runs to the same folder.
 
     For example:
 
@@ -131,9 +134,11 @@ def retrain(
             errors.print(_describe_resuming(done, models, how), soft_wrap=True)
         truth = _make_truth(objects, run or function, how, subsets, runs=runs, seed=seed, out=out, progress=advance)
     if json:
-        typer.echo(dumps({"path": str(out), **truth.about}))
+        effects = [effect.to_json() for effect in list_effects(truth)]
+        typer.echo(dumps({"path": str(out), **truth.about, "question": truth.question, "effects": effects}))
     else:
         console.print(render_truth(truth, out))
+        console.print(render_effects(truth))
 
 
 def _choose_kind(
@@ -209,7 +214,7 @@ def _load_training(train: str, named: Experiment, how: How) -> tuple[Objects, An
     objects = Objects(replace(named, task=named.task or f"{module}:task"))
     function = objects.find("train", train)
     if how == "replays" and not isinstance(function, Together):
-        return objects, _find_record(objects, module)
+        return objects, find_record(objects, module)
     if not callable(function):
         raise ConfigurationError(
             f"{train} must be a function train(subset, seed), or a Together; it is a {type(function).__name__}."
@@ -217,14 +222,14 @@ def _load_training(train: str, named: Experiment, how: How) -> tuple[Objects, An
     return objects, function
 
 
-def _find_record(objects: Objects, module: str) -> Record:
+def find_record(objects: Objects, module: str) -> Record:
     """Find the function of the user's file that records a training run."""
     try:
         function: Record = objects.find("record", f"{module}:record")
     except ConfigurationError as error:
         raise ConfigurationError(
-            f"{module} has no function record(seed, folder), which --replay needs: it trains on all data from a seed "
-            "with an imprint.RunRecorder of that folder."
+            f"{module} has no function record(seed, folder), which replays over seeds need: it trains on "
+            "all data from a seed with an imprint.RunRecorder of that folder."
         ) from error
     if not callable(function):
         raise ConfigurationError(
