@@ -9,7 +9,16 @@ Where data is plentiful a half does move little: λ stays above a tenth of tr(H)
 **Step of a path.** A path has μ/λ steps of 1/μ, μ the largest curvature: where it starts for the number of steps, and
 on the whole of it for their size. From an early checkpoint curvature rises tenfold and more, most of all where the
 running statistics of batch norm have not settled, and a step that suits the start would multiply responses at each
-later one. So the path is walked first; as λ rises with the curvature, it gets shorter and not longer.
+later one. So the path is walked first; as λ rises with the curvature, it gets shorter and not longer. It is never
+longer than N/tr(H), nor than a quarter of the training, where that was recorded (`training_time`): a training that was
+stopped early did not overfit, and a path that goes on would.
+
+**Metric.** Groups of examples get a path in the metric of the training: where Adam's second moments came with every
+checkpoint, all of the above is measured in it (`metric`), so that a factor in the moments cancels.
+
+**Curvature.** That of Gauss–Newton where the task shows its outputs, else the Hessian (`look`). Responses grow along
+negative curvature, by e^(horizon × curvature): paths are kept so short that this is at most e³, and infinitely many
+steps get a damping of twice that curvature.
 
 **Weight.** A checkpoint far from where training comes to rest, in units of what sampling the data does to it, says
 little of the models that retraining ends with: 1/(1 + snr), snr = N ḡᵀ(H+λ)⁻¹ḡ / mean_i g_iᵀ(H+λ)⁻¹g_i. A silent one

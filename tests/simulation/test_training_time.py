@@ -56,7 +56,6 @@ def test_a_short_training_shortens_the_path(tmp_path: Path) -> None:
     sources = Sources.by_label([index % 3 for index in range(24)])
     followed = Plan.auto(task, (X, Y), sources, run.paths, progress=False)
     free = Plan.auto(task, (X, Y), sources, [task.state()], progress=False)
-    assert isinstance(followed.steps, tuple) and isinstance(followed.lr, tuple)
-    assert isinstance(free.steps, tuple) and isinstance(free.lr, tuple)
-    horizon, unbound = (plan.steps[-1] * plan.lr[-1] for plan in (followed, free))  # type: ignore[index, operator]
+    last = followed.at(len(run.paths) - 1, len(run.paths)), free.at(0, 1)
+    horizon, unbound = (settings.path * float(settings.lr) for settings in last)
     assert horizon == pytest.approx(12.0 / 4, rel=0.3) and unbound > 2 * horizon
