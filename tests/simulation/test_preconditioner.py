@@ -129,7 +129,7 @@ def test_a_step_that_is_too_long_for_the_preconditioned_curvature_is_warned_of()
     problem = quadratic()
     plain = Plan(steps=2, lr=problem.lr)
     run(problem, plain)  # is fine
-    small = torch.full_like(problem.theta, 0.01)
+    small = torch.full_like(problem.theta, 0.05)
     with pytest.warns(UserWarning, match="the descent may diverge"):
         run(problem, replace(plain, preconditioner="adam"), small)
 
