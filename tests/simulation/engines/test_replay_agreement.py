@@ -95,7 +95,7 @@ def test_gradients_that_were_changed_are_told_from_a_wrong_loss(run: MemoryRun) 
 def test_another_optimiser_is_refused_at_the_second_step(
     change: Callable[[MemoryRun], MemoryRun], run: MemoryRun
 ) -> None:
-    with pytest.raises(SimulationError, match=r"at step 1: .* Step 0 agrees, so that the loss is right"):
+    with pytest.raises(SimulationError, match=r"at step 1: .* Step 0 agrees, so the loss is right"):
         replay(change(run))
 
 
@@ -114,7 +114,9 @@ def test_other_examples_in_one_step_are_refused_there(run: MemoryRun) -> None:
 
 def test_an_end_that_was_changed_after_training_is_refused(run: MemoryRun) -> None:
     averaged = {name: (tensor + run.state(0)[name]) / 3 for name, tensor in run.state(40).items()}
-    with pytest.raises(SimulationError, match=r"misses the recorded end by \d+% of the way .* averaged, restored"):
+    with pytest.raises(
+        SimulationError, match=r"misses the recorded end by \d+% of the distance the run travelled.* averaged, restored"
+    ):
         replay(replace(run, states={0: run.state(0), 40: averaged}))
 
 

@@ -177,7 +177,7 @@ def _find_why_not_computed(repetition: Repetition, *, plain_attention: bool) -> 
     if missed is None:
         return f"vmap does not support this model: {reason}", slow
     if missed > 10 * tolerance(repetition):
-        return f"a row of a stack has other losses than a plain training, by {missed:.1g} in {_TRIED} steps", slow
+        return f"losses differ between stacked and plain training, by {missed:.1g} in {_TRIED} steps", slow
     return None, slow
 
 
