@@ -192,7 +192,7 @@ def test_a_chaotic_run_is_called_so() -> None:
 def test_a_later_start_follows_the_recorded_state_and_says_what_it_loses() -> None:
     training = replace(TRAININGS["stacked"](), steps=30, keep=(10, 20))
     end, run = training.run()
-    with pytest.warns(ReliabilityWarning, match="a replay from step 20 on differs from one of the whole run by"):
+    with pytest.warns(ReliabilityWarning, match="a replay that begins after 20 steps differs from one of the whole"):
         store = replay(training, run, Plan(engine="replay", start=25))
     measured = store.checkpoints[0].measured
     assert store.checkpoints[0].steps == 10

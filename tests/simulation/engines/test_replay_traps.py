@@ -10,9 +10,10 @@ from torch import Tensor, nn
 
 from imprint.errors import SimulationError
 from imprint.simulation.engines.replay.optimisers import find_why_not_stackable
+from imprint.simulation.engines.replay.stack import OwnRouteError
 from imprint.simulation.engines.replay.training import as_recorded, find_routing
 from imprint.simulation.engines.replay.ways import find_unkept_state, find_way
-from tests.simulation.engines.test_replay_rows import check, replay_plainly
+from tests.simulation.engines.test_replay_rows import check, replay_plainly, replay_stacked
 from tests.simulation.engines.test_replay_ways import SHAPES, settings_of
 from tests.simulation.engines.trainings import Training, classification, mlp
 
@@ -59,6 +60,15 @@ def test_a_run_without_a_source_finds_its_own_missing_gradients() -> None:
 class _Routing(Training):
     def repetition(self, run: Any, begin: int = 0) -> Any:
         return replace(super().repetition(run, begin), routes=True)
+
+
+def test_a_stack_that_moves_what_rested_in_training_names_the_step() -> None:
+    training = Training(mlp(), classification(), steps=6)
+    _, run = training.run()
+    resting = replace(run.steps[3], missing=frozenset({"0.weight"}))
+    run = replace(run, steps=(*run.steps[:3], resting, *run.steps[4:]))
+    with pytest.raises(OwnRouteError, match=r"0\.weight has a gradient without a source at step 4, and had none"):
+        replay_stacked(_Routing(**vars(training)), run)
 
 
 class Late(torch.optim.SGD):

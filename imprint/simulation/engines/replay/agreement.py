@@ -1,7 +1,8 @@
 """Compares the unperturbed replay with the recording: the loss and the gradient of every step, and the end.
 
 What differs from the first step on, or suddenly, is another loss, other data or another optimiser: it is refused with
-what to look for. What grows slowly is rounding, which is measured and stated.
+what to look for. What grows slowly is rounding, which is measured and stated. Messages count steps from 1, as the
+recorder does.
 """
 
 import math
@@ -108,8 +109,8 @@ class Agreement:
         """Say at which step the replay leaves the recording, and what to look for."""
         begin = self._repetition.begin
         said = (
-            f"the replay differs from the recording at step {pair.step}: the {pair.what} is {pair.replayed:.6g}, and "
-            f"was {pair.recorded:.6g} in training. "
+            f"the replay differs from the recording at step {pair.step + 1}: the {pair.what} is {pair.replayed:.6g}, "
+            f"and was {pair.recorded:.6g} in training (a relative difference of {pair.deviation:.1g}). "
         )
         if pair.step == begin and pair.what == "loss":
             return said + (self._explain_ratio() or _WRONG_LOSS)
@@ -117,7 +118,7 @@ class Agreement:
             return said + _WRONG_GRADIENT
         if pair.step < begin + _FIRST:
             return said + (
-                f"Step {begin} agrees, so the loss is right: the optimiser then moved differently, or this batch "
+                f"Step {begin + 1} agrees, so the loss is right: the optimiser then moved differently, or this batch "
                 "differs. Look for another class or other settings of the optimiser, clipping or a divisor that was "
                 "not recorded, examples that differ, or weights that were changed between steps."
             )
@@ -201,6 +202,6 @@ class Watch:
         for name, step in zip(self._names, steps, strict=True):
             if step >= 0:
                 raise SimulationError(
-                    f"the loss of {name} is not finite at step {step}: it diverges there. Train with a smaller "
+                    f"the loss of {name} is not finite at step {step + 1}: it diverges there. Train with a smaller "
                     "learning rate or with clipping, so that the run survives small changes, and record it again."
                 )

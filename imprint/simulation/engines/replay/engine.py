@@ -252,7 +252,7 @@ class Replay(Engine):
             )
         if measured.start_lost is not None and measured.start_lost > _LOST:
             notice(
-                f"a replay from step {self.repetition.begin} on differs from one of the whole run by "
+                f"a replay that begins after {self.repetition.begin} steps differs from one of the whole run by "
                 f"{measured.start_lost:.2g} of a removal's effect: replay from an earlier start= for exact effects."
             )
         return measured

@@ -91,7 +91,7 @@ class Stack:
             if name in step.missing:
                 if self.repetition.routes and p.grad is not None and bool(p.grad.any()):
                     raise OwnRouteError(
-                        f"{name} has a gradient without a source at step {number}, and had none in training"
+                        f"{name} has a gradient without a source at step {number + 1}, and had none in training"
                     )
                 p.grad = None
             elif p.grad is None:
