@@ -17,7 +17,7 @@ Query = int | Literal["mean"]
 
 
 MEANINGS: dict[Question, str] = {
-    "this_run": "this run: had this source had weight 0 in the training that made this model",
+    "this_run": "this run: if this source had had weight 0 in the training run that produced this model",
     "expected": "expected: mean over trainings like this one",
 }
 """What each question asks, in words."""
@@ -74,7 +74,7 @@ class Labels:
         """The question that the scores answer, in words.
 
         >>> Labels(9, ("a",), ("A",), (3,), "loss", "lower", question="this_run").meaning
-        'this run: had this source had weight 0 in the training that made this model'
+        'this run: if this source had had weight 0 in the training run that produced this model'
         """
         steps = self.details.get(LAST_STEPS)
         part = "" if steps is None else f", in its last {count_of(steps, 'step')} only"

@@ -68,6 +68,6 @@ def describe_chaos(noise: float, effect: float) -> str | None:
     return (
         f"this run is chaotic: a tiny change of its start moves these queries by {noise:.3g} (root mean square), the "
         f"removal of a source by {effect:.3g}, so that most effects say more about chance than about the source. "
-        "Rather ask for the expectation over seeds: simulate from the run's checkpoints (checkpoints=run.paths), or "
+        "Ask instead for the expectation over seeds: simulate from the run's checkpoints (checkpoints=run.paths), or "
         "train with a lower learning rate, which makes a run calmer."
     )

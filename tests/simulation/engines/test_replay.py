@@ -192,7 +192,7 @@ def test_a_chaotic_run_is_called_so() -> None:
 def test_a_later_start_follows_the_recorded_state_and_says_what_it_loses() -> None:
     training = replace(TRAININGS["stacked"](), steps=30, keep=(10, 20))
     end, run = training.run()
-    with pytest.warns(ReliabilityWarning, match="a replay from step 20 on differs from one of the whole run by"):
+    with pytest.warns(ReliabilityWarning, match="a replay that begins after 20 steps differs from one of the whole"):
         store = replay(training, run, Plan(engine="replay", start=25))
     measured = store.checkpoints[0].measured
     assert store.checkpoints[0].steps == 10
@@ -200,12 +200,12 @@ def test_a_later_start_follows_the_recorded_state_and_says_what_it_loses() -> No
     assert measured.start_lost is not None and 0.3 < measured.start_lost < 1.5
     task, (x, y) = training.task(), training.data
     partial = attribute(task, store, (x[:3], y[:3]), progress=False)
-    assert partial.labels.meaning.endswith("in the training that made this model, in its last 10 steps only")
+    assert partial.labels.meaning.endswith("in the training run that produced this model, in its last 10 steps only")
     exact = replay(training, run, Plan(engine="replay", start=5))
     check_rows(exact, training, end)
     assert exact.checkpoints[0].measured.start_lost is None
     whole = attribute(task, exact, (x[:3], y[:3]), progress=False)
-    assert whole.labels.meaning.endswith("in the training that made this model")
+    assert whole.labels.meaning.endswith("in the training run that produced this model")
     with pytest.raises(ReadoutError, match=r"different questions.*in its last 10 steps only"):
         _ = whole - partial
 

@@ -63,6 +63,17 @@ class Sometimes(nn.Module):
         return x + torch.tanh(self.inner(x)) if torch.rand([]) < 0.5 else x
 
 
+class Tempered(nn.Module):
+    """A layer whose one parameter is a number, such as a temperature."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.temperature = nn.Parameter(torch.tensor(1.5, dtype=torch.float64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.temperature
+
+
 class Words(nn.Module):
     def __init__(self, **options: Any) -> None:
         super().__init__()
@@ -101,6 +112,9 @@ CASES: dict[str, Callable[[], Training]] = {
     "RMSprop": lambda: Training(mlp(), classification(), torch.optim.RMSprop, {"lr": 0.02}),
     "clipping": lambda: Training(mlp(), classification(), clipping=Clipping("norm", 0.3)),
     "clipping by the largest": lambda: Training(mlp(), classification(), clipping=Clipping("norm", 0.1, float("inf"))),
+    "clipping with a single number": lambda: Training(
+        mlp(Tempered()), classification(), clipping=Clipping("norm", 0.3)
+    ),
     "clipping by value": lambda: Training(mlp(), classification(), clipping=Clipping("value", 0.05)),
     "accumulation": lambda: Training(mlp(nn.Dropout(0.3)), classification(), ADAM, {"lr": 0.02}, accumulate=3),
     "schedule": lambda: Training(mlp(), classification(), ADAMW, {"lr": 0.02}, schedule=lambda t: (t + 1) / 6),
@@ -159,17 +173,6 @@ def test_a_regulariser_is_replayed_only_if_the_loss_of_the_run_contained_it(in_l
 def forget_figures(step: Step) -> Step:
     batches = tuple(replace(micro, loss=None) for micro in step.batches)
     return replace(step, batches=batches, gradient_norm=None)
-
-
-class Tempered(nn.Module):
-    """A layer whose one parameter is a number, such as a temperature."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.temperature = nn.Parameter(torch.tensor(1.5, dtype=torch.float64))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x * self.temperature
 
 
 def test_what_an_optimiser_remembers_of_a_single_number_is_stacked_too() -> None:

@@ -10,9 +10,10 @@ from torch import Tensor, nn
 
 from imprint.errors import SimulationError
 from imprint.simulation.engines.replay.optimisers import find_why_not_stackable
+from imprint.simulation.engines.replay.stack import OwnRouteError
 from imprint.simulation.engines.replay.training import as_recorded, find_routing
-from imprint.simulation.engines.replay.ways import find_unkept_state
-from tests.simulation.engines.test_replay_rows import check, replay_plainly
+from imprint.simulation.engines.replay.ways import find_unkept_state, find_way
+from tests.simulation.engines.test_replay_rows import check, replay_plainly, replay_stacked
 from tests.simulation.engines.test_replay_ways import SHAPES, settings_of
 from tests.simulation.engines.trainings import Training, classification, mlp
 
@@ -59,6 +60,15 @@ def test_a_run_without_a_source_finds_its_own_missing_gradients() -> None:
 class _Routing(Training):
     def repetition(self, run: Any, begin: int = 0) -> Any:
         return replace(super().repetition(run, begin), routes=True)
+
+
+def test_a_stack_that_moves_what_rested_in_training_names_the_step() -> None:
+    training = Training(mlp(), classification(), steps=6)
+    _, run = training.run()
+    resting = replace(run.steps[3], missing=frozenset({"0.weight"}))
+    run = replace(run, steps=(*run.steps[:3], resting, *run.steps[4:]))
+    with pytest.raises(OwnRouteError, match=r"0\.weight has a gradient without a source at step 4, and had none"):
+        replay_stacked(_Routing(**vars(training)), run)
 
 
 class Late(torch.optim.SGD):
@@ -118,6 +128,30 @@ class Counting(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         self.calls += 1
         return x / self.calls
+
+
+class Annealed(nn.Module):
+    """Scales by how many forward passes training has made, which a buffer counts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("passes", torch.zeros((), dtype=torch.float64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            self.passes += 1
+        return x / (1 + 0.2 * self.passes)
+
+
+@pytest.mark.parametrize("batch", [1, 3])
+def test_a_buffer_that_counts_passes_leaves_sources_out_of_batches_of_any_size(batch: int) -> None:
+    training = Training(mlp(Annealed()), classification(), batch=batch, steps=30, leaves_out=True)
+    _, run = training.run()
+    with as_recorded(run.circumstances):
+        way = find_way(training.repetition(run))
+    assert way.leaves_out
+    assert way.one_by_one is not None and way.one_by_one.startswith("a forward pass in training changes the buffer")
+    check(replay_plainly(training, run, way.leaves_out), training)
 
 
 def test_a_model_that_counts_its_calls_is_refused_where_batches_are_passed_twice() -> None:

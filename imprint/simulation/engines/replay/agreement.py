@@ -1,7 +1,8 @@
 """Compares the unperturbed replay with the recording: the loss and the gradient of every step, and the end.
 
 What differs from the first step on, or suddenly, is another loss, other data or another optimiser: it is refused with
-what to look for. What grows slowly is rounding, which is measured and stated.
+what to look for. What grows slowly is rounding, which is measured and stated. Messages count steps from 1, as the
+recorder does.
 """
 
 import math
@@ -24,7 +25,7 @@ _JUMP = 30.0  # times more than any step before: no growth of rounding
 _SMALL = 1e-2  # of the largest value so far: values below count as that large
 _STEADY = 0.05  # relative spread of a ratio that is called constant, where it is larger than the next
 _LARGE = 1.5
-_ASTRAY = 0.5  # of the way that the run went: by so much its end may be missed
+_ASTRAY = 0.5  # of the distance the run travelled: by so much its end may be missed
 
 
 def tolerance(repetition: Repetition) -> float:
@@ -108,8 +109,8 @@ class Agreement:
         """Say at which step the replay leaves the recording, and what to look for."""
         begin = self._repetition.begin
         said = (
-            f"the replay differs from the recording at step {pair.step}: the {pair.what} is {pair.replayed:.6g}, and "
-            f"was {pair.recorded:.6g} in training. "
+            f"the replay differs from the recording at step {pair.step + 1}: the {pair.what} is {pair.replayed:.6g}, "
+            f"and was {pair.recorded:.6g} in training (a relative difference of {pair.deviation:.1g}). "
         )
         if pair.step == begin and pair.what == "loss":
             return said + (self._explain_ratio() or _WRONG_LOSS)
@@ -117,9 +118,9 @@ class Agreement:
             return said + _WRONG_GRADIENT
         if pair.step < begin + _FIRST:
             return said + (
-                f"Step {begin} agrees, so that the loss is right, and the optimiser went elsewhere from there or this "
-                "batch is another: look for another class or other settings of the optimiser, clipping or a divisor "
-                "that was not recorded, examples that differ, or weights that were changed between steps."
+                f"Step {begin + 1} agrees, so the loss is right: the optimiser then moved differently, or this batch "
+                "differs. Look for another class or other settings of the optimiser, clipping or a divisor that was "
+                "not recorded, examples that differ, or weights that were changed between steps."
             )
         return said + (
             f"The steps before agree to {max(self.worst, 1e-16):.1g}: look for steps that were not recorded, data that "
@@ -156,7 +157,7 @@ _WRONG_GRADIENT = (
 
 
 def compare_end(repetition: Repetition, end: Parameters, agreement: Agreement) -> float:
-    """Return how far the unperturbed replay ends from the recorded end, relative to the way the run went.
+    """Return how far the unperturbed replay ends from the recorded end, relative to the distance the run travelled.
 
     A far end after losses that agreed is refused: the weights were changed after the last step.
     """
@@ -165,9 +166,9 @@ def compare_end(repetition: Repetition, end: Parameters, agreement: Agreement) -
     missed = norm(minus(_trained(repetition, end), recorded)) / way if way else 0.0
     if missed > _ASTRAY and agreement.worst < _JUMP * tolerance(repetition):
         raise SimulationError(
-            f"the replay misses the recorded end by {missed:.0%} of the way that the run went, although its losses "
-            f"agree to {max(agreement.worst, 1e-16):.1g}: look for weights that were averaged, restored or changed "
-            "after the last recorded step."
+            f"the replay misses the recorded end by {missed:.0%} of the distance the run travelled, although its "
+            f"losses agree to {max(agreement.worst, 1e-16):.1g}: look for weights that were averaged, restored or "
+            "changed after the last recorded step."
         )
     return missed
 
@@ -201,6 +202,6 @@ class Watch:
         for name, step in zip(self._names, steps, strict=True):
             if step >= 0:
                 raise SimulationError(
-                    f"the loss of {name} is not finite at step {step}: it diverges there. Train with a smaller "
+                    f"the loss of {name} is not finite at step {step + 1}: it diverges there. Train with a smaller "
                     "learning rate or with clipping, so that the run survives small changes, and record it again."
                 )

@@ -5,7 +5,7 @@ of b is u_b = N(θ − θ₋b), with θ the recorded end; of parameters, and of 
 
 First the run is replayed as it was (`settle`), and compared with the recording step by step. Then come the rows:
 stacked where the model and the optimiser allow it, otherwise one by one (`ways.py`). With the first sources go two runs
-from slightly other starts, which say how much of an effect is chaos.
+from slightly perturbed starts, which say how much of an effect is chaos.
 """
 
 import logging
@@ -161,7 +161,8 @@ class Replay(Engine):
         missed = compare_end(repetition, training.state(), agreement)
         deviation = self.effects.change(self._displaced(training.state()))
         logger.info(
-            "the unperturbed replay misses the recorded end by %.2g of the way and F there by %.2g (losses by %.2g)",
+            "the unperturbed replay misses the recorded end by %.2g of the distance travelled, and F there by %.2g "
+            "(losses by %.2g)",
             *(missed, deviation, agreement.worst),
         )
         return six_digits([deviation])[0]
@@ -180,7 +181,7 @@ class Replay(Engine):
     # --- rows
 
     def simulate(self, descent: Descent, hooks: Hooks) -> Chunk:
-        """Replay the run without each of some sources; with the first ones, from slightly other starts too."""
+        """Replay the run without each of some sources; with the first ones, from slightly perturbed starts too."""
         stacked, sources = self.way.one_by_one is None, descent.sources
         lineup = Lineup(sources, self.plan.seed if hooks.first else None, control=hooks.first and stacked)
         ends = [self._displaced(end) for end in self._replay(self.repetition, lineup, hooks)]
@@ -251,7 +252,7 @@ class Replay(Engine):
             )
         if measured.start_lost is not None and measured.start_lost > _LOST:
             notice(
-                f"a replay from step {self.repetition.begin} on differs from one of the whole run by "
+                f"a replay that begins after {self.repetition.begin} steps differs from one of the whole run by "
                 f"{measured.start_lost:.2g} of a removal's effect: replay from an earlier start= for exact effects."
             )
         return measured

@@ -1,4 +1,4 @@
-"""Replays the rows of a line-up to their end: the run without each source, and runs from slightly other starts.
+"""Replays the rows of a line-up to their end: the run without each source, and runs from slightly perturbed starts.
 
 Interrupted, they resume from their last snapshot. A row's end holds the trained parameters and all buffers.
 """
@@ -45,7 +45,7 @@ class Lineup:
         nothing = np.zeros(0, dtype=np.int64)
         extra = NOISE_ROWS * (self.seed is not None)
         names = [f"the run without source {identity!r}" for identity in self.sources.ids]
-        names += ["the run from a slightly other start"] * extra + ["the unperturbed run"] * self.control
+        names += ["the run from a slightly perturbed start"] * extra + ["the unperturbed run"] * self.control
         return Rows((*self.sources.members, *[nothing] * (extra + self.control)), tuple(names))
 
     def starts(self, start: Parameters, trained: tuple[str, ...]) -> list[Parameters]:

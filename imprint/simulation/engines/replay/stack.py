@@ -91,7 +91,7 @@ class Stack:
             if name in step.missing:
                 if self.repetition.routes and p.grad is not None and bool(p.grad.any()):
                     raise OwnRouteError(
-                        f"{name} has a gradient without a source at step {number}, and had none in training"
+                        f"{name} has a gradient without a source at step {number + 1}, and had none in training"
                     )
                 p.grad = None
             elif p.grad is None:
@@ -162,7 +162,7 @@ def clip_rows_(gradients: Sequence[Tensor], clipping: Clipping) -> None:
         for gradient in gradients:
             gradient.clamp_(-clipping.limit, clipping.limit)
         return
-    each = [torch.linalg.vector_norm(g.flatten(1), clipping.norm_type, dim=1) for g in gradients]
+    each = [torch.linalg.vector_norm(g.reshape(len(g), -1), clipping.norm_type, dim=1) for g in gradients]
     norms = torch.linalg.vector_norm(torch.stack(each), clipping.norm_type, dim=0)
     factors = (clipping.limit / (norms + 1e-6)).clamp(max=1.0)
     for gradient in gradients:
