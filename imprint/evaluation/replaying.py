@@ -8,8 +8,10 @@ far less noise, because a replay differs from its run by the removal alone.
 import contextlib
 import logging
 import os
+import re
 import shutil
 import tempfile
+import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -22,7 +24,7 @@ from torch import Tensor
 
 from imprint.attribution.scoring import attribute
 from imprint.data import Collate, Data, as_tensors, is_columns, query_batches
-from imprint.errors import DataError, StoreError
+from imprint.errors import DataError, ReliabilityWarning, StoreError
 from imprint.evaluation.requests import describe_request
 from imprint.evaluation.subsets import Subsets, require_whole
 from imprint.evaluation.together import Together
@@ -33,7 +35,7 @@ from imprint.recording.reading import Recording
 from imprint.recording.records import Run
 from imprint.recording.writing import RunRecorder
 from imprint.runtime.progress import Advance
-from imprint.simulation.recorded import complete_end, open_run
+from imprint.simulation.recorded import OTHER_STATE, complete_end, open_run
 from imprint.simulation.runner import simulate
 from imprint.sources import Sources
 from imprint.task import Batch, Task, require_task
@@ -107,7 +109,9 @@ def replay_seeds(
         for run in missing:
             folder = kept.folder / f"run-{run:03}"
             opened = record_run(record, subsets.seeds(run, seed)[0], folder)
-            kept.write(run, work.values(opened, kept.folder / f"replay-{run:03}"))
+            with warnings.catch_warnings():  # of several runs, the task's model is the end of one at most
+                warnings.filterwarnings("ignore", re.escape(OTHER_STATE), ReliabilityWarning)
+                kept.write(run, work.values(opened, kept.folder / f"replay-{run:03}"))
             shutil.rmtree(folder)
     return kept.truth(runs)
 

@@ -29,6 +29,7 @@ from imprint.simulation.recorded import (
     check_run,
     choose_plan_for,
     complete_end,
+    describe_other_state,
     find_begin,
     find_changed_buffers,
     refuse_both,
@@ -107,6 +108,8 @@ class Inputs:
             inputs.notices.add(partial_hash)
         if run is None:  # which was trained in the precision it has
             warn_half_precision(task)
+        elif other_state := describe_other_state(run, task):
+            inputs.notices.add(other_state)
         assert inputs.settings  # a plan with settings for other checkpoints is refused here
         return inputs
 

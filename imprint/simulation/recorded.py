@@ -4,6 +4,7 @@ import os
 from collections.abc import Sequence
 
 import torch
+from torch import Tensor
 
 from imprint.display import name_some
 from imprint.errors import DataError, PlanError, TaskError
@@ -109,6 +110,39 @@ def _complete(run: Run, task: Task, *steps: int) -> list[Parameters]:
         return run.complete(task, *steps)
     own = task.state()
     return [{**own, **run.state(step)} for step in steps]
+
+
+def describe_other_state(run: Run, task: Task) -> str | None:
+    """Say that the task's model is neither the start nor the end of a run; None if it is one of them."""
+    own, steps = task.state(), len(run.steps)
+    differing = [
+        next((name for name, t in run.state(step).items() if name in own and not _agree(own[name], t)), None)
+        for step in (steps, 0)
+    ]
+    if None in differing:
+        return None
+    return (
+        f"{OTHER_STATE} ({differing[0]!r} differs): results describe the model at the recorded end, not this one. If "
+        f"you serve the recorded end, load it: model.load_state_dict(recording.state({steps}), strict=False). If you "
+        "serve this model, record its training to the end, with every step within run.step."
+    )
+
+
+OTHER_STATE = "the model of the task is neither the start nor the end of the recorded run"
+_DETOURS = (torch.float32, torch.bfloat16, torch.float16)  # in which a model may have been saved meanwhile
+_ULPS = 8  # of rounding that a model may differ by, in float32 and wider: far less than a step of training
+
+
+def _agree(own: Tensor, recorded: Tensor) -> bool:
+    """Tell whether a tensor has the recorded values, but for rounding and a detour through a lower precision."""
+    recorded = recorded.to(own.device)
+    if own.shape != recorded.shape or not own.is_floating_point():
+        return torch.equal(own, recorded)
+    slack = _ULPS * torch.finfo(own.dtype).eps if own.dtype.itemsize >= 4 else 0.0
+    return any(
+        torch.allclose(own, recorded.to(dtype).to(own.dtype), rtol=slack, atol=0.0)
+        for dtype in (recorded.dtype, *_DETOURS)
+    )
 
 
 def list_checkpoints(run: Run, task: Task) -> list[State]:

@@ -1,5 +1,6 @@
 """Ground truth by replays is F under trainings in which the removed examples had weight 0, and nothing else changed."""
 
+import warnings
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from imprint import DataError, Sources, StoreError, attribute, simulate
+from imprint.errors import ReliabilityWarning
 from imprint.evaluation import replaying
 from imprint.evaluation.metrics import evaluate
 from imprint.evaluation.replaying import replay_run, replay_seeds
@@ -136,6 +138,14 @@ def test_a_function_that_records_is_checked_before_runs_are_added(tmp_path: Path
     other.__qualname__ = record.__qualname__
     with pytest.raises(StoreError, match=r"holds runs of another record\(seed, folder\): F under run 0"):
         replay_each_seed(other, tmp_path, runs=3)
+
+
+def test_only_the_run_that_is_asked_about_must_end_in_the_model_of_the_task(run: Recording) -> None:
+    with pytest.warns(ReliabilityWarning, match="neither the start nor the end of the recorded run"):
+        replay(run)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", ReliabilityWarning)
+        replay_each_seed(together())
 
 
 def test_a_killed_recording_starts_over(tmp_path: Path) -> None:

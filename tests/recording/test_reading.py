@@ -294,6 +294,21 @@ def test_of_a_fine_tune_the_adapter_is_kept_and_a_hash_of_what_is_frozen(tmp_pat
         recording.complete(Task.classifier(make_model()), 4)
 
 
+def test_a_model_in_another_precision_is_refused(tmp_path: Path) -> None:
+    _, recording = record_adapted(tmp_path / "run", "all")
+    with pytest.raises(TaskError, match=r"another precision: 'base\.bias' is torch\.float32 there and torch\.bfloat16"):
+        recording.complete(Task.classifier(Adapted().bfloat16()), 4)
+    _, recording = record_adapted(tmp_path / "adapter", "trained")
+    with pytest.raises(
+        TaskError, match=r"another precision: 'down\.weight' is torch\.float32 there and torch\.float64"
+    ):
+        recording.complete(Task.classifier(Adapted().double()), 4)
+    model = Adapted()
+    model.base.bfloat16()
+    with pytest.raises(TaskError, match=r"other values of the 2 frozen parameters .*, or with the same in another pre"):
+        recording.complete(Task.classifier(model), 4)
+
+
 def test_frozen_parameters_in_the_optimiser_are_kept_and_have_no_gradient(tmp_path: Path) -> None:
     _, recording = record_adapted(tmp_path / "run", "all")
     assert recording.frozen == () and "base.weight" in recording.state(4)

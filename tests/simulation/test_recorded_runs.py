@@ -13,6 +13,7 @@ from torch import nn
 
 from imprint import DataError, Plan, PlanError, SimulationError, Store, StoreError, TaskError, simulate
 from imprint.data import Data
+from imprint.errors import ReliabilityWarning
 from imprint.simulation.engines import Chunk
 from imprint.store.fingerprint import of_data
 from imprint.store.values import sealed
@@ -68,6 +69,25 @@ def test_a_store_says_which_question_it_answers_and_how_calm_the_run_is() -> Non
     path = simulate(make_task(), make_data(), SOURCES, Plan(steps=1, lr=0.1), progress=False)
     assert path.question == "expected" and not path.removes
     assert path.checkpoints[0].measured.chaos is None and path.noise(0, torch.device("cpu")) is None
+
+
+def test_a_model_that_was_trained_on_after_the_run_is_named_and_kept_as_a_warning() -> None:
+    run, model = HandMadeRun.of(make_model()), make_model()
+    model.load_state_dict(train(model, run.state(STEPS)))
+    with pytest.warns(ReliabilityWarning, match=r"neither the start nor the end of the recorded run \('0.weight' diff"):
+        store = simulate(make_task(model), make_data(), SOURCES, make_plan(), run=run, progress=False)
+    assert any("describe the model at the recorded end, not this one" in warning for warning in store.warnings)
+
+
+@pytest.mark.parametrize("step", [0, STEPS])
+@pytest.mark.parametrize("saved_as", [torch.float64, torch.float32, torch.bfloat16])
+def test_the_start_and_the_end_of_a_run_are_recognised_however_they_were_saved(
+    step: int, saved_as: torch.dtype
+) -> None:
+    run, model = HandMadeRun.of(make_model()), make_model()
+    model.load_state_dict({n: t.to(saved_as) if t.is_floating_point() else t for n, t in run.state(step).items()})
+    store = simulate(make_task(model), make_data(), SOURCES, make_plan(), run=run, progress=False)
+    assert not store.warnings
 
 
 def test_rows_of_perturbed_starts_are_kept_and_verified(tmp_path: Path) -> None:

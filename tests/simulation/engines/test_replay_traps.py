@@ -133,6 +133,8 @@ class Counting(nn.Module):
 class Annealed(nn.Module):
     """Scales by how many forward passes training has made, which a buffer counts."""
 
+    passes: Tensor
+
     def __init__(self) -> None:
         super().__init__()
         self.register_buffer("passes", torch.zeros((), dtype=torch.float64))
