@@ -9,7 +9,7 @@ import shutil
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -40,6 +40,15 @@ from imprint.validation.witnesses import count_examples, predict_removals, read_
 _REMOVALS = 8
 
 
+class Row(NamedTuple):
+    """One removal: its predicted effect beside the actual one."""
+
+    name: str
+    predicted: float
+    actual: float
+    error: float | None
+
+
 @dataclass(frozen=True)
 class Comparison:
     """Predicted effects (queries, removals) beside actual ones (runs, queries, removals), and what follows."""
@@ -54,18 +63,34 @@ class Comparison:
         """What was validated: "sizes validated", "ranks validated", "failed" or "undecided"."""
         return self.validation.verdict.outcome
 
-    def __repr__(self) -> str:
-        verdict, runs = self.validation.verdict, len(self.actual)
-        width = max(map(len, (*self.names, "removed")))
-        lines = [f"{'removed':{width}}  predicted    actual   (change of {self.validation.measure}, mean over queries)"]
+    @property
+    def rows(self) -> "list[Row]":
+        """Predicted and actual effect of each removal, mean over queries, with the error over runs if there are any."""
+        found = []
         for index, name in enumerate(self.names):
             actual = self.actual[:, :, index].mean(1)
-            error = f" ± {actual.std(ddof=1) / np.sqrt(runs):.2g}" if runs > 1 else ""
-            predicted = self.predicted[:, index].mean()
-            lines.append(f"{for_terminal(name):{width}}  {predicted:+9.3g} {actual.mean():+9.3g}{error}")
+            error = float(actual.std(ddof=1)) / len(actual) ** 0.5 if len(actual) > 1 else None
+            found.append(Row(name, float(self.predicted[:, index].mean()), float(actual.mean()), error))
+        return found
+
+    def describe_left_out(self) -> list[str]:
+        """Say how many queries were left out; nothing if none was."""
         left = self.validation.left_out
-        note = [f"{count_of(left, 'query', 'queries')} left out: training examples of removed sources"] * bool(left)
-        return "\n".join([str(verdict), *lines, *note])
+        return [f"{count_of(left, 'query', 'queries')} left out: training examples of removed sources"] * bool(left)
+
+    def __repr__(self) -> str:
+        width = max(map(len, (*self.names, "removed")))
+        lines = [f"{'removed':{width}}  predicted    actual   (change of {self.validation.measure}, mean over queries)"]
+        for row in self.rows:
+            error = "" if row.error is None else f" ± {row.error:.2g}"
+            lines.append(f"{for_terminal(row.name):{width}}  {row.predicted:+9.3g} {row.actual:+9.3g}{error}")
+        return "\n".join([str(self.validation.verdict), *lines, *self.describe_left_out()])
+
+    def to_json(self) -> dict[str, Any]:
+        """Return plain JSON values: the verdict, and the effects of each removal."""
+        rows, removals = self.rows, self.validation.removals
+        each = [{**row._asdict(), "sources": list(places)} for row, places in zip(rows, removals, strict=True)]
+        return {**self.validation.verdict.to_json(), "measure": self.validation.measure, "removed": each}
 
 
 def validate(

@@ -11,7 +11,7 @@ from imprint.readout.reader import Reader
 from imprint.statistics import Array
 from imprint.store.reading import Store
 from imprint.task import Batch, Task
-from imprint.validation.record import Validation, witness_folder
+from imprint.validation.record import Validation, read_validation, witness_folder
 from imprint.validation.verdict import Verdict, judge
 
 
@@ -24,6 +24,13 @@ def open_witnesses(store: Store, validation: Validation) -> list[Store]:
             raise StoreError(f"{witness.path} does not hold the witnesses of {store.path}: validate the store again.")
         found.append(witness)
     return found
+
+
+def verify_witnesses(store: Store) -> None:
+    """Check every file of a store's witnesses, if it was validated."""
+    if (validation := read_validation(store)) is not None:
+        for witness in open_witnesses(store, validation):
+            witness.verify()
 
 
 def read_effects(

@@ -36,7 +36,7 @@ def draw_predictions(kind: str, actual: Array, seed: int) -> Array:
 
 
 def outcomes(kind: str, repetitions: int = 100) -> list[str]:
-    found = []
+    found: list[str] = []
     for seed in range(repetitions):
         actual = draw_effects(seed)
         found.append(judge(draw_predictions(kind, actual, seed), actual[None], SIZES, "this_run").outcome)
