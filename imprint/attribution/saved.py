@@ -160,7 +160,7 @@ def _check_question(value: Value) -> None:
 
 def _check_fingerprints(value: Value) -> None:
     found = value.mapping()
-    for name in found.keys() & {"sources", "queries", "store"}:
+    for name in found.keys() & {"sources", "queries", "store", "recording"}:
         found[name].text()
     if "measures" in found:
         found["measures"].numbers()

@@ -163,6 +163,7 @@ def _make_labels(
             "parameters": {name: spec.to_json() for name, spec in request.parameters.items()},
             "queries": of_batches(batches),
             "measures": probe_measures(task, batches),
+            **({} if request.recording is None else {"recording": request.recording}),
         },
         _show_warnings(reader, warnings),
         store.question,
