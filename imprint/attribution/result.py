@@ -167,14 +167,8 @@ class Attribution:
             training example is a source, any `Sources` of the same data will do. Groups may overlap; sources in no
             group are left out, and the result says how many. Sources that share examples cannot be summed.
 
-        The sum is exact for derivatives. Of a store of removals it is an estimate, which the result says: in measurements
-        half to twice the effect of removing all at once. For the exact value, simulate the unions:
-        `sources.group(groups)`.
-
-        >>> labels = Labels(9, ("times", "post", "blog"), ("Times", "Post", "Blog"), (3, 3, 3), "loss", "lower")
-        >>> result = Attribution(labels, torch.tensor([[-9.0, -18.0, 9.0]]))
-        >>> result.group({"press": ["times", "post"], "web": ["blog"]}).removal_effect
-        tensor([[ 3., -1.]], dtype=torch.float64)
+        The sum is exact for derivatives. Of a store of removals it is an estimate, which the result says: half to twice
+        the effect of removing all at once. For the exact value, simulate the unions: `sources.group(groups)`.
         """
         labels, scores = sum_scores(self.labels, self.scores, groups)
         return replace(self, labels=labels, scores=scores)._with_chaos()

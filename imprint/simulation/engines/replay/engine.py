@@ -25,26 +25,17 @@ from imprint.runtime.memory import Peak, activation_bytes, budget, most_that_fit
 from imprint.runtime.timing import measure_seconds
 from imprint.simulation.descent import Descent
 from imprint.simulation.engines.protocol import Chunk, Cost, Engine, Work
-from imprint.simulation.engines.replay.agreement import Agreement, Watch, compare_end
 from imprint.simulation.engines.replay.effects import Effects
-from imprint.simulation.engines.replay.rows import (
-    NOISE_ROWS,
-    Keeping,
-    Lineup,
-    follow,
-    replay_one_by_one,
-    replay_together,
-)
+from imprint.simulation.engines.replay.rows import NOISE_ROWS, Lineup, replay_one_by_one, replay_together
 from imprint.simulation.engines.replay.stack import OwnRouteError, Stack
 from imprint.simulation.engines.replay.training import (
     Repetition,
-    Seen,
     Training,
     as_recorded,
     compute_losses,
     find_regularised,
-    find_routing,
 )
+from imprint.simulation.engines.replay.unperturbed import Unperturbed, replay_unperturbed, withholds
 from imprint.simulation.engines.replay.ways import Way, find_dependence, find_unkept_state, find_way, leave_out
 from imprint.simulation.path import Hooks
 from imprint.simulation.recorded import find_begin
@@ -86,15 +77,13 @@ class Replay(Engine):
 
     def repetition_from(self, begin: int) -> Repetition:
         """Return the repetition of the run from one of its checkpoints on."""
-        return Repetition(self.descent.task.task, self.descent.data, self.run, begin, *self._found_first)
+        return Repetition(self.descent.task.task, self.descent.data, self.run, begin, self._regularised)
 
     @cached_property
-    def _found_first(self) -> tuple[bool, bool]:
-        """What the first step tells: whether the loss was regularised, and whether rows find their own routes."""
+    def _regularised(self) -> bool:
+        """Whether the loss was regularised, as the first step tells."""
         begin = find_begin(self.run, self.plan.start)
-        plain = Repetition(self.descent.task.task, self.descent.data, self.run, begin)
-        regularised = find_regularised(plain)
-        return regularised, find_routing(replace(plain, regularised=regularised))
+        return find_regularised(Repetition(self.descent.task.task, self.descent.data, self.run, begin))
 
     @cached_property
     def effects(self) -> Effects:
@@ -112,7 +101,7 @@ class Replay(Engine):
     def settle(self) -> None:
         """Choose how rows are replayed, replay the run as it was and compare it with the recording."""
         self.choose_way()
-        deviation = self.measure_deviation()
+        deviation = self.unperturbed.deviation  # `conclude` relates it to the effect of a removal
         lost = self.measure_start_lost() if self.repetition.begin else None
         self.measured = Measured(one_by_one=self.way.one_by_one, deviation=deviation, start_lost=lost)
         rows = self.rows_that_fit()
@@ -142,30 +131,16 @@ class Replay(Engine):
                 self._way = Way(False, measured.one_by_one)
             self._unkept = find_unkept_state(self.repetition, twice=False)
         if measured.norms is not None:  # of a finished store, whose deviation is relative to the effects already
-            self.measured = replace(measured, deviation=self.measure_deviation())
+            self.measured = replace(measured, deviation=self.unperturbed.deviation)
 
-    def measure_deviation(self) -> float:
-        """Replay the run as it was; return the root mean square difference of F between its end and the recorded.
-
-        `conclude` relates it to the effect of a removal, once that is known.
-        """
-        repetition = self.repetition
-        agreement, training = Agreement(repetition), Training(repetition)
-        watch = Watch(("the unperturbed replay",))
-
-        def hear(number: int, seen: Seen) -> None:
-            agreement.add(number, seen)
-            self.work.advance(0)
-
-        follow(training, Keeping(), hear, watch=watch, measure=True)  # nothing is kept before the journal is there
-        missed = compare_end(repetition, training.state(), agreement)
-        deviation = self.effects.change(self._displaced(training.state()))
-        logger.info(
-            "the unperturbed replay misses the recorded end by %.2g of the distance travelled, and F there by %.2g "
-            "(losses by %.2g)",
-            *(missed, deviation, agreement.worst),
+    @cached_property
+    def unperturbed(self) -> Unperturbed:
+        """The run as it was, replayed and compared with the recording."""
+        return replay_unperturbed(
+            self.repetition,
+            advance=lambda: self.work.advance(0),
+            compare=lambda end: self.effects.change(self._displaced(end)),
         )
-        return six_digits([deviation])[0]
 
     def measure_start_lost(self) -> float:
         """Return how much of a removal's effect a later start loses: rms change of F over the rms effect."""
@@ -202,6 +177,8 @@ class Replay(Engine):
         )
 
     def _replay(self, repetition: Repetition, lineup: Lineup, hooks: Hooks) -> list[Parameters]:
+        if withholds(self.repetition):
+            repetition = replace(repetition, routes=self.unperturbed.routes)
         if self.way.one_by_one is None:
             try:
                 return replay_together(repetition, lineup, hooks, plain_attention=self.way.plain_attention)
