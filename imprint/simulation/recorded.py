@@ -6,6 +6,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from imprint.compat import uncompiled
 from imprint.display import name_some
 from imprint.errors import DataError, PlanError, TaskError
 from imprint.plan import Plan, State, engine_for
@@ -70,14 +71,32 @@ def check_run(run: Run, task: Task, n: int, plan: Plan) -> None:
     optimised = [name for names in run.groups for name in names]
     if lacking := sorted(set(optimised) - set(task.names)):
         raise TaskError(
-            f"the recorded run trained {name_some(lacking)}, which the task does not select: what a removal does to "
-            "all trained parameters belongs to it. Build the task with parameters= that match them."
+            f"the recorded run trained {name_some(lacking)}, which the task does not select: "
+            f"{_explain_lack(lacking, task)}"
         )
     if plan.start >= len(run.steps):
         raise PlanError(
             f"start is {plan.start}, and the recorded run has {len(run.steps)} steps: start at an earlier one, or "
             "leave start out to repeat the whole run."
         )
+
+
+def _explain_lack(lacking: Sequence[str], task: Task) -> str:
+    """Say why a task may not have parameters that a run trained, and what to do."""
+    own = dict(task.model.named_parameters())
+    if uncompiled(task.model) is not task.model:
+        return (
+            "its model is a compiled one, whose parameters have other names. Build the task from the model that was "
+            "compiled, model._orig_mod."
+        )
+    if frozen := [name for name in lacking if name in own and not own[name].requires_grad]:
+        return (
+            f"{name_some(frozen)} is frozen now. Call model.requires_grad_(True) before building the task; what was "
+            "frozen during training is replayed so."
+        )
+    return (
+        "what a removal does to all trained parameters belongs to it. Build the task with parameters= that match them."
+    )
 
 
 def refuse_other_data(run: Run, hashes: DataPrint, n: int) -> None:

@@ -87,9 +87,9 @@ def test_the_engine_replays_a_run_that_was_frozen_midway(tmp_path: Path, snapsho
     store = replay(training, run, out=tmp_path / "whole")
     check_rows(store, training, end)
     assert store.checkpoints[0].measured.one_by_one is None, "freezing is no reason to leave the stack"
-    again = {"out": tmp_path / "killed"}
-    die_until_done(lambda progress: replay(training, run, progress=progress, **again), 3 * training.steps)
-    assert contents(tmp_path / "killed") == contents(store.path)
+    killed = tmp_path / "killed"
+    die_until_done(lambda progress: replay(training, run, out=killed, progress=progress), 3 * training.steps)
+    assert contents(killed) == contents(store.path)
 
 
 def test_a_gradient_of_zeros_that_the_loss_does_not_have_stays_one() -> None:
