@@ -6,15 +6,14 @@ Interrupted, they resume from their last snapshot. A row's end holds the trained
 import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from imprint.errors import PlanError, StoreError, first_line
-from imprint.recording.memory import give_memory, pack_memory, take_memory, unpack_memory
 from imprint.simulation.engines.replay.agreement import Watch
+from imprint.simulation.engines.replay.remembering import pack_optimiser, restore_optimiser
 from imprint.simulation.engines.replay.stack import Rows, Stack
 from imprint.simulation.engines.replay.training import Excluded, Repetition, Seen, Training, as_recorded, load_tensors
 from imprint.simulation.path import Hooks
@@ -92,15 +91,8 @@ def _pack_stack(stack: Stack) -> tuple[Parameters, str]:
 
 
 def _pack_memory(trained: Stack | Training) -> tuple[Parameters, str]:
-    tensors, text = pack_memory(take_memory(trained.optimiser, trained.parameters))
+    tensors, text = pack_optimiser(trained)
     return {f"memory/{name}": tensor for name, tensor in tensors.items()}, text
-
-
-def _restore_memory(trained: Stack | Training, found: Found) -> None:
-    """Let an optimiser remember what was packed; StoreError if that is something else."""
-    tensors = _named(found.tensors, "memory/")
-    memory = unpack_memory(tensors, found.note, trained.parameters.keys(), Path("a snapshot"))
-    give_memory(trained.optimiser, trained.parameters, memory)
 
 
 def _restore_stack(stack: Stack, snapshot: Snapshot | None) -> int:
@@ -112,7 +104,7 @@ def _restore_stack(stack: Stack, snapshot: Snapshot | None) -> int:
     if _shapes(rows) != _shapes(stack.parameters) or found.step > len(stack.repetition.steps):
         return 0
     try:
-        _restore_memory(stack, found)
+        restore_optimiser(stack, _named(found.tensors, "memory/"), found.note)
     except StoreError as error:
         snapshot.refuse(first_line(error))
         return 0
@@ -218,7 +210,7 @@ def _restore_training(training: Training, left: Found | None) -> int:
     if _shapes(now) != _shapes(training.state()):
         return 0
     try:
-        _restore_memory(training, left)
+        restore_optimiser(training, _named(left.tensors, "memory/"), left.note)
     except StoreError:
         return 0
     load_tensors(training.model, now)
