@@ -15,7 +15,16 @@ from imprint import Plan, ReadoutError, RunRecorder, Sources, Store, Task, attri
 from imprint.errors import ReliabilityWarning
 from imprint.recording.seeding import seed_everything
 from imprint.task import Parameters
-from tests.simulation.engines.trainings import Adapting, Decaying, MemoryRun, Training, classification, mlp
+from tests.simulation.engines.trainings import (
+    Adapting,
+    Counted,
+    CountedByTensor,
+    Decaying,
+    MemoryRun,
+    Training,
+    classification,
+    mlp,
+)
 from tests.simulation.killing import Killed, contents, dies_after, dies_at
 
 SOURCES = Sources.groups({"ann": [0, 1, 2, 3, 4, 5, 6], "bob": [7, 11, 30], "cid": [39], "dan": [3, 30, 31]})
@@ -60,6 +69,14 @@ TRAININGS = {
     "Adafactor": lambda: Training(mlp(), classification(), torch.optim.Adafactor, {"lr": 0.1}, steps=6),
     "an adapted step size": lambda: Training(mlp(), classification(), Adapting, {"lr": 0.3}, steps=12),
     "counted steps": lambda: Training(mlp(), classification(), Decaying, {"lr": 0.3}, steps=12),
+    "steps counted by itself": lambda: Training(mlp(), classification(), Counted, {"lr": 0.3}, steps=12),
+    "without vmap, steps counted": lambda: Training(
+        mlp(Unstackable()), classification(), Counted, {"lr": 0.3}, steps=12
+    ),
+    "steps counted by a tensor": lambda: Training(mlp(), classification(), CountedByTensor, {"lr": 0.3}, steps=12),
+    "without vmap, counted by a tensor": lambda: Training(
+        mlp(Unstackable()), classification(), CountedByTensor, {"lr": 0.3}, steps=12
+    ),
     "batch norm": lambda: Training(
         mlp(nn.BatchNorm1d(6)), classification(), steps=12, leaves_out=True, accumulate=2, batch=6
     ),
@@ -70,6 +87,8 @@ TRAININGS = {
 }
 REASONS = {
     "without vmap": "vmap does not support this model",
+    "without vmap, steps counted": "vmap does not support this model",
+    "without vmap, counted by a tensor": "vmap does not support this model",
     "a closure": "LBFGS evaluates the loss itself",
     "Adafactor": "Adafactor moves a stack of rows in another way",
     "an adapted step size": "Adapting moves a stack of rows in another way",
@@ -87,7 +106,7 @@ def test_rows_are_where_a_training_without_the_source_ends(kind: str, caplog: py
     check_rows(store, training, end)
     reason = store.checkpoints[0].measured.one_by_one
     assert (reason or "").startswith(REASONS.get(kind, ""))
-    assert (reason is None) == (kind in ("stacked", "counted steps"))
+    assert (reason is None) == (kind not in REASONS)
     assert reason is None or f"runs are replayed one by one: {reason}" in caplog.text
     assert store.question == "this_run" and store.checkpoints[0].steps == training.steps
     measured = store.checkpoints[0].measured
@@ -150,8 +169,12 @@ def test_rows_do_not_depend_on_how_many_are_stacked() -> None:
     [
         ("stacked", None),
         ("batch norm", None),
-        ("an adapted step size", None),
+        pytest.param("an adapted step size", None, marks=pytest.mark.wide),
         ("counted steps", None),
+        ("steps counted by itself", None),
+        pytest.param("steps counted by a tensor", None, marks=pytest.mark.wide),
+        pytest.param("without vmap, steps counted", None, marks=pytest.mark.wide),
+        pytest.param("without vmap, counted by a tensor", None, marks=pytest.mark.wide),
         pytest.param("stacked", "1B", marks=pytest.mark.wide),
         pytest.param("a closure", None, marks=pytest.mark.wide),
         pytest.param("without vmap", None, marks=pytest.mark.wide),
@@ -161,7 +184,7 @@ def test_a_killed_replay_resumes_to_the_bit(kind: str, memory: str | None, tmp_p
     training = TRAININGS[kind]()
     _, run = training.run()
     whole = replay(training, run, out=tmp_path / "whole", memory=memory)
-    for progress in (dies_after(training.steps // 2), dies_at(0.3), dies_at(0.6), dies_at(0.9)):
+    for progress in (dies_after(training.steps // 2), dies_at(0.3), dies_at(0.8)):
         with pytest.raises(Killed):
             replay(training, run, out=tmp_path / "killed", memory=memory, progress=progress)
     replay(training, run, out=tmp_path / "killed", memory=memory)

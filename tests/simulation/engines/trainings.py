@@ -204,6 +204,29 @@ class Decaying(torch.optim.SGD):
         super().step(closure)
 
 
+class Counted(torch.optim.SGD):
+    """Counts its steps in an attribute of its own, and makes them shorter."""
+
+    def __init__(self, params: Any, lr: float = 0.1) -> None:
+        super().__init__(params, lr=lr)
+        self.made: Any = 0
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        self.made = self.made + 1
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.grad.div_(float(self.made) ** 0.5)
+        super().step(closure)
+
+
+class CountedByTensor(Counted):
+    """Does the same with a tensor, which a snapshot does not keep."""
+
+    def __init__(self, params: Any, lr: float = 0.1) -> None:
+        super().__init__(params, lr=lr)
+        self.made = torch.zeros(())
+
+
 def copy_settings(optimiser: Optimizer) -> dict[str, Any]:
     """Copy the settings of the one parameter group."""
     return {name: value for name, value in optimiser.param_groups[0].items() if name != "params"}

@@ -86,13 +86,17 @@ def replay_together(repetition: Repetition, lineup: Lineup, hooks: Hooks, *, pla
 
 
 def _pack_stack(stack: Stack) -> tuple[Parameters, str]:
-    memory, text = _pack_memory(stack)
-    return {**memory, **{f"rows/{name}": p.detach() for name, p in stack.parameters.items()}}, text
+    return _pack_with_memory(stack, {f"rows/{name}": p.detach() for name, p in stack.parameters.items()})
 
 
-def _pack_memory(trained: Stack | Training) -> tuple[Parameters, str]:
-    tensors, text = pack_optimiser(trained)
-    return {f"memory/{name}": tensor for name, tensor in tensors.items()}, text
+def _pack_with_memory(trained: Stack | Training, state: Parameters) -> tuple[Parameters, str]:
+    """Return a state with what its optimiser remembers; nothing if that cannot be kept."""
+    try:
+        tensors, text = pack_optimiser(trained)
+    except PlanError as error:
+        logger.info("what is interrupted here will start over: %s", error)
+        return {}, ""
+    return {**state, **{f"memory/{name}": tensor for name, tensor in tensors.items()}}, text
 
 
 def _restore_stack(stack: Stack, snapshot: Snapshot | None) -> int:
@@ -101,7 +105,7 @@ def _restore_stack(stack: Stack, snapshot: Snapshot | None) -> int:
     if found is None or snapshot is None:
         return 0
     rows = _named(found.tensors, "rows/")
-    if _shapes(rows) != _shapes(stack.parameters) or found.step > len(stack.repetition.steps):
+    if not found.note or _shapes(rows) != _shapes(stack.parameters) or found.step > len(stack.repetition.steps):
         return 0
     try:
         restore_optimiser(stack, _named(found.tensors, "memory/"), found.note)
@@ -174,12 +178,8 @@ def follow(
 def _pack_training(training: Training, ends: list[Parameters]) -> tuple[Parameters, str]:
     """Return the state of a training, with the ends of the rows before it."""
     kept = {f"ends/{index}/{name}": tensor for index, end in enumerate(ends) for name, tensor in end.items()}
-    try:
-        memory, text = _pack_memory(training)
-    except PlanError as error:  # its row starts over
-        logger.info("the training that was interrupted will start over: %s", error)
-        return kept, ""
-    return {**kept, **memory, **{f"now/{name}": tensor for name, tensor in training.state().items()}}, text
+    now, text = _pack_with_memory(training, {f"now/{name}": tensor for name, tensor in training.state().items()})
+    return {**kept, **now}, text
 
 
 def restore_ends(repetition: Repetition, rows: int, snapshot: Snapshot | None) -> tuple[list[Parameters], Found | None]:
