@@ -42,6 +42,9 @@ class Step:
     gradient_norm: the Euclidean norm of all gradients before clipping; None if it is unknown (`closure`).
     missing: the optimiser's parameters that had no gradient (None), which a step leaves alone.
     closure: whether the optimiser evaluates the loss itself, several times (such as LBFGS).
+    left: the settings of each parameter group that the optimiser changed itself in this step, as it left them, such as
+        a step size that it adapts: it remembers them, and each run has its own. Empty if there are none; None if that
+        is not known, as in recordings of versions that did not look.
     """
 
     batches: tuple[MicroBatch, ...]
@@ -51,6 +54,7 @@ class Step:
     clipping: Clipping | None = None
     missing: frozenset[str] = frozenset()
     closure: bool = False
+    left: tuple[Settings, ...] | None = None
 
 
 @dataclass(frozen=True)

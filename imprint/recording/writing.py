@@ -300,7 +300,7 @@ class RunRecorder:
     def after_optimiser(self) -> None:
         """Called after the optimiser has stepped."""
         if self._step is not None:
-            self._step.after_optimiser()
+            self._step.after_optimiser(describe_groups(self.optimiser))
             self._subject.mark_parameters()
 
     # --- the end

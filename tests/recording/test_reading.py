@@ -249,6 +249,13 @@ def test_an_optimiser_that_remembers_more_than_its_parameters_is_refused(tmp_pat
         run.step([0])
 
 
+def test_steps_of_versions_that_did_not_look_for_settings_of_the_optimisers_own_are_read(folder: Path) -> None:
+    assert Recording(folder).steps[2].left == ()
+    for line in range(8):
+        rewrite_steps(folder, lambda step: step.pop("left"), line)
+    assert [step.left for step in Recording(folder).steps] == [None] * 8
+
+
 # --- frozen parameters
 
 

@@ -15,8 +15,17 @@ from imprint import Plan, ReadoutError, RunRecorder, Sources, Store, Task, attri
 from imprint.errors import ReliabilityWarning
 from imprint.recording.seeding import seed_everything
 from imprint.task import Parameters
-from tests.simulation.engines.trainings import MemoryRun, Training, classification, mlp
-from tests.simulation.killing import contents, die_until_done
+from tests.simulation.engines.trainings import (
+    Adapting,
+    Counted,
+    CountedByTensor,
+    Decaying,
+    MemoryRun,
+    Training,
+    classification,
+    mlp,
+)
+from tests.simulation.killing import Killed, contents, dies_after, dies_at
 
 SOURCES = Sources.groups({"ann": [0, 1, 2, 3, 4, 5, 6], "bob": [7, 11, 30], "cid": [39], "dan": [3, 30, 31]})
 CPU = torch.device("cpu")
@@ -58,6 +67,16 @@ TRAININGS = {
     "without vmap": lambda: Training(mlp(nn.Dropout(0.3), Unstackable()), classification(), steps=12),
     "a closure": lambda: Training(mlp(), classification(), torch.optim.LBFGS, {"lr": 0.1, "max_iter": 3}, steps=4),
     "Adafactor": lambda: Training(mlp(), classification(), torch.optim.Adafactor, {"lr": 0.1}, steps=6),
+    "an adapted step size": lambda: Training(mlp(), classification(), Adapting, {"lr": 0.3}, steps=12),
+    "counted steps": lambda: Training(mlp(), classification(), Decaying, {"lr": 0.3}, steps=12),
+    "steps counted by itself": lambda: Training(mlp(), classification(), Counted, {"lr": 0.3}, steps=12),
+    "without vmap, steps counted": lambda: Training(
+        mlp(Unstackable()), classification(), Counted, {"lr": 0.3}, steps=12
+    ),
+    "steps counted by a tensor": lambda: Training(mlp(), classification(), CountedByTensor, {"lr": 0.3}, steps=12),
+    "without vmap, counted by a tensor": lambda: Training(
+        mlp(Unstackable()), classification(), CountedByTensor, {"lr": 0.3}, steps=12
+    ),
     "batch norm": lambda: Training(
         mlp(nn.BatchNorm1d(6)), classification(), steps=12, leaves_out=True, accumulate=2, batch=6
     ),
@@ -68,8 +87,11 @@ TRAININGS = {
 }
 REASONS = {
     "without vmap": "vmap does not support this model",
+    "without vmap, steps counted": "vmap does not support this model",
+    "without vmap, counted by a tensor": "vmap does not support this model",
     "a closure": "LBFGS evaluates the loss itself",
     "Adafactor": "Adafactor moves a stack of rows in another way",
+    "an adapted step size": "Adapting moves a stack of rows in another way",
     "batch norm": "batch normalisation lets examples of a batch see each other",
     "batch norm and Adam": "batch normalisation lets examples of a batch see each other",
     "losses that see each other": "the loss of an example depends on the others",
@@ -84,7 +106,7 @@ def test_rows_are_where_a_training_without_the_source_ends(kind: str, caplog: py
     check_rows(store, training, end)
     reason = store.checkpoints[0].measured.one_by_one
     assert (reason or "").startswith(REASONS.get(kind, ""))
-    assert (reason is None) == (kind == "stacked")
+    assert (reason is None) == (kind not in REASONS)
     assert reason is None or f"runs are replayed one by one: {reason}" in caplog.text
     assert store.question == "this_run" and store.checkpoints[0].steps == training.steps
     measured = store.checkpoints[0].measured
@@ -147,6 +169,12 @@ def test_rows_do_not_depend_on_how_many_are_stacked() -> None:
     [
         ("stacked", None),
         ("batch norm", None),
+        pytest.param("an adapted step size", None, marks=pytest.mark.wide),
+        ("counted steps", None),
+        ("steps counted by itself", None),
+        pytest.param("steps counted by a tensor", None, marks=pytest.mark.wide),
+        pytest.param("without vmap, steps counted", None, marks=pytest.mark.wide),
+        pytest.param("without vmap, counted by a tensor", None, marks=pytest.mark.wide),
         pytest.param("stacked", "1B", marks=pytest.mark.wide),
         pytest.param("a closure", None, marks=pytest.mark.wide),
         pytest.param("without vmap", None, marks=pytest.mark.wide),
@@ -156,14 +184,10 @@ def test_a_killed_replay_resumes_to_the_bit(kind: str, memory: str | None, tmp_p
     training = TRAININGS[kind]()
     _, run = training.run()
     whole = replay(training, run, out=tmp_path / "whole", memory=memory)
-    attempts: list[object] = []
-
-    def attempt(progress: Any) -> None:
-        attempts.append(None)
-        replay(training, run, out=tmp_path / "killed", memory=memory, progress=progress)
-
-    die_until_done(attempt, 2 * training.steps)
-    assert len(attempts) > 1
+    for progress in (dies_after(training.steps // 2), dies_at(0.3), dies_at(0.8)):
+        with pytest.raises(Killed):
+            replay(training, run, out=tmp_path / "killed", memory=memory, progress=progress)
+    replay(training, run, out=tmp_path / "killed", memory=memory)
     assert contents(tmp_path / "killed") == contents(whole.path)
 
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from imprint import SimulationError, Sources, Task, simulate
 from imprint.recording.records import Clipping, Step
 from imprint.simulation.engines.replay.agreement import Watch
-from tests.simulation.engines.trainings import MemoryRun, Training, classification, cross_entropy, mlp
+from tests.simulation.engines.trainings import Adapting, MemoryRun, Training, classification, cross_entropy, mlp
 
 Change = Callable[[MemoryRun], MemoryRun]
 TRAINING = Training(mlp(), classification(), torch.optim.Adam, {"lr": 0.02}, steps=40)
@@ -161,6 +161,17 @@ def test_a_run_that_diverges_without_a_source_names_source_and_step() -> None:
     _, run = training.run()
     with pytest.raises(SimulationError, match=r"the loss of the run without source '0' is not finite at step 3"):
         simulate(training.task(), data, Sources.per_example(2), run=run, progress=False)
+
+
+def test_an_optimiser_that_changes_its_settings_is_refused_where_the_recording_does_not_tell_which() -> None:
+    """As in recordings of versions that did not look: the settings would be taken for those of a schedule."""
+    training = Training(mlp(), classification(), Adapting, {"lr": 0.3}, steps=4)
+    _, run = training.run()
+    earlier = change_steps(run, lambda step: replace(step, left=None))
+    with pytest.raises(
+        SimulationError, match=r"Adapting changes 'd' of its parameter groups in its own .*record the r"
+    ):
+        simulate(training.task(), training.data, Sources.by_label([i % 5 for i in range(40)]), run=earlier)
 
 
 def test_losses_need_not_have_been_reported(run: MemoryRun) -> None:

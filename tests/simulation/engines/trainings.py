@@ -13,6 +13,7 @@ from imprint import Task
 from imprint.data import Data
 from imprint.recording.records import Circumstances, Clipping, MicroBatch, OptimiserState, Step, micro_seed
 from imprint.recording.seeding import seed_everything
+from imprint.recording.settings import find_changes
 from imprint.simulation.engines.replay.training import Repetition
 from imprint.task import Parameters
 
@@ -153,9 +154,10 @@ class Training:
             nn.utils.clip_grad_norm_(list(named.values()), self.clipping.limit, self.clipping.norm_type)
         elif self.clipping is not None:
             nn.utils.clip_grad_value_(list(named.values()), self.clipping.limit)
-        settings = {k: v for k, v in optimiser.param_groups[0].items() if k != "params"}
+        settings = copy_settings(optimiser)
         optimiser.step()
-        return Step(tuple(reported), seed, (settings,), norm, self.clipping, missing)
+        left = find_changes((settings,), (copy_settings(optimiser),))
+        return Step(tuple(reported), seed, (settings,), norm, self.clipping, missing, left=left)
 
     def _step_with_closure(
         self, model: nn.Module, optimiser: Optimizer, examples: list[int], seed: int, without: Any
@@ -171,10 +173,66 @@ class Training:
             seen.append(float(objective.detach()))
             return objective
 
-        settings = {k: v for k, v in optimiser.param_groups[0].items() if k != "params"}
+        settings = copy_settings(optimiser)
         optimiser.step(closure)  # type: ignore[arg-type]
         micro = MicroBatch(tuple(examples), len(examples), seen[0])
         return Step((micro,), seed, (settings,), closure=True)
+
+
+class Adapting(torch.optim.SGD):
+    """Divides by a running norm of the gradients that it keeps in its parameter group, as Prodigy keeps its step."""
+
+    def __init__(self, params: Any, lr: float = 0.1, d: float = 1.0) -> None:
+        super().__init__(params, lr=lr)
+        for group in self.param_groups:
+            group.setdefault("d", d)
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            squares = sum(float(p.grad.square().sum()) for p in group["params"] if p.grad is not None)
+            group["d"] = 0.7 * group["d"] + 0.3 * float(squares) ** 0.5
+            for p in group["params"]:
+                p.grad.div_(group["d"])
+        super().step(closure)
+
+
+class Decaying(torch.optim.SGD):
+    """Counts its steps in its parameter group, and makes them shorter."""
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            group["k"] = group.get("k", 0) + 1
+            for p in group["params"]:
+                p.grad.div_(group["k"] ** 0.5)
+        super().step(closure)
+
+
+class Counted(torch.optim.SGD):
+    """Counts its steps in an attribute of its own, and makes them shorter."""
+
+    def __init__(self, params: Any, lr: float = 0.1) -> None:
+        super().__init__(params, lr=lr)
+        self.made: Any = 0
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        self.made = self.made + 1
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.grad.div_(float(self.made) ** 0.5)
+        super().step(closure)
+
+
+class CountedByTensor(Counted):
+    """Does the same with a tensor, which a snapshot does not keep."""
+
+    def __init__(self, params: Any, lr: float = 0.1) -> None:
+        super().__init__(params, lr=lr)
+        self.made = torch.zeros(())
+
+
+def copy_settings(optimiser: Optimizer) -> dict[str, Any]:
+    """Copy the settings of the one parameter group."""
+    return {name: value for name, value in optimiser.param_groups[0].items() if name != "params"}
 
 
 def copy_state(model: nn.Module) -> Parameters:

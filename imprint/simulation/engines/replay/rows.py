@@ -6,15 +6,14 @@ Interrupted, they resume from their last snapshot. A row's end holds the trained
 import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from imprint.errors import PlanError, StoreError, first_line
-from imprint.recording.memory import give_memory, pack_memory, take_memory, unpack_memory
 from imprint.simulation.engines.replay.agreement import Watch
+from imprint.simulation.engines.replay.remembering import pack_optimiser, restore_optimiser
 from imprint.simulation.engines.replay.stack import Rows, Stack
 from imprint.simulation.engines.replay.training import Excluded, Repetition, Seen, Training, as_recorded, load_tensors
 from imprint.simulation.path import Hooks
@@ -87,20 +86,17 @@ def replay_together(repetition: Repetition, lineup: Lineup, hooks: Hooks, *, pla
 
 
 def _pack_stack(stack: Stack) -> tuple[Parameters, str]:
-    memory, text = _pack_memory(stack)
-    return {**memory, **{f"rows/{name}": p.detach() for name, p in stack.parameters.items()}}, text
+    return _pack_with_memory(stack, {f"rows/{name}": p.detach() for name, p in stack.parameters.items()})
 
 
-def _pack_memory(trained: Stack | Training) -> tuple[Parameters, str]:
-    tensors, text = pack_memory(take_memory(trained.optimiser, trained.parameters))
-    return {f"memory/{name}": tensor for name, tensor in tensors.items()}, text
-
-
-def _restore_memory(trained: Stack | Training, found: Found) -> None:
-    """Let an optimiser remember what was packed; StoreError if that is something else."""
-    tensors = _named(found.tensors, "memory/")
-    memory = unpack_memory(tensors, found.note, trained.parameters.keys(), Path("a snapshot"))
-    give_memory(trained.optimiser, trained.parameters, memory)
+def _pack_with_memory(trained: Stack | Training, state: Parameters) -> tuple[Parameters, str]:
+    """Return a state with what its optimiser remembers; nothing if that cannot be kept."""
+    try:
+        tensors, text = pack_optimiser(trained)
+    except PlanError as error:
+        logger.info("what is interrupted here will start over: %s", error)
+        return {}, ""
+    return {**state, **{f"memory/{name}": tensor for name, tensor in tensors.items()}}, text
 
 
 def _restore_stack(stack: Stack, snapshot: Snapshot | None) -> int:
@@ -109,10 +105,10 @@ def _restore_stack(stack: Stack, snapshot: Snapshot | None) -> int:
     if found is None or snapshot is None:
         return 0
     rows = _named(found.tensors, "rows/")
-    if _shapes(rows) != _shapes(stack.parameters) or found.step > len(stack.repetition.steps):
+    if not found.note or _shapes(rows) != _shapes(stack.parameters) or found.step > len(stack.repetition.steps):
         return 0
     try:
-        _restore_memory(stack, found)
+        restore_optimiser(stack, _named(found.tensors, "memory/"), found.note)
     except StoreError as error:
         snapshot.refuse(first_line(error))
         return 0
@@ -182,12 +178,8 @@ def follow(
 def _pack_training(training: Training, ends: list[Parameters]) -> tuple[Parameters, str]:
     """Return the state of a training, with the ends of the rows before it."""
     kept = {f"ends/{index}/{name}": tensor for index, end in enumerate(ends) for name, tensor in end.items()}
-    try:
-        memory, text = _pack_memory(training)
-    except PlanError as error:  # its row starts over
-        logger.info("the training that was interrupted will start over: %s", error)
-        return kept, ""
-    return {**kept, **memory, **{f"now/{name}": tensor for name, tensor in training.state().items()}}, text
+    now, text = _pack_with_memory(training, {f"now/{name}": tensor for name, tensor in training.state().items()})
+    return {**kept, **now}, text
 
 
 def restore_ends(repetition: Repetition, rows: int, snapshot: Snapshot | None) -> tuple[list[Parameters], Found | None]:
@@ -218,7 +210,7 @@ def _restore_training(training: Training, left: Found | None) -> int:
     if _shapes(now) != _shapes(training.state()):
         return 0
     try:
-        _restore_memory(training, left)
+        restore_optimiser(training, _named(left.tensors, "memory/"), left.note)
     except StoreError:
         return 0
     load_tensors(training.model, now)

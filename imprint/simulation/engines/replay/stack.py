@@ -79,7 +79,7 @@ class Stack:
     def step(self, number: int) -> Tensor:
         """Make a step of the recorded run with every row; return the loss of each."""
         step = self.repetition.run.steps[number]
-        set_settings(self.optimiser, step.groups)
+        set_settings(self.optimiser, self.repetition.find_settings(number))
         self.optimiser.zero_grad()
         total: Tensor | None = None
         for index, micro in enumerate(step.batches):

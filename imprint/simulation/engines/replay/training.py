@@ -5,7 +5,7 @@ The unperturbed replay is one; where rows cannot be stacked, the run without eac
 
 import functools
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 
@@ -13,16 +13,18 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_
+from torch.optim import Optimizer
 
 from imprint.batches import is_columnar, map_tensors, own_containers
 from imprint.compat import trains_batch_norm, users_attention
 from imprint.data import Data
-from imprint.errors import ImprintError, TaskError, first_line
+from imprint.errors import ImprintError, SimulationError, TaskError, first_line
 from imprint.model.draws import UncapturableDraws, capture_draws, substitute_draws
 from imprint.model.replica import make_private
 from imprint.recording.memory import give_memory
-from imprint.recording.records import Circumstances, MicroBatch, Run, micro_seed
+from imprint.recording.records import Circumstances, MicroBatch, Run, Settings, micro_seed
 from imprint.recording.seeding import keep_random_state, seed_everything
+from imprint.recording.settings import describe_groups, find_changes
 from imprint.simulation.engines.replay.optimisers import make_optimiser, set_settings
 from imprint.simulation.engines.replay.routes import Names, Routes
 from imprint.task import Batch, Parameters, Task, require_one_each
@@ -62,6 +64,20 @@ class Repetition:
     def trained(self) -> tuple[str, ...]:
         """The names of the parameters that the optimiser moves."""
         return tuple(name for group in self.run.groups for name in group)
+
+    def find_settings(self, number: int) -> Sequence[Settings]:
+        """Return the settings of each parameter group that a step of the run began with and its optimiser did not set.
+
+        What the optimiser itself has left in its groups, such as a step size that it adapts, is a part of its memory:
+        each row keeps its own.
+        """
+        steps = self.run.steps
+        before = steps[number - 1] if number > self.begin else None
+        if before is None or before.left is None:
+            return steps[number].groups
+        changes = before.left or ({},) * len(before.groups)
+        left = [{**given, **changed} for given, changed in zip(before.groups, changes, strict=True)]
+        return find_changes(left, steps[number].groups)
 
     def start(self) -> Parameters:
         """Load the trained parameters and the buffers where the repetition begins, on the device of the data."""
@@ -167,11 +183,15 @@ class Training:
     def step(self, number: int, *, measure: bool = False) -> Seen:
         """Make a step of the recorded run; `measure` asks for the norm of the gradient."""
         step = self.repetition.run.steps[number]
-        set_settings(self.optimiser, step.groups)
+        set_settings(self.optimiser, self.repetition.find_settings(number))
+        before = describe_groups(self.optimiser) if measure and step.left is None else None
         if step.closure:
-            return self._step_with_closure(number)
-        seen = self._backward(number, measure=measure)
-        self.optimiser.step()
+            seen = self._step_with_closure(number)
+        else:
+            seen = self._backward(number, measure=measure)
+            self.optimiser.step()
+        if before is not None:
+            _refuse_own_settings(type(self.optimiser), find_changes(before, describe_groups(self.optimiser)))
         return seen
 
     def _step_with_closure(self, number: int) -> Seen:
@@ -303,6 +323,15 @@ def find_regularised(repetition: Repetition) -> bool:
     if with_it == without_it:  # nothing was recorded to compare with, or it is 0 at the start
         return not any(group.get("weight_decay") for group in step.groups)
     return with_it < without_it
+
+
+def _refuse_own_settings(kind: type[Optimizer], changed: Sequence[Settings]) -> None:
+    """Refuse an optimiser that changes its own settings, where the recording does not tell which these are."""
+    if names := sorted({repr(name) for group in changed for name in group}):
+        raise SimulationError(
+            f"{kind.__name__} changes {', '.join(names)} of its parameter groups in its own steps, and the recording "
+            "is of a version that did not tell this from a schedule: record the run again."
+        )
 
 
 @functools.cache
