@@ -58,6 +58,7 @@ class Agreement:
         self._first: list[_Pair] = []
         self._compared = False
         self.worst = 0.0  # relative difference so far
+        self.parting: _Pair | None = None  # the first figure that differs by more than rounding may in a first step
 
     def add(self, number: int, seen: Seen) -> None:
         """Take what a step shows."""
@@ -83,8 +84,23 @@ class Agreement:
             decides = strict or pair.what == "loss" or pair.step not in known  # gradients leap where a run is chaotic
             if decides and not pair.deviation <= allowed * (1 if pair.what == "loss" else 10):
                 raise SimulationError(self._explain(pair))
+            if (
+                decides
+                and self.parting is None
+                and pair.deviation > self._tolerance * (1 if pair.what == "loss" else 10)
+            ):
+                self.parting = pair
             if pair.what == "loss" or not strict:
                 self.worst = max(self.worst, pair.deviation / (1 if pair.what == "loss" else 10))
+
+    def describe_parting(self) -> str:
+        """Say at which step the replay left the recording, in a sentence."""
+        if (pair := self.parting) is None:
+            return f"The steps agree with the recording to {max(self.worst, 1e-16):.1g}."
+        return (
+            f"It parts from the recording at step {pair.step + 1}: the {pair.what} is {pair.replayed:.6g}, and was "
+            f"{pair.recorded:.6g} in training."
+        )
 
     def _pairs(self, number: int, seen: Seen, step: Step) -> list[_Pair]:
         """Return the figures of a step that were recorded."""
@@ -120,7 +136,8 @@ class Agreement:
             return said + (
                 f"Step {begin + 1} agrees, so the loss is right: the optimiser then moved differently, or this batch "
                 "differs. Look for another class or other settings of the optimiser, clipping or a divisor that was "
-                "not recorded, examples that differ, or weights that were changed between steps."
+                "not recorded, examples that differ, a loss that changes from step to step (an annealed weight, a "
+                "teacher), or weights that were changed between steps."
             )
         return said + (
             f"The steps before agree to {max(self.worst, 1e-16):.1g}: look for steps that were not recorded, data that "

@@ -25,6 +25,13 @@ from imprint.runtime.memory import Peak, activation_bytes, budget, most_that_fit
 from imprint.runtime.timing import measure_seconds
 from imprint.simulation.descent import Descent
 from imprint.simulation.engines.protocol import Chunk, Cost, Engine, Work
+from imprint.simulation.engines.replay.deviation import (
+    MATERIAL,
+    Deviation,
+    describe_missed,
+    describe_stacked,
+    refuse_unexplained,
+)
 from imprint.simulation.engines.replay.effects import Effects
 from imprint.simulation.engines.replay.rows import NOISE_ROWS, Lineup, replay_one_by_one, replay_together
 from imprint.simulation.engines.replay.stack import OwnRouteError, Stack
@@ -45,8 +52,6 @@ from imprint.task import Parameters
 from imprint.tensors.vectors import minus, norm, repeated, scale, six_digits
 
 logger = logging.getLogger(__name__)
-_DEVIATES = 0.02  # of a removal's effect: by so much the unperturbed replay may miss the recorded end without a warning
-_ROUNDED = 0.1  # the same where training computed in half precision
 _LOST = 0.3  # of a removal's effect: by so much a later start may change it without a warning
 _SPREAD = 2  # sources that are replayed from step 0 too, where a plan starts later
 _STEPS = 6  # measured, of which the first two, which warm up, do not count
@@ -56,7 +61,7 @@ class Replay(Engine):
     """The recorded run without each source, for few sources and any training that can be repeated."""
 
     name = "replay"
-    rules = EngineRules(frozenset({"start"}), second_order=False, question="this_run", removes=True)
+    rules = EngineRules(frozenset({"start", "stacked"}), second_order=False, question="this_run", removes=True)
     unit: ClassVar[str] = "source-steps"
 
     def __init__(self, work: Work) -> None:
@@ -117,7 +122,7 @@ class Replay(Engine):
     def choose_way(self) -> None:
         """Find out how rows can be replayed."""
         with as_recorded(self.run.circumstances):
-            self._way = find_way(self.repetition)
+            self._way = find_way(self.repetition, stacks=self.plan.stacked)
             self._unkept = find_unkept_state(self.repetition, twice=self._way.leaves_out)
 
     def take_over(self, decided: Decided, measured: Measured) -> None:
@@ -163,8 +168,12 @@ class Replay(Engine):
         own, others = ends[: len(sources)], ends[len(sources) :]
         effects = [self.effects.change(e, members) for e, members in zip(own, sources.members, strict=True)]
         noise, control = others[: NOISE_ROWS if hooks.first else 0], others[NOISE_ROWS:]
-        deviation = max([self.measured.deviation or 0.0, *map(self.effects.change, control)])
         unperturbed = control[0] if control else descent.start  # what a perturbed start is compared with
+        moved = _rms([self.effects.compare(end, unperturbed) for end in noise])
+        missed = max(map(self.effects.change, control), default=0.0)
+        deviation = Deviation(self.measured.deviation or 0.0, missed, moved, _rms(effects))
+        if hooks.first and deviation.plain > MATERIAL * deviation.effect:
+            refuse_unexplained(deviation, self.unperturbed, self.repetition)
         start = {**descent.start, **self._displaced(self.repetition.start())}
         return Chunk(
             base=descent.start,
@@ -172,8 +181,8 @@ class Replay(Engine):
             drift=norm(minus(descent.start, start)) / scale(descent.start, descent.task),
             noise=self._rows(noise, unperturbed) if noise else None,
             effects=effects,
-            noise_effect=_rms([self.effects.compare(end, unperturbed) for end in noise]) if noise else None,
-            deviation=deviation if hooks.first else None,
+            noise_effect=moved if noise else None,
+            deviation=deviation.largest if hooks.first else None,
         )
 
     def _replay(self, repetition: Repetition, lineup: Lineup, hooks: Hooks) -> list[Parameters]:
@@ -218,15 +227,11 @@ class Replay(Engine):
                 f"{self.way.fresh_draws}: where a source is left out of a batch, the other examples get other random "
                 "numbers than in training, which every effect contains, and which the noise does not show."
             )
-        rounded = self.run.circumstances.autocast is not None or self.descent.dtype.itemsize < 4
-        if measured.deviation is not None and measured.deviation > (_ROUNDED if rounded else _DEVIATES):
-            notice(
-                f"the replay misses the recorded end: predictions differ by {measured.deviation:.2g} times what "
-                "removing a source does, which every effect contains. Look for weights that were averaged or restored "
-                "before the recording was finished, and for an optimiser of your own that treats values together. "
-                "Rounding grows where a run is chaotic, and some GPU kernels do not repeat: "
-                "torch.use_deterministic_algorithms(True) in training and replay helps."
-            )
+        if measured.deviation is not None and measured.deviation > MATERIAL:
+            if (shards[0].deviation or 0.0) > 2 * (self.measured.deviation or 0.0):  # that of the unperturbed replay
+                notice(describe_stacked(measured.deviation, self.repetition))
+            else:
+                notice(describe_missed(measured.deviation, measured.chaos, self.unperturbed.agreement))
         if measured.start_lost is not None and measured.start_lost > _LOST:
             notice(
                 f"a replay that begins after {self.repetition.begin} steps differs from one of the whole run by "

@@ -42,9 +42,11 @@ class Way:
     fresh_draws: str | None = None
 
 
-def find_way(repetition: Repetition) -> Way:
-    """Find out how the runs without a source can be made."""
+def find_way(repetition: Repetition, *, stacks: bool = True) -> Way:
+    """Find out how the runs without a source can be made; `stacks` if many of them may be made at once."""
     dependence = find_dependence(repetition)
+    if dependence is None and not stacks:
+        return Way(False, "the plan has stacked=False")
     way = leave_out(repetition, dependence) if dependence is not None else _try_stack(repetition)
     if way.one_by_one is not None:
         logger.warning("runs are replayed one by one: %s", way.one_by_one)
