@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Sequence
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -12,18 +13,25 @@ from imprint.errors import DataError, PlanError, TaskError
 from imprint.plan import Plan, State, engine_for
 from imprint.recording.reading import Recording
 from imprint.recording.records import Run
-from imprint.recording.writing import RunRecorder
 from imprint.store.fingerprint import DataPrint, compare_data
 from imprint.store.request import ParameterSpec
 from imprint.task import Parameters, Task
 
-Recorded = Run | RunRecorder | str | os.PathLike[str]
+
+@runtime_checkable
+class Finishable(Protocol):
+    """What records a run: a `RunRecorder`, or what was attached to a Trainer."""
+
+    def finish(self) -> Recording: ...
+
+
+Recorded = Run | Finishable | str | os.PathLike[str]
 """A recorded run: a recording, the recorder that made it, or the folder it is in."""
 
 
 def open_run(run: Recorded | None) -> Run | None:
     """Return a recorded run as replays read it; the training of a recorder is over."""
-    if isinstance(run, RunRecorder):
+    if isinstance(run, Finishable):  # which knows an optimiser of the user's own
         return run.finish()
     if isinstance(run, str | os.PathLike):
         return Recording(run)
