@@ -13,7 +13,7 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import cached_property
+from functools import cached_property, partial
 from statistics import median
 from typing import ClassVar
 
@@ -25,6 +25,7 @@ from imprint.runtime.memory import Peak, activation_bytes, budget, most_that_fit
 from imprint.runtime.timing import measure_seconds
 from imprint.simulation.descent import Descent
 from imprint.simulation.engines.protocol import Chunk, Cost, Engine, Work
+from imprint.simulation.engines.replay.agreement import Agreement
 from imprint.simulation.engines.replay.deviation import (
     MATERIAL,
     Deviation,
@@ -313,11 +314,14 @@ class Replay(Engine):
         return Cost(seconds, values, rows, shared=noise, scratch=scratch)
 
     def _time_plain(self) -> float:
-        """Measure a step of a plain training."""
-        training, taken = Training(self.repetition, leaves_out=self.way.leaves_out), []
+        """Measure a step of a plain training; refuse the first ones if they differ from the recording."""
+        training, agreement = Training(self.repetition, leaves_out=self.way.leaves_out), Agreement(self.repetition)
+
+        def step(number: int) -> None:
+            agreement.add(number, training.step(number, measure=True))
+
         with as_recorded(self.run.circumstances):
-            for number in self.repetition.steps[:_STEPS]:
-                taken.append(self._measure(lambda number=number: training.step(number, measure=True)))  # type: ignore[misc]
+            taken = [self._measure(partial(step, number)) for number in self.repetition.steps[:_STEPS]]
         return median(taken[2:] or taken)
 
     def _time_steps(self, sources: Sources, count: int, rows: int | None = None) -> float:
@@ -326,10 +330,7 @@ class Replay(Engine):
         start = repeated(self.repetition.start(), len(lineup))
         stack = Stack(self.repetition, lineup, start, plain_attention=self.way.plain_attention)
         with as_recorded(self.run.circumstances):
-            taken = [
-                self._measure(lambda number=number: stack.step(number))  # type: ignore[misc]
-                for number in self.repetition.steps[:count]
-            ]
+            taken = [self._measure(partial(stack.step, number)) for number in self.repetition.steps[:count]]
         return median(taken[2:] or taken)
 
     def _measure(self, call: Callable[[], object]) -> float:
