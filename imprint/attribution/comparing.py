@@ -6,11 +6,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from imprint.attribution.labels import LAST_STEPS, LEFT_OUT, SHARED, Labels, Query, describe_query
+from imprint.attribution.labels import LAST_STEPS, LEFT_OUT, OUT_OF_BATCHES, SHARED, Labels, Query, describe_query
 from imprint.display import name_some
 from imprint.errors import ReadoutError
 
-_CARRIED = (LEFT_OUT, SHARED, LAST_STEPS)
+_CARRIED = (LEFT_OUT, SHARED, LAST_STEPS, OUT_OF_BATCHES)
 
 
 def check_comparable(first: Labels, second: Labels, queries: tuple[tuple[Query, ...], tuple[Query, ...]]) -> None:

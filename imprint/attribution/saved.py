@@ -16,7 +16,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from imprint.attribution.labels import LAST_STEPS, LEFT_OUT, SHARED
+from imprint.attribution.labels import LAST_STEPS, LEFT_OUT, OUT_OF_BATCHES, SHARED
 from imprint.errors import StoreError, first_line
 from imprint.plan import Question
 from imprint.store.files import write
@@ -151,6 +151,8 @@ def _check_details(value: Value) -> None:
             item.at_least_zero()
         if name in (LEFT_OUT, SHARED, LAST_STEPS):
             item.whole(1)
+        if name == OUT_OF_BATCHES:
+            item.flag()
 
 
 def _check_question(value: Value) -> None:

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from imprint.attribution.labels import LAST_STEPS, Labels
+from imprint.attribution.labels import Labels, describe_replay
 from imprint.attribution.noise import assess_noise, root_mean_square
 from imprint.attribution.result import Attribution
 from imprint.attribution.top import Order, Top, limit_top, merge_best, rank_scores
@@ -147,7 +147,7 @@ def _make_labels(
 ) -> Labels:
     """Return what the scores are about, with all warnings; `effect` is the root mean square of removal effects."""
     store = reader.store
-    request = store.manifest.request
+    request, first = store.manifest.request, store.checkpoints[0]
     chaos, warnings = assess_noise(noise, effect)
     return Labels(
         store.n,
@@ -156,7 +156,7 @@ def _make_labels(
         store.source_sizes,
         task.measure_name,
         task.better,
-        {"readout": reader.readout, **reader.details, **chaos, **_describe_part(store)},
+        {"readout": reader.readout, **reader.details, **chaos, **describe_replay(first.measured, first.steps)},
         {
             "store": store.sha256,
             **{"data": vars(request.data), "sources": request.sources},
@@ -170,12 +170,6 @@ def _make_labels(
         store.removes,
         validation=find_verdict(store, task.measure_name),
     )
-
-
-def _describe_part(store: Store) -> dict[str, Any]:
-    """Return how many steps of its run a store replays, if it does not replay all of them."""
-    first = store.checkpoints[0]
-    return {} if first.measured.start_lost is None else {LAST_STEPS: first.steps}
 
 
 def _show_warnings(reader: Reader, more: Sequence[str]) -> tuple[str, ...]:
