@@ -13,9 +13,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from imprint.attribution.grouping import JOINT
-from imprint.attribution.result import Attribution
 from imprint.attribution.scoring import attribute
 from imprint.data import Collate, Data, as_tensors, is_columns, query_batches
 from imprint.display import count_of, for_terminal
@@ -35,7 +35,7 @@ from imprint.store.reading import Store
 from imprint.task import Batch, Task
 from imprint.validation.record import WITNESSES, Validation, witness_folder, write_validation
 from imprint.validation.verdict import SEEDS, judge
-from imprint.validation.witnesses import count_examples, predict_removals, read_effects
+from imprint.validation.witnesses import predict_removals, read_effects
 
 _REMOVALS = 8
 
@@ -133,18 +133,20 @@ def validate(
     )
     result = attribute(made.task, store, iter([batch for _, batch in batches]), memory=memory, progress=progress)
     draw = np.random.default_rng(derive_seed(seed, VALIDATION))
-    chosen = _draw_sets(len(store), removals, draw) if store.removes else _draw_strata(result, removals, draw)
+    chosen = (
+        draw_sets(len(store), removals, draw) if store.removes else draw_strata(result.removal_effect, removals, draw)
+    )
     work = _Work(made, store, chosen, seed, memory, progress)
     with locked(store.path):
         witnesses = [work.make_witness(0, made.run)] if record is None else work.make_witnesses(record, runs)
         actual = read_effects(made.task, witnesses, batches, memory)
-        predicted = predict_removals(result.removal_effect, chosen)
         own = _find_own_examples(made, chosen, batches)
         if own.all():
             raise DataError("every query is a training example of a removed source: give queries that are not.")
-        measured = store.checkpoints[0].measured
-        sizes, known = count_examples(store.source_sizes, chosen), (measured.chaos, measured.deviation)
-        verdict = judge(predicted[~own], actual[:, ~own], sizes, store.question, *known)
+        effects, actual = result.removal_effect.double().cpu()[~own], actual[:, ~own]
+        measured, sizes = store.checkpoints[0].measured, np.array(store.source_sizes)
+        known = (store.question, measured.chaos, measured.deviation)
+        verdict = judge(effects.numpy(), chosen, actual, sizes, *known)
         validation = Validation(
             store=store.sha256,
             removals=chosen,
@@ -157,7 +159,7 @@ def validate(
             seconds=round(time.monotonic() - began, 3),
         )
         write_validation(store, validation)
-    return Comparison(validation, work.names, predicted[~own], actual[:, ~own])
+    return Comparison(validation, work.names, predict_removals(effects, chosen), actual)
 
 
 register_validator(validate)
@@ -292,14 +294,14 @@ class _Work:
         return None
 
 
-def _draw_strata(result: Attribution, count: int, draw: np.random.Generator) -> tuple[tuple[int, ...], ...]:
-    """Draw one source from each stratum of predicted size."""
-    sizes = result.removal_effect.double().square().mean(0).numpy()
+def draw_strata(effects: Tensor, count: int, draw: "np.random.Generator") -> tuple[tuple[int, ...], ...]:
+    """Draw one source from each stratum of predicted size, given predicted effects (queries, sources)."""
+    sizes = effects.double().square().mean(0).numpy()
     strata = np.array_split(np.argsort(sizes, kind="stable"), min(count, len(sizes)))
     return tuple((int(draw.choice(stratum)),) for stratum in strata)
 
 
-def _draw_sets(sources: int, count: int, draw: np.random.Generator) -> tuple[tuple[int, ...], ...]:
+def draw_sets(sources: int, count: int, draw: "np.random.Generator") -> tuple[tuple[int, ...], ...]:
     """Draw different sets of 2 to 4 sources, as many of each size as can be, or as many sets as there are."""
     sizes = [size for size in range(2, JOINT + 1) if size < sources] or [1]
     found: dict[tuple[int, ...], None] = {}

@@ -79,6 +79,7 @@ def test_a_recorded_run_is_replayed_without_each_source() -> None:
     shown = run("retrain", "model.py:task", "--run", "recorded", "--out", "this-run")
     assert "this run: if this source had had weight 0" in shown and "replayed from recorded runs once each" in shown
     assert "--runs 2" not in shown
+    assert "this_run: the effect on the model of this very run" in shown and "±" not in shown
 
 
 def test_seeds_are_recorded_by_the_function_beside_the_one_that_trains() -> None:
@@ -133,7 +134,7 @@ def test_options_that_do_not_go_together_are_refused(words: tuple[str, ...], say
 
 def test_a_file_without_a_function_that_records_is_told_what_to_write() -> None:
     Path("plain.py").write_text(MODEL.replace("def record(", "def note("))
-    with pytest.raises(ImprintError, match=r"has no function record\(seed, folder\), which --replay needs"):
+    with pytest.raises(ImprintError, match=r"has no function record\(seed, folder\), which replays over seeds need"):
         run("retrain", "plain.py:train", "--replay", "--out", "x")
     Path("plain.py").write_text(MODEL + "\nrecord = 3\n")
     with pytest.raises(ImprintError, match=r"record must be a function record\(seed, folder\); it is a int"):

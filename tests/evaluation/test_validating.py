@@ -23,10 +23,9 @@ from imprint import (
     simulate,
     validate,
 )
-from imprint.attribution.labels import Labels
-from imprint.evaluation import validating
 from imprint.evaluation.replaying import replay_run
 from imprint.evaluation.subsets import Subsets
+from imprint.evaluation.validating import draw_sets, draw_strata
 from imprint.recording.reading import Recording
 from imprint.store.folder import write_sealed
 from imprint.validation.record import VALIDATION, read_validation
@@ -87,15 +86,16 @@ def test_single_sources_are_removed_from_other_seeds_where_the_expectation_is_es
 
 
 def test_one_source_is_drawn_from_each_stratum_of_predicted_size() -> None:
-    scores = torch.arange(1.0, 25).expand(30, 24).clone()
-    labels = attribution_labels(24)
-    drawn = validating._draw_strata(Attribution(labels, scores), 8, np.random.default_rng(0))
+    effects = torch.arange(1.0, 25).expand(30, 24)
+    drawn = draw_strata(effects, 8, np.random.default_rng(0))
     assert [source // 3 for (source,) in drawn] == list(range(8))
 
 
-def attribution_labels(count: int) -> Labels:
-    names = tuple(map(str, range(count)))
-    return Labels(10 * count, names, names, (10,) * count, "loss", "lower")
+@pytest.mark.parametrize(("sources", "sizes", "count"), [(12, {2, 3, 4}, 8), (4, {2, 3}, 8), (3, {2}, 3), (2, {1}, 2)])
+def test_sets_of_two_to_four_sources_leave_some_and_differ(sources: int, sizes: set[int], count: int) -> None:
+    drawn = draw_sets(sources, 8, np.random.default_rng(0))
+    assert {len(removal) for removal in drawn} == sizes
+    assert len(set(drawn)) == len(drawn) == count
 
 
 def test_results_are_judged_on_their_own_queries_if_these_are_enough(replayed: Path) -> None:
