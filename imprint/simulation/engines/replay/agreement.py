@@ -25,6 +25,7 @@ _JUMP = 30.0  # times more than any step before: no growth of rounding
 _SMALL = 1e-2  # of the largest value so far: values below count as that large
 _STEADY = 0.05  # relative spread of a ratio that is called constant, where it is larger than the next
 _LARGE = 1.5
+_FOUND = "agreement"  # the name of what a snapshot keeps
 _ASTRAY = 0.5  # of the distance the run travelled: by so much its end may be missed
 
 
@@ -56,7 +57,6 @@ class Agreement:
         self._waiting: list[tuple[int, Seen]] = []
         self._largest = {"loss": 0.0, "gradient norm": 0.0}
         self._first: list[_Pair] = []
-        self._compared = False
         self.worst = 0.0  # relative difference so far
 
     def add(self, number: int, seen: Seen) -> None:
@@ -66,6 +66,17 @@ class Agreement:
         if len(self._waiting) == (_FIRST if at_first else _BLOCK) or number == self._repetition.steps[-1]:
             self._compare()
 
+    def pack(self) -> Parameters:
+        """Compare all steps so far, and return what a snapshot needs to go on from them."""
+        if self._waiting:
+            self._compare()
+        return {_FOUND: torch.tensor([self.worst, *self._largest.values()], dtype=torch.float64)}
+
+    def restore(self, found: Parameters) -> None:
+        """Go on from what was packed."""
+        self.worst, *largest = found[_FOUND].tolist()
+        self._largest = dict(zip(self._largest, largest, strict=True))
+
     def _compare(self) -> None:
         """Compare the steps that wait."""
         waiting, self._waiting = self._waiting, []
@@ -73,9 +84,6 @@ class Agreement:
         pairs = list(chain.from_iterable(self._pairs(number, seen, steps[number]) for number, seen in waiting))
         if waiting[0][0] == self._repetition.begin:
             self._first = pairs
-        elif not self._compared:  # a resumed replay: what has grown until here was accepted before
-            self.worst = max((pair.deviation for pair in pairs), default=0.0)
-        self._compared = True
         known = {pair.step for pair in pairs if pair.what == "loss"}
         for pair in pairs:
             strict = pair.step < self._repetition.begin + _FIRST

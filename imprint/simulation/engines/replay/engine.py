@@ -19,6 +19,7 @@ from typing import ClassVar
 
 import torch
 
+from imprint.errors import SimulationError
 from imprint.plan import EngineRules, Plan, Settings
 from imprint.recording.records import Run
 from imprint.runtime.memory import Peak, activation_bytes, budget, most_that_fit, tensor_bytes
@@ -34,6 +35,7 @@ from imprint.simulation.engines.replay.rows import (
     follow,
     replay_one_by_one,
     replay_together,
+    restore_ends,
 )
 from imprint.simulation.engines.replay.stack import OwnRouteError, Stack
 from imprint.simulation.engines.replay.training import (
@@ -48,6 +50,7 @@ from imprint.simulation.engines.replay.training import (
 from imprint.simulation.engines.replay.ways import Way, find_dependence, find_unkept_state, find_way, leave_out
 from imprint.simulation.path import Hooks
 from imprint.simulation.recorded import find_begin
+from imprint.simulation.snapshot import Snapshot
 from imprint.sources import Sources
 from imprint.store.checkpoint import CHAOTIC, Decided, Measured, ShardFigures
 from imprint.task import Parameters
@@ -112,8 +115,14 @@ class Replay(Engine):
     def settle(self) -> None:
         """Choose how rows are replayed, replay the run as it was and compare it with the recording."""
         self.choose_way()
-        deviation = self.measure_deviation()
-        lost = self.measure_start_lost() if self.repetition.begin else None
+        snapshots = self.work.files.snapshots() if self.work.files else []
+        try:
+            deviation = self.measure_deviation(*snapshots[:1])
+            lost = self.measure_start_lost(*snapshots[1:]) if self.repetition.begin else None
+        except SimulationError:  # which would come again
+            _clear(snapshots)
+            raise
+        _clear(snapshots)
         self.measured = Measured(one_by_one=self.way.one_by_one, deviation=deviation, start_lost=lost)
         rows = self.rows_that_fit()
         rate = self.run.steps[self.repetition.begin].groups[0].get("lr")
@@ -144,7 +153,7 @@ class Replay(Engine):
         if measured.norms is not None:  # of a finished store, whose deviation is relative to the effects already
             self.measured = replace(measured, deviation=self.measure_deviation())
 
-    def measure_deviation(self) -> float:
+    def measure_deviation(self, snapshot: Snapshot | None = None) -> float:
         """Replay the run as it was; return the root mean square difference of F between its end and the recorded.
 
         `conclude` relates it to the effect of a removal, once that is known.
@@ -152,12 +161,15 @@ class Replay(Engine):
         repetition = self.repetition
         agreement, training = Agreement(repetition), Training(repetition)
         watch = Watch(("the unperturbed replay",))
+        _, left = restore_ends(repetition, 1, snapshot)
+        if left is not None and left.note:
+            agreement.restore(left.tensors)
 
         def hear(number: int, seen: Seen) -> None:
             agreement.add(number, seen)
             self.work.advance(0)
 
-        follow(training, Keeping(), hear, watch=watch, measure=True)  # nothing is kept before the journal is there
+        follow(training, Keeping(snapshot, left=left, beside=agreement.pack), hear, watch=watch, measure=True)
         missed = compare_end(repetition, training.state(), agreement)
         deviation = self.effects.change(self._displaced(training.state()))
         logger.info(
@@ -167,11 +179,11 @@ class Replay(Engine):
         )
         return six_digits([deviation])[0]
 
-    def measure_start_lost(self) -> float:
+    def measure_start_lost(self, late_snapshot: Snapshot | None = None, snapshot: Snapshot | None = None) -> float:
         """Return how much of a removal's effect a later start loses: rms change of F over the rms effect."""
-        few = self.descent.sources.spread(_SPREAD)
-        late = self._replay(self.repetition, Lineup(few), Hooks())
-        early = self._replay(self.repetition_from(0), Lineup(few), Hooks())
+        few, hear = self.descent.sources.spread(_SPREAD), lambda rows: self.work.advance(0)
+        late = self._replay(self.repetition, Lineup(few), Hooks(hear, snapshot=late_snapshot))
+        early = self._replay(self.repetition_from(0), Lineup(few), Hooks(hear, snapshot=snapshot))
         changes, effects = [], []
         for members, one, other in zip(few.members, late, early, strict=True):
             changes.append(self.effects.compare(self._displaced(one), self._displaced(other), members))
@@ -356,6 +368,11 @@ class Replay(Engine):
         if self.descent.data.device.type == "cuda":
             torch.cuda.synchronize()
         return time.monotonic() - begin
+
+
+def _clear(snapshots: Sequence[Snapshot]) -> None:
+    for snapshot in snapshots:
+        snapshot.clear()
 
 
 def _rms(values: Sequence[float]) -> float:
