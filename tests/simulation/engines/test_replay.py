@@ -46,7 +46,7 @@ def check_rows(store: Store, training: Training, end: Parameters) -> None:
     ends = [training.run(list(members))[0] for members in SOURCES.members]
     for name, tensor in found.items():
         expected = torch.stack([(end[name] - other[name]) * training.n for other in ends])
-        torch.testing.assert_close(tensor, expected, rtol=1e-10, atol=1e-10, msg=name)
+        torch.testing.assert_close(tensor, expected, rtol=1e-12, atol=1e-12, msg=name)
 
 
 class Unstackable(nn.Module):
