@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import accumulate, product
 from typing import Any, TypedDict, Unpack, overload
 
@@ -24,6 +25,9 @@ from imprint.sources import Sources
 from imprint.store.fingerprint import of_batches, of_sources, probe_measures, recognise_data
 from imprint.store.reading import Store
 from imprint.task import Batch, Task
+from imprint.validation.record import find_verdict, read_validation
+from imprint.validation.verdict import QUERIES
+from imprint.validation.witnesses import judge_queries
 
 
 class ReadoutOptions(TypedDict, total=False):
@@ -105,11 +109,22 @@ def attribute(
     effect = (squares / (firsts[-1] * len(store))) ** 0.5 / store.n
     labels = _make_labels(task, reader, batches, noise, effect)
     if k is None:
-        return Attribution(labels, torch.cat([torch.cat(blocks, dim=1) for blocks in parts]), noise_changes=noise)
+        result = Attribution(labels, torch.cat([torch.cat(blocks, dim=1) for blocks in parts]), noise_changes=noise)
+        return _with_verdict(result, task, store, batches, memory)
     kept = [entry for entry in best if entry is not None]
     scores = torch.cat([scores for _, scores in kept])
     rms = None if noise is None else root_mean_square(noise, 0)
     return Top(labels, torch.cat([indices for indices, _ in kept]), scores, tuple(range(len(scores))), rms)
+
+
+def _with_verdict(
+    result: Attribution, task: Task, store: Store, batches: Sequence[tuple[int, Batch]], memory: int | str | None
+) -> Attribution:
+    """Return a result with the verdict on its own queries, if its store was validated and they are enough."""
+    if (validation := read_validation(store)) is None or len(result) < QUERIES:
+        return result
+    verdict = judge_queries(task, store, validation, result.removal_effect, batches, memory)
+    return replace(result, labels=replace(result.labels, validation=verdict))
 
 
 def _order_blocks(reader: Reader, chunks: list[tuple[int, int]], batches: int) -> list[tuple[tuple[int, int], int]]:
@@ -152,6 +167,7 @@ def _make_labels(
         _show_warnings(reader, warnings),
         store.question,
         store.removes,
+        validation=find_verdict(store, task.measure_name),
     )
 
 

@@ -257,7 +257,7 @@ def _record_in_turn(
     for run in seeds:
         for each in ahead if run in ahead[:1] else [run]:
             if each not in recorded:
-                recorded[each] = _record_run(record, seeds[each], folders[each])
+                recorded[each] = record_run(record, seeds[each], folders[each])
                 if not isinstance(record, Together):
                     _refuse_copy(each, recorded, folders, distinct)
         yield run, recorded.pop(run)
@@ -276,7 +276,7 @@ def _refuse_copy(
         raise
 
 
-def _record_run(record: Record | Together, seed: int, folder: Path) -> Recording:
+def record_run(record: Record | Together, seed: int, folder: Path) -> Recording:
     """Record a run in a folder; one that is finished is taken as it is, an unfinished one starts over."""
     if folder.exists():
         with contextlib.suppress(StoreError):
@@ -292,7 +292,7 @@ def _refuse_changed(record: Record, seed: int, work: _Work, kept: _KeptRuns, dis
     """Record a finished run again, and refuse a `record` that no longer reproduces it."""
     run = kept.runs[0]
     with tempfile.TemporaryDirectory(prefix="imprint-replays-") as folder:
-        recorded = _record_run(record, seed, Path(folder) / "run")
+        recorded = record_run(record, seed, Path(folder) / "run")
         distinct.add(run, recorded)
         again = work.measure(recorded)
     known = kept.values[run]
