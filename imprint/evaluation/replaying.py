@@ -8,10 +8,8 @@ far less noise, because a replay differs from its run by the removal alone.
 import contextlib
 import logging
 import os
-import re
 import shutil
 import tempfile
-import warnings
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -24,7 +22,7 @@ from torch import Tensor
 
 from imprint.attribution.scoring import attribute
 from imprint.data import Collate, Data, as_tensors, is_columns, query_batches
-from imprint.errors import DataError, ReliabilityWarning, StoreError
+from imprint.errors import DataError, StoreError
 from imprint.evaluation.copies import DistinctRuns
 from imprint.evaluation.requests import describe_request
 from imprint.evaluation.subsets import Subsets, require_whole
@@ -36,7 +34,7 @@ from imprint.recording.reading import Recording
 from imprint.recording.records import Run
 from imprint.recording.writing import RunRecorder
 from imprint.runtime.progress import Advance
-from imprint.simulation.recorded import OTHER_STATE, complete_end, open_run
+from imprint.simulation.recorded import complete_end, one_of_several, open_run
 from imprint.simulation.runner import simulate
 from imprint.sources import Sources
 from imprint.task import Batch, Task, require_task
@@ -112,8 +110,7 @@ def replay_seeds(
         if missing and kept.runs and not isinstance(record, Together):
             _refuse_changed(record, seeds[kept.runs[0]], work, kept, distinct)
         for run, recorded in _record_in_turn(record, missing, kept.folder, distinct):
-            with warnings.catch_warnings():  # of several runs, the task's model is the end of one at most
-                warnings.filterwarnings("ignore", re.escape(OTHER_STATE), ReliabilityWarning)
+            with one_of_several():
                 kept.write(run, work.values(recorded, kept.folder / f"replay-{run:03}"))
     return kept.truth(runs)
 
