@@ -27,7 +27,7 @@ from imprint.evaluation.copies import DistinctRuns
 from imprint.evaluation.requests import describe_request
 from imprint.evaluation.subsets import Subsets, require_whole
 from imprint.evaluation.together import Together
-from imprint.evaluation.trials import SAME, SMALL, root_mean_square, spread
+from imprint.evaluation.trials import SAME, SMALL, spread
 from imprint.evaluation.truth import Truth, TruthFolder, describe_circumstances
 from imprint.plan import Question
 from imprint.recording.reading import Recording
@@ -38,6 +38,7 @@ from imprint.simulation.recorded import complete_end, one_of_several, open_run
 from imprint.simulation.runner import simulate
 from imprint.sources import Sources
 from imprint.task import Batch, Task, require_task
+from imprint.tensors.vectors import root_mean_square
 
 logger = logging.getLogger(__name__)
 Record = Callable[[int, Path], Any]

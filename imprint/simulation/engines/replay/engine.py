@@ -9,7 +9,6 @@ from slightly perturbed starts, which say how much of an effect is chaos.
 """
 
 import logging
-import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -54,7 +53,7 @@ from imprint.simulation.snapshot import Snapshot
 from imprint.sources import Sources
 from imprint.store.checkpoint import CHAOTIC, Decided, Measured, ShardFigures
 from imprint.task import Parameters
-from imprint.tensors.vectors import minus, norm, repeated, scale, six_digits
+from imprint.tensors.vectors import minus, norm, repeated, root_mean_square, scale, six_digits
 
 logger = logging.getLogger(__name__)
 _DEVIATES = 0.02  # of a removal's effect: by so much the unperturbed replay may miss the recorded end without a warning
@@ -188,7 +187,7 @@ class Replay(Engine):
         for members, one, other in zip(few.members, late, early, strict=True):
             changes.append(self.effects.compare(self._displaced(one), self._displaced(other), members))
             effects.append(self.effects.change(self._displaced(other), members))
-        return six_digits([_rms(changes) / _rms(effects)])[0] if any(effects) else 0.0
+        return six_digits([root_mean_square(changes) / root_mean_square(effects)])[0] if any(effects) else 0.0
 
     # --- rows
 
@@ -209,7 +208,7 @@ class Replay(Engine):
             drift=norm(minus(descent.start, start)) / scale(descent.start, descent.task),
             noise=self._rows(noise, unperturbed) if noise else None,
             effects=effects,
-            noise_effect=_rms([self.effects.compare(end, unperturbed) for end in noise]) if noise else None,
+            noise_effect=root_mean_square([self.effects.compare(end, unperturbed) for end in noise]) if noise else None,
             deviation=deviation if hooks.first else None,
         )
 
@@ -373,7 +372,3 @@ class Replay(Engine):
 def _clear(snapshots: Sequence[Snapshot]) -> None:
     for snapshot in snapshots:
         snapshot.clear()
-
-
-def _rms(values: Sequence[float]) -> float:
-    return math.sqrt(sum(value**2 for value in values) / len(values)) if values else 0.0
