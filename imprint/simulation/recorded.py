@@ -84,10 +84,9 @@ def check_run(run: Run, task: Task, n: int, plan: Plan) -> None:
 
 def refuse_other_data(run: Run, hashes: DataPrint, n: int) -> None:
     """Refuse data that differ from those the run was recorded with, where the recording has their hash."""
-    recorded = getattr(run, "data", None)
-    if recorded is None:
+    if run.data is None:
         return
-    likeness = compare_data(recorded, hashes, n)
+    likeness = compare_data(run.data, hashes, n)
     if not likeness.same:
         raise DataError(
             f"the run was recorded with other training data{likeness.remark}: give the same examples in the same order."

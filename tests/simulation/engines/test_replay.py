@@ -288,16 +288,6 @@ def test_a_recorded_run_is_replayed_from_its_folder(tmp_path: Path) -> None:
     assert measured.deviation is not None and measured.deviation < 1e-9
 
 
-def test_the_users_random_numbers_are_left_as_they_were() -> None:
-    training = TRAININGS["stacked"]()
-    _, run = training.run()
-    torch.manual_seed(3)
-    expected = torch.rand(3)
-    torch.manual_seed(3)
-    replay(training, run)
-    assert torch.equal(torch.rand(3), expected)
-
-
 @pytest.mark.parametrize("kind", ["stacked", "without vmap"])
 def test_a_repeated_store_has_the_figures_of_the_first_one(kind: str, tmp_path: Path) -> None:
     """The deviation is measured in units of F, and relative to effects only once these are known."""
