@@ -9,16 +9,11 @@ import torch
 from torch import Tensor
 
 from imprint.store.checkpoint import CHAOTIC
+from imprint.tensors.vectors import root_mean_square
 
 _TIMES = 2.0  # an effect must exceed the noise this many times
 
 INDISTINGUISHABLE = "not distinguishable from 0: less than twice the change of F by a tiny change of the run's start"
-
-
-def root_mean_square(values: Tensor, dim: int | None = None) -> Tensor:
-    """Return the root of the mean of squares, in double precision."""
-    squares = values.double().square()
-    return (squares.mean() if dim is None else squares.mean(dim)).sqrt()
 
 
 def widen(noise: Tensor, counts: Tensor) -> Tensor:
@@ -56,7 +51,7 @@ def assess_noise(changes: Tensor | None, effect: float) -> tuple[dict[str, float
     """
     if changes is None:
         return {}, []
-    noise = float(root_mean_square(changes))
+    noise = root_mean_square(changes)
     chaos, warning = measure_chaos(noise, effect), describe_chaos(noise, effect)
     return {} if chaos is None else {"chaos": chaos}, [] if warning is None else [warning]
 

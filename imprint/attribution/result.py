@@ -13,7 +13,7 @@ from imprint.attribution.comparing import check_comparable, subtract
 from imprint.attribution.drawing import draw_effects
 from imprint.attribution.grouping import Groups, sum_scores
 from imprint.attribution.labels import Labels, Query, describe_groups, describe_query, validated_slope
-from imprint.attribution.noise import combine, measure_chaos, root_mean_square, stands_out, widen
+from imprint.attribution.noise import combine, measure_chaos, stands_out, widen
 from imprint.attribution.saved import load_scores, save_scores
 from imprint.attribution.top import (
     Credit,
@@ -29,6 +29,7 @@ from imprint.attribution.top import (
 from imprint.display import count_of, for_html, for_terminal
 from imprint.errors import ReadoutError
 from imprint.plan import Question
+from imprint.tensors.vectors import root_mean_square, root_mean_squares
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -82,7 +83,7 @@ class Attribution:
     @property
     def noise(self) -> Tensor | None:
         """How far chance moves F(q): the root mean square of `noise_changes`, shape (queries,), or None."""
-        return None if self.noise_changes is None else root_mean_square(self.noise_changes, 0)
+        return None if self.noise_changes is None else root_mean_squares(self.noise_changes)
 
     @property
     def distinguishable(self) -> Tensor | None:
@@ -120,7 +121,7 @@ class Attribution:
         """Return the same with the chaos figure of these queries and sources in its details."""
         details = {name: value for name, value in self.details.items() if name != "chaos"}
         if self.noise is not None and self.scores.numel():
-            noise, effect = (float(root_mean_square(v)) for v in (self._widened(self.noise), self.removal_effect))
+            noise, effect = (root_mean_square(v) for v in (self._widened(self.noise), self.removal_effect))
             if (chaos := measure_chaos(noise, effect)) is not None:
                 details["chaos"] = chaos
         return self if details == self.details else replace(self, labels=replace(self.labels, details=details))

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from imprint.attribution.labels import Labels, describe_replay
-from imprint.attribution.noise import assess_noise, root_mean_square
+from imprint.attribution.noise import assess_noise
 from imprint.attribution.result import Attribution
 from imprint.attribution.top import Order, Top, limit_top, merge_best, rank_scores
 from imprint.data import Collate, Data, query_batches
@@ -25,6 +25,7 @@ from imprint.sources import Sources
 from imprint.store.fingerprint import of_batches, of_sources, probe_measures, recognise_data
 from imprint.store.reading import Store
 from imprint.task import Batch, Task
+from imprint.tensors.vectors import root_mean_squares
 from imprint.validation.record import find_verdict, read_validation
 from imprint.validation.verdict import QUERIES
 from imprint.validation.witnesses import judge_queries
@@ -113,7 +114,7 @@ def attribute(
         return _with_verdict(result, task, store, batches, memory)
     kept = [entry for entry in best if entry is not None]
     scores = torch.cat([scores for _, scores in kept])
-    rms = None if noise is None else root_mean_square(noise, 0)
+    rms = None if noise is None else root_mean_squares(noise)
     return Top(labels, torch.cat([indices for indices, _ in kept]), scores, tuple(range(len(scores))), rms)
 
 

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 from torch import Tensor
-from torch.nn.utils import get_total_norm
 
 from imprint.errors import DataError, MissingExtra, PlanError, ReliabilityWarning
 from imprint.language.numbering import NumberedCollator, NumberedData, take_indices
@@ -24,6 +23,7 @@ from imprint.recording.seeding import keep_random_state
 from imprint.recording.steps import RunStep
 from imprint.recording.watching import ForwardHook
 from imprint.recording.writing import RunRecorder
+from imprint.tensors.vectors import total_norm
 
 try:
     from transformers import TrainerCallback
@@ -143,7 +143,7 @@ class TrainerRecorder(TrainerCallback):  # type: ignore[misc]
         self._step.note_loss(loss)
         if self._trainer.accelerator.sync_gradients:  # the last micro-batch of the step
             gradients = [p.grad for p in self._run.model.parameters() if p.grad is not None]
-            self._norm = get_total_norm(gradients)
+            self._norm = total_norm(gradients)
         return loss
 
     # --- what the Trainer calls

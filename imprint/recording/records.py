@@ -5,6 +5,7 @@ from typing import Any, Literal, Protocol
 
 import torch
 
+from imprint.store.fingerprint import DataPrint
 from imprint.task import Parameters
 
 Settings = dict[str, Any]
@@ -87,6 +88,8 @@ class Run(Protocol):
     groups: the names of the parameters in each group of the optimiser.
     checkpoints: after how many steps a whole state was kept; the first is 0, the last is the number of steps.
     sha256: identifies the recording in stores.
+    data: hashes of the training data, as `imprint.store.fingerprint` makes them; None if they are not known.
+    seconds: how long the training took; 0 if that is not known.
     """
 
     @property
@@ -103,6 +106,10 @@ class Run(Protocol):
     def checkpoints(self) -> tuple[int, ...]: ...
     @property
     def sha256(self) -> str: ...
+    @property
+    def data(self) -> DataPrint | None: ...
+    @property
+    def seconds(self) -> float: ...
 
     def state(self, step: int) -> Parameters:
         """Load the trained parameters and the buffers after so many steps, which must be one of `checkpoints`."""

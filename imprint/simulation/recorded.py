@@ -1,7 +1,9 @@
 """Fits a recorded training run to a task, its data and a plan, for `imprint.simulation.inputs`."""
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Protocol, runtime_checkable
 
 import torch
@@ -109,10 +111,9 @@ def _explain_lack(lacking: Sequence[str], task: Task) -> str:
 
 def refuse_other_data(run: Run, hashes: DataPrint, n: int) -> None:
     """Refuse data that differ from those the run was recorded with, where the recording has their hash."""
-    recorded = getattr(run, "data", None)
-    if recorded is None:
+    if run.data is None:
         return
-    likeness = compare_data(recorded, hashes, n)
+    likeness = compare_data(run.data, hashes, n)
     if not likeness.same:
         raise DataError(
             f"the run was recorded with other training data{likeness.remark}: give the same examples in the same order."
@@ -141,6 +142,8 @@ def _complete(run: Run, task: Task, *steps: int) -> list[Parameters]:
 
 def describe_other_state(run: Run, task: Task) -> str | None:
     """Say that the task's model is neither the start nor the end of a run; None if it is one of them."""
+    if _ONE_OF_SEVERAL.get():
+        return None
     own, steps = task.state(), len(run.steps)
     differing = [
         next((name for name, t in run.state(step).items() if name in own and not _agree(own[name], t)), None)
@@ -149,13 +152,24 @@ def describe_other_state(run: Run, task: Task) -> str | None:
     if None in differing:
         return None
     return (
-        f"{OTHER_STATE} ({differing[0]!r} differs): results describe the model at the recorded end, not this one. If "
-        f"you serve the recorded end, load it: model.load_state_dict(recording.state({steps}), strict=False). If you "
-        "serve this model, record its training to the end, with every step within run.step."
+        f"the model of the task is neither the start nor the end of the recorded run ({differing[0]!r} differs): "
+        "results describe the model at the recorded end, not this one. If you serve the recorded end, load it: "
+        f"model.load_state_dict(recording.state({steps}), strict=False). If you serve this model, record its training "
+        "to the end, with every step within run.step."
     )
 
 
-OTHER_STATE = "the model of the task is neither the start nor the end of the recorded run"
+@contextmanager
+def one_of_several() -> Iterator[None]:
+    """Accept any model of the task meanwhile: of runs from several seeds, it is the end of one at most."""
+    token = _ONE_OF_SEVERAL.set(True)
+    try:
+        yield
+    finally:
+        _ONE_OF_SEVERAL.reset(token)
+
+
+_ONE_OF_SEVERAL: ContextVar[bool] = ContextVar("one_of_several", default=False)
 _DETOURS = (torch.float32, torch.bfloat16, torch.float16)  # in which a model may have been saved meanwhile
 _ULPS = 8  # of rounding that a model may differ by, in float32 and wider: far less than a step of training
 

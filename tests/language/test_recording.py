@@ -152,7 +152,7 @@ def test_a_training_with_an_example_at_weight_0_is_the_repeated_run_without_it(t
     assert (run.state(len(run.steps))["transformer.wte.weight"] - end["transformer.wte.weight"]).abs().max() > 1e-3
 
 
-class _StopsAt(TrainerCallback):  # type: ignore[misc]
+class StopsAt(TrainerCallback):  # type: ignore[misc]
     def __init__(self, step: int) -> None:
         self._step = step
 
@@ -184,7 +184,7 @@ def test_a_resumed_training_is_one_recording(tmp_path: Path) -> None:
     _, whole = record(gpt2().float(), tmp_path / "whole", **options)
     cut = make_trainer(gpt2().float(), tmp_path / "cut", **options)
     recording.attach(cut, tmp_path / "cut" / "run")
-    cut.add_callback(_StopsAt(5))
+    cut.add_callback(StopsAt(5))
     with pytest.raises(KeyboardInterrupt):
         cut.train()
     resumed = make_trainer(gpt2().float(), tmp_path / "cut", **options)
@@ -204,7 +204,7 @@ def test_a_resumed_training_needs_the_steps_before_and_their_model(tmp_path: Pat
         resumed.train(resume_from_checkpoint=str(tmp_path / "trainer" / "checkpoint-4"))
     cut = make_trainer(gpt2().float(), tmp_path)
     recording.attach(cut, tmp_path / "run")
-    cut.add_callback(_StopsAt(3))
+    cut.add_callback(StopsAt(3))
     with pytest.raises(KeyboardInterrupt):
         cut.train()
     other = make_trainer(GPT2LMHeadModel(gpt2().config), tmp_path)

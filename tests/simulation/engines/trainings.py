@@ -15,6 +15,7 @@ from imprint.recording.records import Circumstances, Clipping, MicroBatch, Optim
 from imprint.recording.seeding import seed_everything
 from imprint.recording.settings import find_changes
 from imprint.simulation.engines.replay.training import Repetition
+from imprint.store.fingerprint import DataPrint
 from imprint.task import Parameters
 
 Losses = Callable[[nn.Module, Any], Tensor]
@@ -36,6 +37,8 @@ class MemoryRun:
     states: dict[int, Parameters]
     optimiser_states: dict[int, OptimiserState]
     sha256: str = "0" * 64
+    data: DataPrint | None = None
+    seconds: float = 0.0
 
     @property
     def checkpoints(self) -> tuple[int, ...]:

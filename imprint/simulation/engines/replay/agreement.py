@@ -25,6 +25,8 @@ _JUMP = 30.0  # times more than any step before: no growth of rounding
 _SMALL = 1e-2  # of the largest value so far: values below count as that large
 _STEADY = 0.05  # relative spread of a ratio that is called constant, where it is larger than the next
 _LARGE = 1.5
+_FOUND, _PARTING = "agreement", "parting"  # the names of what a snapshot keeps
+_FIGURES = ("loss", "gradient norm")
 _ASTRAY = 0.5  # of the distance the run travelled: by so much its end may be missed
 
 
@@ -47,6 +49,16 @@ class _Pair:
     recorded: float
     deviation: float
 
+    def pack(self) -> list[float]:
+        """Return the pair as numbers."""
+        return [self.step, _FIGURES.index(self.what), self.replayed, self.recorded, self.deviation]
+
+    @classmethod
+    def unpack(cls, numbers: list[float]) -> "_Pair":
+        """Return the pair that was packed."""
+        step, what, *values = numbers
+        return cls(int(step), _FIGURES[int(what)], *values)
+
 
 class Agreement:
     """Hears what every step of the unperturbed replay shows, and refuses a replay that is not of the recorded run."""
@@ -54,9 +66,8 @@ class Agreement:
     def __init__(self, repetition: Repetition) -> None:
         self._repetition, self._tolerance = repetition, tolerance(repetition)
         self._waiting: list[tuple[int, Seen]] = []
-        self._largest = {"loss": 0.0, "gradient norm": 0.0}
+        self._largest = dict.fromkeys(_FIGURES, 0.0)
         self._first: list[_Pair] = []
-        self._compared = False
         self.worst = 0.0  # relative difference so far
         self.parting: _Pair | None = None  # the first figure that differs by more than rounding may in a first step
 
@@ -67,6 +78,22 @@ class Agreement:
         if len(self._waiting) == (_FIRST if at_first else _BLOCK) or number == self._repetition.steps[-1]:
             self._compare()
 
+    def pack(self) -> Parameters:
+        """Compare all steps so far, and return what a snapshot needs to go on from them."""
+        if self._waiting:
+            self._compare()
+        parting = [] if self.parting is None else [self.parting.pack()]
+        return {
+            _FOUND: torch.tensor([self.worst, *self._largest.values()], dtype=torch.float64),
+            _PARTING: torch.tensor(parting, dtype=torch.float64),
+        }
+
+    def restore(self, found: Parameters) -> None:
+        """Go on from what was packed."""
+        self.worst, *largest = found[_FOUND].tolist()
+        self._largest = dict(zip(self._largest, largest, strict=True))
+        self.parting = next((_Pair.unpack(each) for each in found[_PARTING].tolist()), None)
+
     def _compare(self) -> None:
         """Compare the steps that wait."""
         waiting, self._waiting = self._waiting, []
@@ -74,9 +101,6 @@ class Agreement:
         pairs = list(chain.from_iterable(self._pairs(number, seen, steps[number]) for number, seen in waiting))
         if waiting[0][0] == self._repetition.begin:
             self._first = pairs
-        elif not self._compared:  # a resumed replay: what has grown until here was accepted before
-            self.worst = max((pair.deviation for pair in pairs), default=0.0)
-        self._compared = True
         known = {pair.step for pair in pairs if pair.what == "loss"}
         for pair in pairs:
             strict = pair.step < self._repetition.begin + _FIRST

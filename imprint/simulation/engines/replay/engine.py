@@ -9,7 +9,6 @@ from slightly perturbed starts, which say how much of an effect is chaos.
 """
 
 import logging
-import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -19,6 +18,7 @@ from typing import ClassVar
 
 import torch
 
+from imprint.errors import SimulationError
 from imprint.plan import EngineRules, Plan, Settings
 from imprint.recording.records import Run
 from imprint.runtime.memory import Peak, activation_bytes, budget, most_that_fit, tensor_bytes
@@ -47,10 +47,11 @@ from imprint.simulation.engines.replay.unperturbed import Unperturbed, replay_un
 from imprint.simulation.engines.replay.ways import Way, find_dependence, find_unkept_state, find_way, leave_out
 from imprint.simulation.path import Hooks
 from imprint.simulation.recorded import find_begin
+from imprint.simulation.snapshot import Snapshot
 from imprint.sources import Sources
 from imprint.store.checkpoint import CHAOTIC, Decided, Measured, ShardFigures
 from imprint.task import Parameters
-from imprint.tensors.vectors import minus, norm, repeated, scale, six_digits
+from imprint.tensors.vectors import minus, norm, repeated, root_mean_square, scale, six_digits
 
 logger = logging.getLogger(__name__)
 _LOST = 0.3  # of a removal's effect: by so much a later start may change it without a warning
@@ -107,8 +108,15 @@ class Replay(Engine):
     def settle(self) -> None:
         """Choose how rows are replayed, replay the run as it was and compare it with the recording."""
         self.choose_way()
+        snapshots = self.work.files.snapshots() if self.work.files else []
+        try:
+            self.unperturbed = self._replay_unperturbed(*snapshots[:1])
+            lost = self.measure_start_lost(*snapshots[1:]) if self.repetition.begin else None
+        except SimulationError:  # which would come again
+            _clear(snapshots)
+            raise
+        _clear(snapshots)
         deviation = self.unperturbed.deviation  # `conclude` relates it to the effect of a removal
-        lost = self.measure_start_lost() if self.repetition.begin else None
         self.measured = Measured(one_by_one=self.way.one_by_one, deviation=deviation, start_lost=lost)
         rows = self.rows_that_fit()
         rate = self.run.steps[self.repetition.begin].groups[0].get("lr")
@@ -142,22 +150,26 @@ class Replay(Engine):
     @cached_property
     def unperturbed(self) -> Unperturbed:
         """The run as it was, replayed and compared with the recording."""
+        return self._replay_unperturbed()
+
+    def _replay_unperturbed(self, snapshot: Snapshot | None = None) -> Unperturbed:
         return replay_unperturbed(
             self.repetition,
             advance=lambda: self.work.advance(0),
             compare=lambda end: self.effects.change(self._displaced(end)),
+            snapshot=snapshot,
         )
 
-    def measure_start_lost(self) -> float:
+    def measure_start_lost(self, late_snapshot: Snapshot | None = None, snapshot: Snapshot | None = None) -> float:
         """Return how much of a removal's effect a later start loses: rms change of F over the rms effect."""
-        few = self.descent.sources.spread(_SPREAD)
-        late = self._replay(self.repetition, Lineup(few), Hooks())
-        early = self._replay(self.repetition_from(0), Lineup(few), Hooks())
+        few, hear = self.descent.sources.spread(_SPREAD), lambda rows: self.work.advance(0)
+        late = self._replay(self.repetition, Lineup(few), Hooks(hear, snapshot=late_snapshot))
+        early = self._replay(self.repetition_from(0), Lineup(few), Hooks(hear, snapshot=snapshot))
         changes, effects = [], []
         for members, one, other in zip(few.members, late, early, strict=True):
             changes.append(self.effects.compare(self._displaced(one), self._displaced(other), members))
             effects.append(self.effects.change(self._displaced(other), members))
-        return six_digits([_rms(changes) / _rms(effects)])[0] if any(effects) else 0.0
+        return six_digits([root_mean_square(changes) / root_mean_square(effects)])[0] if any(effects) else 0.0
 
     # --- rows
 
@@ -170,9 +182,9 @@ class Replay(Engine):
         effects = [self.effects.change(e, members) for e, members in zip(own, sources.members, strict=True)]
         noise, control = others[: NOISE_ROWS if hooks.first else 0], others[NOISE_ROWS:]
         unperturbed = control[0] if control else descent.start  # what a perturbed start is compared with
-        moved = _rms([self.effects.compare(end, unperturbed) for end in noise])
+        moved = root_mean_square([self.effects.compare(end, unperturbed) for end in noise])
         missed = max(map(self.effects.change, control), default=0.0)
-        deviation = Deviation(self.measured.deviation or 0.0, missed, moved, _rms(effects))
+        deviation = Deviation(self.measured.deviation or 0.0, missed, moved, root_mean_square(effects))
         if hooks.first and deviation.plain > MATERIAL * deviation.effect:
             refuse_unexplained(deviation, self.unperturbed, self.repetition)
         start = {**descent.start, **self._displaced(self.repetition.start())}
@@ -357,5 +369,6 @@ class Replay(Engine):
         return time.monotonic() - begin
 
 
-def _rms(values: Sequence[float]) -> float:
-    return math.sqrt(sum(value**2 for value in values) / len(values)) if values else 0.0
+def _clear(snapshots: Sequence[Snapshot]) -> None:
+    for snapshot in snapshots:
+        snapshot.clear()

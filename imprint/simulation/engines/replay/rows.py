@@ -147,11 +147,13 @@ class Keeping:
     """Where the state of a plain training is kept meanwhile, with the ends of the rows before it.
 
     left: what an earlier run has left of this training.
+    beside: returns what else is kept, under names that nothing else has.
     """
 
     snapshot: Snapshot | None = None
     ends: list[Parameters] = field(default_factory=list)
     left: Found | None = None
+    beside: Callable[[], Parameters] = dict
 
 
 def follow(
@@ -170,16 +172,16 @@ def follow(
             hear(number, seen)
             if snapshot:
                 made = len(keeping.ends) * len(repetition.steps) + number + 1 - repetition.begin
-                snapshot.keep_tensors(made, lambda: _pack_training(training, keeping.ends))
+                snapshot.keep_tensors(made, lambda: _pack_training(training, keeping))
         watch.check()
     return done
 
 
-def _pack_training(training: Training, ends: list[Parameters]) -> tuple[Parameters, str]:
+def _pack_training(training: Training, keeping: Keeping) -> tuple[Parameters, str]:
     """Return the state of a training, with the ends of the rows before it."""
-    kept = {f"ends/{index}/{name}": tensor for index, end in enumerate(ends) for name, tensor in end.items()}
+    ends = {f"ends/{index}/{name}": tensor for index, end in enumerate(keeping.ends) for name, tensor in end.items()}
     now, text = _pack_with_memory(training, {f"now/{name}": tensor for name, tensor in training.state().items()})
-    return {**kept, **now}, text
+    return {**ends, **now, **keeping.beside()}, text
 
 
 def restore_ends(repetition: Repetition, rows: int, snapshot: Snapshot | None) -> tuple[list[Parameters], Found | None]:

@@ -28,6 +28,7 @@ from imprint.recording.settings import describe_groups, find_changes
 from imprint.simulation.engines.replay.optimisers import make_optimiser, set_settings
 from imprint.simulation.engines.replay.routes import Names, Routes
 from imprint.task import Batch, Parameters, Task, require_one_each
+from imprint.tensors.vectors import total_norm
 
 logger = logging.getLogger(__name__)
 Excluded = np.ndarray[tuple[int], np.dtype[np.bool_]]
@@ -341,10 +342,3 @@ def _warn_of_single(reason: str) -> None:
         "for nothing there (%s)",
         reason,
     )
-
-
-def total_norm(gradients: list[Tensor]) -> Tensor:
-    """Return the Euclidean norm of all gradients together."""
-    wide = (g.float() if g.dtype.itemsize < 4 else g for g in gradients)
-    total: Tensor = torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(g) for g in wide]))
-    return total
