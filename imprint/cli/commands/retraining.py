@@ -15,9 +15,18 @@ from imprint.benchmarking.settings.catalogue import SETTINGS
 from imprint.cli.commands.options import AsJson, CollateString, DataString, QueriesString, SourcesString
 from imprint.cli.experiment import Experiment
 from imprint.cli.loading import Objects
-from imprint.cli.terminal import console, errors, escape_markup, redirect_prints, render_truth, show_progress
+from imprint.cli.terminal import (
+    console,
+    errors,
+    escape_markup,
+    redirect_prints,
+    render_effects,
+    render_truth,
+    show_progress,
+)
 from imprint.data import length_of
 from imprint.errors import ConfigurationError
+from imprint.evaluation.effects import list_effects
 from imprint.evaluation.replaying import Record, replay_run, replay_seeds
 from imprint.evaluation.retraining import retrain as retrain_subsets
 from imprint.evaluation.subsets import Subsets
@@ -130,10 +139,11 @@ def retrain(
         if done:
             errors.print(_describe_resuming(done, models, how), soft_wrap=True)
         truth = _make_truth(objects, run or function, how, subsets, runs=runs, seed=seed, out=out, progress=advance)
+    effects = list_effects(truth)
     if json:
-        typer.echo(dumps({"path": str(out), **truth.about}))
+        typer.echo(dumps({"path": str(out), **truth.about, "effects": [each.to_json() for each in effects]}))
     else:
-        console.print(render_truth(truth, out))
+        console.print(render_truth(truth, out), *render_effects(effects, truth.measure), sep="\n")
 
 
 def _choose_kind(
