@@ -17,14 +17,13 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from imprint import Attribution, Sources, attribute, simulate
+from imprint import Attribution, Recording, Sources, attribute, simulate
 from imprint.benchmarking.settings import digits
 from imprint.evaluation import Subsets, Together, Truth, replay_seeds
 from imprint.evaluation.validating import draw_sets, draw_strata
 from imprint.plan import Question
 from imprint.statistics import Array
 from imprint.validation.verdict import judge
-from imprint.validation.witnesses import count_examples, predict_removals
 
 QUERIES, REMOVALS, RUNS, SETS = 100, 8, 3, 60
 KINDS = ("good", "random", "permuted by source", "sign-flipped", "ten times too large", "size only")
@@ -68,10 +67,9 @@ def repeat(
             removed = [source for (source,) in draw_strata(torch.from_numpy(effects), REMOVALS, draw)]
         removals = [sets[place] for place in removed]
         truth = np.stack([actual[int(run)][np.ix_(queries, removed)] for run in chosen])
-        taken = count_examples(sizes.astype(int).tolist(), removals)
         for kind in KINDS:
             scores = make_scores(kind, effects, sizes, draw)
-            verdict = judge(predict_removals(torch.from_numpy(scores.copy()), removals), truth, taken, question)
+            verdict = judge(scores, removals, truth, sizes, question)
             found[kind][verdict.outcome] += 1
     return found
 
@@ -86,7 +84,8 @@ def list_runs(truth: Truth, sizes: set[int]) -> tuple[list[Array], list[tuple[in
 def predict_by_path(how: Together, split: digits.Digits, sources: Sources, folder: Path) -> Attribution:
     """Score by path imprints from early checkpoints of one run."""
     steps = digits.TRAINING.epochs * digits.TRAINING.steps(len(how.examples))
-    run = how.record(12345, folder / "run", every=steps // digits.TRAINING.epochs)
+    place = folder / "run"
+    run = Recording(place) if place.exists() else how.record(12345, place, every=steps // digits.TRAINING.epochs)
     states = [run.paths[epoch - 1] for epoch in digits.CHECKPOINTS]
     task = how.task_of(how.build())
     store = simulate(task, split.train, sources, digits.PLAN, checkpoints=states, out=folder / "path")

@@ -35,7 +35,7 @@ from imprint.store.reading import Store
 from imprint.task import Batch, Task
 from imprint.validation.record import WITNESSES, Validation, witness_folder, write_validation
 from imprint.validation.verdict import SEEDS, judge
-from imprint.validation.witnesses import count_examples, predict_removals, read_effects
+from imprint.validation.witnesses import predict_removals, read_effects
 
 _REMOVALS = 8
 
@@ -140,13 +140,13 @@ def validate(
     with locked(store.path):
         witnesses = [work.make_witness(0, made.run)] if record is None else work.make_witnesses(record, runs)
         actual = read_effects(made.task, witnesses, batches, memory)
-        predicted = predict_removals(result.removal_effect, chosen)
         own = _find_own_examples(made, chosen, batches)
         if own.all():
             raise DataError("every query is a training example of a removed source: give queries that are not.")
-        measured = store.checkpoints[0].measured
-        sizes, known = count_examples(store.source_sizes, chosen), (measured.chaos, measured.deviation)
-        verdict = judge(predicted[~own], actual[:, ~own], sizes, store.question, *known)
+        effects, actual = result.removal_effect.double().cpu()[~own], actual[:, ~own]
+        measured, sizes = store.checkpoints[0].measured, np.array(store.source_sizes)
+        known = (store.question, measured.chaos, measured.deviation)
+        verdict = judge(effects.numpy(), chosen, actual, sizes, *known)
         validation = Validation(
             store=store.sha256,
             removals=chosen,
@@ -159,7 +159,7 @@ def validate(
             seconds=round(time.monotonic() - began, 3),
         )
         write_validation(store, validation)
-    return Comparison(validation, work.names, predicted[~own], actual[:, ~own])
+    return Comparison(validation, work.names, predict_removals(effects, chosen), actual)
 
 
 register_validator(validate)

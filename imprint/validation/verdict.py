@@ -5,12 +5,14 @@ For queries q and removals b, with predicted effects P and actual ones A, both c
     r = Σ PA / √(ΣP² ΣA²),    slope = Σ PA / ΣP²,    both summed over all q and b.
 
 Queries share the imprints of their sources, so a hundred queries are not a hundred pieces of evidence. The p-value
-therefore permutes whole sources: it is the share of all assignments of predictions to removals under which ΣPA is at
-least as large. The interval of the slope leaves out one removal at a time.
+therefore permutes whole sources: it is the share of all assignments of predictions to the removed sources under which r
+is at least as large. With sets of sources removed together, permuting the sets instead would pass scores that are right
+about nothing but the number of sources in a set. The interval of the slope leaves out one removal at a time.
 """
 
 import itertools
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any, Literal
@@ -23,22 +25,25 @@ from imprint.statistics import Array, Chosen, ceiling, centre, jackknife
 from imprint.store.checkpoint import CHAOTIC
 from imprint.store.records import Count, NotNegative
 
+Removals = Sequence[Sequence[int]]
 Outcome = Literal["sizes validated", "ranks validated", "failed", "undecided"]
 QUERIES = 20  # fewer decide nothing
-REMOVALS = 4  # with three, the smallest p-value is 1/6
+SOURCES = 5  # removed ones: with four, the smallest p-value is 1/24
 SEEDS = 3  # runs that "expected" is averaged over, at least
-LEVEL = 0.05
+LEVEL = 0.025  # of a one-sided test, the usual 5% of a two-sided one
 WITHIN = (0.5, 2.0)  # slopes whose sizes are validated
 DEVIATES = 0.1  # of the rms effect: by so much a replay may miss its recording for effects to have their size
 CALIBRATES = 4.0  # by how much the ends of a slope's interval may differ, at most, for it to set a scale
-_ENUMERATED = 8  # removals up to which all permutations are counted: there are 40,320 of 8
+_ENUMERATED = 8  # sources up to which all permutations are counted: there are 40,320 of 8
 _DRAWN = 20_000  # permutations of more
+_AT_ONCE = 4_000_000  # numbers
 
 
 @dataclass(frozen=True)
 class Figures:
     """What a comparison measured.
 
+    sources: how many different ones are removed.
     correlation, p, slope: see the module; None where predicted or actual effects do not differ between removals.
     slope_low, slope_high: the 95% interval of the slope, over removals.
     by_size: the correlation that a guess by the size of the removed sources reaches, whatever its sign.
@@ -48,6 +53,7 @@ class Figures:
 
     queries: Count
     removals: Count
+    sources: Count
     runs: Count
     correlation: float | None = None
     p: NotNegative | None = None
@@ -129,7 +135,8 @@ def _format_p(p: float) -> str:
 
 
 def judge(
-    predicted: Array,
+    effects: Array,
+    removals: Removals,
     actual: Array,
     sizes: Array,
     question: Question,
@@ -138,41 +145,41 @@ def judge(
     *,
     own: bool = False,
 ) -> Verdict:
-    """Judge predicted effects (queries, removals) by actual ones (runs, queries, removals).
+    """Judge predicted effects (queries, sources) by what removals really did, (runs, queries, removals).
 
-    sizes: how many examples each removal takes away, shape (removals,).
+    removals: the sources that each removal takes away, by their places.
+    sizes: how many examples each source has, shape (sources,).
     chaos, deviation: of a repeated run.
     """
-    figures = compare(predicted, actual, sizes)
+    figures = compare(effects, removals, actual, sizes)
     return Verdict(question, figures, _plain(chaos), _plain(deviation), own)
 
 
-def compare(predicted: Array, actual: Array, sizes: Array) -> Figures:
-    """Measure how well predicted effects (queries, removals) agree with actual ones (runs, queries, removals)."""
-    runs, queries, removals = actual.shape
-    if predicted.shape != (queries, removals) or sizes.shape != (removals,):
-        raise ValueError(f"predicted {predicted.shape}, actual {actual.shape} and sizes {sizes.shape} do not fit.")
-    counts = Figures(queries, removals, runs)
-    one, each = centre(predicted), centre(actual)
-    mean = centre(actual.mean(0))
-    if removals < 2 or not mean.any():
+def compare(effects: Array, removals: Removals, actual: Array, sizes: Array) -> Figures:
+    """Measure how well predicted effects agree with actual ones; see `judge`."""
+    runs, queries, count = actual.shape
+    if len(effects) != queries or len(removals) != count or len(sizes) != effects.shape[1]:
+        raise ValueError(f"effects {effects.shape}, {len(removals)} removals and actual {actual.shape} do not fit.")
+    involved = sorted({source for removal in removals for source in removal})
+    counts, mean = Figures(queries, count, len(involved), runs), centre(actual.mean(0))
+    if count < 2 or not mean.any():
         return counts
-    guess = np.broadcast_to(centre(sizes[None].astype(np.float64)), mean.shape)
+    member = np.array([[source in removal for source in involved] for removal in removals], dtype=np.float64)
+    effects, sizes = effects[:, involved].astype(np.float64), sizes[involved].astype(np.float64)
+    guess = np.broadcast_to(centre((member @ sizes)[None]), mean.shape)
     found = replace(counts, by_size=_plain(abs(_correlate(guess, mean)) if guess.any() else 0.0))
     if runs > 1:
-        others = (each.sum(0) - each) / (runs - 1)
-        found = replace(
-            found,
-            ceiling=_plain(ceiling(each.reshape(runs, 1, -1))),
-            agreement=_permute(np.einsum("rqi,rqj->ij", others, each)),
-        )
-    if not one.any():
+        each = centre(actual)
+        agreement = _permute_runs(each)
+        found = replace(found, ceiling=_plain(ceiling(each.reshape(runs, 1, -1))), agreement=agreement)
+    predicted = effects @ member.T
+    if not (one := centre(predicted)).any():
         return found
-    slope = jackknife(removals, lambda chosen: _pool_slope(predicted, actual.mean(0), chosen))
+    slope = jackknife(count, lambda chosen: _pool_slope(predicted, actual.mean(0), chosen))
     return replace(
         found,
         correlation=_plain(_correlate(one, mean)),
-        p=_permute(one.T @ mean),
+        p=_permute_sources(effects, member, mean),
         slope=_plain(slope.value),
         slope_low=_plain(slope.low),
         slope_high=_plain(slope.high),
@@ -185,8 +192,8 @@ def decide(
     """Decide what some figures validate, and say why."""
     if found.queries < QUERIES:
         return "undecided", f"{count_of(found.queries, 'query', 'queries')} decide nothing, it takes {QUERIES}"
-    if found.removals < REMOVALS:
-        return "undecided", f"{count_of(found.removals, 'removal')} decide nothing, it takes {REMOVALS}"
+    if min(found.sources, found.removals) < SOURCES:
+        return "undecided", f"{count_of(found.sources, 'removed source')} decide nothing, it takes {SOURCES}"
     if question == "expected" and found.runs < SEEDS:
         return "undecided", f"an expectation over seeds takes {SEEDS} runs, there are {found.runs}"
     if found.by_size is None:
@@ -229,16 +236,41 @@ def _pool_slope(predicted: Array, actual: Array, chosen: Chosen) -> float:
     return float((one * mean).sum()) / squares if squares else float("nan")
 
 
-def _permute(products: Array) -> float:
-    """Return the share of permutations π with Σ C[i, π(i)] at least that of the identity; C: (removals, removals)."""
-    sums = products[np.arange(len(products)), _list_orders(len(products))].sum(1)
-    least = float(np.trace(products)) - 1e-12 * float(np.abs(products).sum())  # of rounding
-    return float(np.mean(sums >= least))
+def _permute_sources(effects: Array, member: Array, actual: Array) -> float:
+    """Return the share of permutations of the sources under which predictions correlate at least as well.
+
+    effects: of each source, (queries, sources); member: which are in a removal, (removals, sources); actual: centred.
+
+    With predictions E, members M and centring C, ΣPA under π is Σ_b (EᵀAM)[π(b), b], and ΣP² is
+    Σ_bc (MᵀCM)[b, c] (EᵀE)[π(b), π(c)].
+    """
+    products = effects.T @ actual @ member
+    apart, squares = member.T @ (member - member.mean(0)), effects.T @ effects
+    orders = _list_orders(len(products))
+    sums = products[orders, np.arange(len(products))].sum(1)
+    single = bool((member.sum(1) == 1).all()) and len(member) == len(products)
+    if single:  # every order has the same predictions, and so the same ΣP²
+        lengths = np.ones(len(orders))
+    else:
+        parts = np.array_split(orders, max(1, len(orders) * squares.size // _AT_ONCE))
+        lengths = np.concatenate([(apart * squares[part[:, :, None], part[:, None, :]]).sum((1, 2)) for part in parts])
+    with np.errstate(divide="ignore", invalid="ignore"):
+        found = np.where(lengths > 0, sums / np.sqrt(np.maximum(lengths, 0)), -np.inf)
+    return float(np.mean(found >= found[0] - 1e-9 * abs(found[0])))
+
+
+def _permute_runs(each: Array) -> float:
+    """Return the p-value of the agreement of runs: each against the mean of the others; `each` is centred."""
+    others = (each.sum(0) - each) / (len(each) - 1)
+    products = np.einsum("rqi,rqj->ij", others, each)
+    orders = _list_orders(len(products))
+    sums = products[orders, np.arange(len(products))].sum(1)
+    return float(np.mean(sums >= sums[0] - 1e-9 * abs(sums[0])))
 
 
 @cache
 def _list_orders(count: int) -> Chosen:
-    """Return all orders of so many things, or the identity and many random ones, shape (orders, count)."""
+    """Return all orders of so many things, or many random ones, the identity first; shape (orders, count)."""
     if count <= _ENUMERATED:
         return np.array(list(itertools.permutations(range(count))), dtype=np.int64)
     draw = np.random.default_rng(0)

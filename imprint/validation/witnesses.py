@@ -51,11 +51,6 @@ def predict_removals(effects: Tensor, removals: Sequence[Sequence[int]]) -> Arra
     return torch.stack(together, dim=1).cpu().numpy()
 
 
-def count_examples(sizes: Sequence[int], removals: Sequence[Sequence[int]]) -> Array:
-    """Return how many examples each removal takes away, by the sizes of sources."""
-    return np.array([sum(sizes[source] for source in removal) for removal in removals], dtype=np.float64)
-
-
 def judge_queries(
     task: Task,
     store: Store,
@@ -66,9 +61,6 @@ def judge_queries(
 ) -> Verdict:
     """Judge predicted effects (queries, sources) on their own queries."""
     actual = read_effects(task, open_witnesses(store, validation), batches, memory)
-    predicted, sizes = (
-        predict_removals(effects, validation.removals),
-        count_examples(store.source_sizes, validation.removals),
-    )
-    earlier = validation.verdict
-    return judge(predicted, actual, sizes, store.question, chaos=earlier.chaos, deviation=earlier.deviation, own=True)
+    predicted, sizes = effects.double().cpu().numpy(), np.array(store.source_sizes)
+    known = (store.question, validation.verdict.chaos, validation.verdict.deviation)
+    return judge(predicted, validation.removals, actual, sizes, *known, own=True)
