@@ -13,7 +13,7 @@ from imprint.evaluation.reports.findings import Findings
 from imprint.plan import Question
 from imprint.statistics import Estimate
 from imprint.store.checkpoint import CHAOTIC
-from imprint.validation.verdict import LEVEL, QUERIES, REMOVALS, SEEDS
+from imprint.validation.verdict import LEVEL, QUERIES, SEEDS, SOURCES
 
 _CALM = 0.1  # chaos figures up to which removals stand out clearly
 _OUTCOMES = {
@@ -123,7 +123,7 @@ def _describe_limits(findings: Findings, metric: Metric, place: int) -> str:
 
 
 def _describe_slope(slope: Estimate) -> str:
-    return f"Actual effects are {slope.format(2)} times the predicted ones, over all queries (the slope)."
+    return f"Actual effects are {slope.format(2)} times the predicted ones, each query about its mean (the slope)."
 
 
 def _describe_certainty(findings: Findings) -> list[str]:
@@ -134,6 +134,8 @@ def _describe_certainty(findings: Findings) -> list[str]:
         found.append(f"In brackets: 95% intervals over the {queries:,} queries.")
     if (chaos := findings.result.details.get("chaos")) is not None:
         found.append(_describe_chaos(chaos))
+    if (judged := findings.verdict.figures.removals) < (made := len(findings.removals.names)):
+        found.append(f"The verdict looks at {judged:,} of the {made:,} {_plural(findings)}, drawn at random.")
     if (validation := findings.result.labels.validation) is not None:
         found.append(f"The validation that the scores carry, by other removals: {validation}.")
     if truth.question == "expected" and truth.runs > 1 and not all(math.isnan(m.ceiling) for m in findings.metrics):
@@ -204,8 +206,8 @@ def _ask_for_more(findings: Findings, outcome: str) -> list[str]:
     figures, truth, found = findings.verdict.figures, findings.truth, []
     if figures.queries < QUERIES:
         found.append(f"Evaluate at least {QUERIES} queries; these are {figures.queries}.")
-    if figures.removals < REMOVALS:
-        found.append(f"Make at least {REMOVALS} {_plural(findings)}; these are {figures.removals}.")
+    if min(figures.sources, figures.removals) < SOURCES:
+        found.append(f"Remove at least {SOURCES} different sources; these are {figures.sources}.")
     noisy = outcome == "undecided" and figures.agreement is not None and figures.agreement > LEVEL
     if truth.question == "expected" and (truth.runs < SEEDS or noisy):
         wanted = SEEDS if truth.runs < SEEDS else 2 * truth.runs

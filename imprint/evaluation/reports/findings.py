@@ -14,10 +14,11 @@ from imprint.attribution.result import Attribution
 from imprint.evaluation.metrics import Metric, evaluate, removal
 from imprint.evaluation.removal import RemovalCheck, compare_changes
 from imprint.evaluation.reports.guesses import guess_by_size, guess_by_text
+from imprint.evaluation.reports.judging import judge_truth
 from imprint.evaluation.truth import Truth
 from imprint.statistics import Array, centre, half_interval
 from imprint.store.reading import Store
-from imprint.validation.verdict import Verdict, judge
+from imprint.validation.verdict import Verdict
 
 
 @dataclass(frozen=True)
@@ -159,17 +160,8 @@ def collect_findings(
         guesses |= {} if similarity is None else {"text": similarity}
         sign = 1.0 if result.labels.better == "higher" else -1.0  # the guess: whatever is removed was of use
         guessed = {name: tuple(evaluate(sign * scores, truth)) for name, scores in guesses.items()}
-    gone = [truth.subsets.n - len(truth.subsets.examples(i)) for i, out in enumerate(truth.subsets.removed) if out]
-    measured = None if store is None else store.checkpoints[0].measured
-    verdict = judge(
-        changes.predicted,
-        changes.actual,
-        np.array(gone, dtype=np.float64),
-        truth.question,
-        chaos=result.details.get("chaos"),
-        deviation=None if measured is None else measured.deviation,
-        own=True,
-    )
+    deviation = None if store is None else store.checkpoints[0].measured.deviation
+    verdict = judge_truth(result, truth, changes, deviation)
     training = truth.about.get("training")
     recorded = training.get("recording") if isinstance(training, dict) else None
     recordings = None if store is None else store.manifest.request.recording, recorded
