@@ -104,12 +104,13 @@ class Findings:
     def sources(self) -> Effects:
         """Effects of every source by itself."""
         labels, predicted = self.result.labels, self.result.removal_effect.double().cpu().numpy()
-        runs, queries = len(self.check.actual), len(predicted)
-        actual = np.full((runs, queries, predicted.shape[1]), np.nan)
-        if not self.halves:
-            for column, removed in enumerate(self.truth.lacking):
-                if len(removed) == 1:
-                    actual[:, :, removed[0]] = self.check.actual[:, :, column]
+        unknown = np.broadcast_to(np.nan, (len(self.check.actual), *predicted.shape))  # takes no memory
+        if self.halves:
+            return Effects(labels.source_names, labels.source_sizes, predicted, unknown)
+        actual = unknown.copy()
+        for column, removed in enumerate(self.truth.lacking):
+            if len(removed) == 1:
+                actual[:, :, removed[0]] = self.check.actual[:, :, column]
         return Effects(labels.source_names, labels.source_sizes, predicted, actual)
 
     @cached_property

@@ -15,7 +15,7 @@ from imprint.evaluation.truth import Truth
 from imprint.statistics import Array
 from imprint.validation.verdict import Verdict, judge
 
-MOST = 1000  # removals that are judged; of more, so many at random
+MOST = 500  # removals that are judged; of more, so many at random
 _SOURCES = 300  # removed in sets: more would take minutes, and have more sources than sets in practice
 
 

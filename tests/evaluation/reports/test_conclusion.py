@@ -84,7 +84,7 @@ def test_random_scores_of_halves_are_not_validated_by_what_halves_share() -> Non
     assert sum(outcome.endswith("validated") for outcome in outcomes) <= 4
 
 
-def test_of_very_many_removals_a_thousand_are_judged(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_of_very_many_removals_some_are_judged_and_the_page_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("imprint.evaluation.reports.judging.MOST", 8)
     findings = judged()
     assert findings.verdict.figures.removals == 8
