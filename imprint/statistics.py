@@ -108,18 +108,6 @@ def mean_estimate(values: Array | list[float], within: tuple[float, float] = (-n
     return Estimate(mean, min(mean, max(low, mean - error)), max(mean, min(high, mean + error)))
 
 
-def half_interval(runs: Array) -> Array | None:
-    """Return half of Student's 95% interval of the mean over runs, the first axis; None with a single run.
-
-    >>> half_interval(np.array([[1.0], [3.0]])).round(1)
-    array([12.7])
-    """
-    count = len(runs)
-    if count < 2:
-        return None
-    return np.asarray(student_quantile(count - 1) * runs.std(0, ddof=1) / np.sqrt(count))
-
-
 def pearson(x: Array, y: Array) -> float:
     """Compute Pearson's correlation; NaN where one side is constant."""
     return float(correlations(x[None], y[None])[0])

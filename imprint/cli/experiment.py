@@ -47,6 +47,7 @@ class Experiment:
     checkpoints: .safetensors files, or the import string of a list.
     run: the folder of a recorded run, or the import string of one.
     plan: fields of a `Plan`, which override the `plan` in the task's module.
+    training_steps, training_batch: how long a training is, to compare a simulation with retraining.
     """
 
     task: str | None = None
@@ -63,6 +64,8 @@ class Experiment:
     hash_data: str | None = None
     device: str | None = None
     out: str | None = None
+    training_steps: int | None = None
+    training_batch: int | None = None
 
     @classmethod
     def from_toml(cls, path: Path) -> "Experiment":
@@ -153,10 +156,12 @@ class Experiment:
 
 
 _OBJECTS = ("task", "data", "sources", "queries", "collate_fn", "run")
-_TYPES: dict[str, Any] = {"plan": dict, "batch_size": int, "memory": str | int, "checkpoints": list | tuple | str}
+_WHOLE = ("batch_size", "training_steps", "training_batch")
+_TYPES: dict[str, Any] = {"plan": dict, "memory": str | int, "checkpoints": list | tuple | str}
+_TYPES |= dict.fromkeys(_WHOLE, int)
 _TYPE_NAMES = {
     "plan": "a table",
-    "batch_size": "a whole number",
+    **dict.fromkeys(_WHOLE, "a whole number"),
     "memory": 'a number of bytes or a string such as "4GiB"',
     "checkpoints": "a list of strings",
 }

@@ -15,16 +15,15 @@ from rich.text import Text
 
 from imprint.attribution.labels import MEANINGS, Labels
 from imprint.attribution.top import Credit, Top, explain_marks
-from imprint.checking import Check, format_plan, format_size
+from imprint.checking import Check
 from imprint.cli.experiment import read_note
-from imprint.display import count_of, for_terminal, name_some
-from imprint.plan import Plan
+from imprint.display import count_of, for_terminal, format_size, name_some
+from imprint.plan import Plan, format_plan
 from imprint.runtime.progress import Advance, format_duration
 from imprint.store.values import is_number
 
 if TYPE_CHECKING:
     from imprint.benchmarking.demo.report import Row
-    from imprint.evaluation.effects import RemovedSources
     from imprint.evaluation.metrics import Metric
     from imprint.evaluation.truth import Truth
     from imprint.evaluation.validating import Comparison
@@ -32,7 +31,6 @@ if TYPE_CHECKING:
 console = Console(emoji=False)  # a source may be called :fire:
 errors = Console(stderr=True, emoji=False)
 _MOST_QUERIES = 12  # in a table; the rest is counted
-_MOST_REMOVALS = 24
 
 
 def escape_markup(value: Any) -> str:
@@ -291,23 +289,6 @@ def render_truth(truth: "Truth", path: Path) -> RenderableType:
     )
     more = f"{_ONE_RUN}. The same command with --runs 2 adds a second run to this folder."
     return Group(table, *([Text(more)] if runs == 1 and truth.question == "expected" else []))
-
-
-def render_effects(removals: "Sequence[RemovedSources]", measure: str) -> list[RenderableType]:
-    """Render what removals did, the largest effects; nothing for a ground truth that has no removals."""
-    if not removals:
-        return []
-    table = Table("removed")
-    table.add_column(cell(f"change of {measure}, mean over queries"), justify="right")
-    for each in removals[:_MOST_REMOVALS]:
-        error = "" if each.error is None else f" ± {each.error:.2g}"
-        table.add_row(cell(" + ".join(each.names)), f"{each.effect:+.4g}{error}")
-    more = len(removals) - _MOST_REMOVALS
-    remarks = [
-        *["± is a 95% interval over runs."] * (removals[0].error is not None),
-        *[f"… and {more:,} more with smaller effects: --json lists all of them."] * (more > 0),
-    ]
-    return [table, *map(Text, remarks)]
 
 
 _ONE_RUN = "With a single run the noise of retraining is unknown, so there is no ceiling"

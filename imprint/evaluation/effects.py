@@ -1,35 +1,57 @@
-"""Lists what the removals of a ground truth did, one by one, for `imprint retrain` to print."""
+"""Summarises ground truth source by source: the mean effect of a removal over queries, with its error over runs."""
 
-from typing import Any, NamedTuple
+from dataclasses import asdict, dataclass
+from typing import Any
 
 from imprint.evaluation.truth import Truth
-from imprint.statistics import half_interval
+from imprint.statistics import student_quantile
 
 
-class RemovedSources(NamedTuple):
-    """One removal: the ids and names of its sources, and what it did to the mean of F over queries.
+@dataclass(frozen=True)
+class SourceEffect:
+    """What removing one source does to F, on average over queries.
 
-    error: half the 95% interval of the effect over runs; None with a single run.
+    size: how many training examples the source has.
+    error: the standard error over runs; None with a single run.
+    distinguishable: whether the 95% interval over runs leaves out 0; None with a single run.
     """
 
-    sources: tuple[str, ...]
-    names: tuple[str, ...]
+    source: str
+    name: str
+    size: int
     effect: float
     error: float | None
+    distinguishable: bool | None
+
+    def __str__(self) -> str:
+        """Format the effect with its error; a tilde marks one that is not distinguishable from 0.
+
+        >>> str(SourceEffect("a", "A", 3, -0.25, 0.1, False)), str(SourceEffect("a", "A", 3, 0.5, None, None))
+        ('-0.25~ ± 0.1', '+0.5')
+        """
+        error = "" if self.error is None else f" ± {self.error:.2g}"
+        return f"{self.effect:+.4g}{'~' * (self.distinguishable is False)}{error}"
 
     def to_json(self) -> dict[str, Any]:
         """Return plain JSON values."""
-        return {"sources": list(self.sources), "effect": self.effect, "error": self.error}
+        return asdict(self)
 
 
-def list_effects(truth: Truth) -> list[RemovedSources]:
-    """Return the removals of a ground truth, the largest effects first; none for models trained on halves."""
-    if truth.subsets.kind == "halves":
+def list_effects(truth: Truth) -> list[SourceEffect]:
+    """List the effect of every source that was removed by itself, largest first; empty if none was."""
+    if truth.subsets.kind != "removal":
         return []
-    known, runs = truth.subsets.sources, truth.significant_effects.mean(1).numpy()
-    mean, error = runs.mean(0), half_interval(runs)
+    means, runs, sources = truth.effects.mean(1), truth.runs, truth.subsets.sources  # (runs, removals)
     found = []
     for column, removed in enumerate(truth.lacking):
-        ids, names = (tuple(all_[place] for place in removed) for all_ in (known.ids, known.names))
-        found.append(RemovedSources(ids, names, float(mean[column]), None if error is None else float(error[column])))
+        if len(removed) != 1:
+            continue
+        values, (source,) = means[:, column], removed
+        effect, error, mark = float(values.mean()), None, None
+        if runs > 1:
+            error = float(values.std()) / runs**0.5
+            mark = abs(effect) > student_quantile(runs - 1) * error
+        found.append(
+            SourceEffect(sources.ids[source], sources.names[source], sources.sizes[source], effect, error, mark)
+        )
     return sorted(found, key=lambda each: -abs(each.effect))

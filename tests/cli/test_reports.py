@@ -161,16 +161,6 @@ def test_other_queries_are_not_shown_as_if_they_were_those_of_the_scores() -> No
         run("evaluate", "scores.safetensors", "truth", "--task", "other.py:task", "--report", "out.html")
 
 
-def test_retraining_tells_what_each_removal_did() -> None:
-    shown = run("retrain", "model.py:train", "--kind", "sources", "--runs", "2", "--out", "truth")
-    assert "change of loss, mean over queries" in shown and "± is a 95% interval over runs." in shown
-    assert all(name in shown for name in ("a", "<b>", "c"))
-    found = json.loads(run("retrain", "model.py:train", "--kind", "sources", "--runs", "2", "--out", "truth", "--json"))
-    assert sorted(each["sources"] for each in found["effects"]) == [["<b>"], ["a"], ["c"]]
-    halves = run("retrain", "model.py:train", "--count", "2", "--out", "halves")
-    assert "change of loss" not in halves
-
-
 def test_the_digits_show_their_pictures() -> None:
     digits = Objects(Experiment(task="digits"))
     assert tuple(digits.illustrations.pictures.shape) == (837, 8, 8)

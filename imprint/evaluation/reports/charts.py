@@ -144,7 +144,7 @@ def draw_scatter(effects: Effects, slope: Estimate, *, harm: int | None, named: 
     """
     mean, chosen = effects.mean, effects.removed
     x, y = mean.predicted[0, chosen], mean.outcome[0, chosen]
-    error = None if mean.error is None else mean.error[0, chosen]
+    error = None if mean.error is None else mean.reach * mean.error[0, chosen]
     away = [] if error is None else [*(y - error), *(y + error)]
     across, upright = Axis.over(x), Axis.over(y, spread=away)
 

@@ -16,7 +16,7 @@ from imprint.evaluation.removal import RemovalCheck, compare_changes
 from imprint.evaluation.reports.guesses import guess_by_size, guess_by_text
 from imprint.evaluation.reports.judging import judge_truth
 from imprint.evaluation.truth import Truth
-from imprint.statistics import Array, centre, half_interval
+from imprint.statistics import Array, centre, student_quantile
 from imprint.store.reading import Store
 from imprint.validation.verdict import Verdict
 
@@ -52,8 +52,14 @@ class Effects:
 
     @cached_property
     def error(self) -> Array | None:
-        """Half the 95% interval of `outcome` over runs, Student's; None with a single run."""
-        return half_interval(self.actual)
+        """The standard error of `outcome` over runs; None with a single run."""
+        runs = len(self.actual)
+        return None if runs < 2 else np.asarray(self.actual.std(0, ddof=1) / np.sqrt(runs))
+
+    @property
+    def reach(self) -> float:
+        """How many standard errors the 95% interval over runs reaches to either side, Student's."""
+        return student_quantile(max(1, len(self.actual) - 1))
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,7 @@ GUESSES = {"size": "guess by size", "text": "guess by text"}
 class Row:
     """One source, or one removal: its effects on the mean over queries, or on one query.
 
-    error: half the 95% interval of `actual` over runs.
+    error: the standard error of `actual` over runs; its 95% interval is `reach` of them to either side.
     guesses: what else would have been predicted, by the name of the guess.
     clear: whether the predicted effect stands out from the noise of its run; None where that was not measured.
     """
@@ -37,6 +37,17 @@ class Row:
     guesses: Mapping[str, float] = field(default_factory=dict)
     clear: bool | None = None
     bars: tuple[Bar, ...] = ()
+    reach: float = math.nan
+
+    @property
+    def interval(self) -> float | None:
+        """Half the 95% interval of the actual effect over runs; None if it is unknown."""
+        return None if self.error is None else self.reach * self.error
+
+    @property
+    def happened(self) -> bool | None:
+        """Whether the actual effect is distinguishable from 0, that is outside its interval; None if unknown."""
+        return None if self.actual is None or self.interval is None else abs(self.actual) > self.interval
 
 
 @dataclass(frozen=True)
@@ -71,7 +82,8 @@ def make_rows(findings: Findings, effects: Effects) -> list[Row]:
         actual, error = _read_actual(mean, 0, place)
         given = {kind: float(values[place]) for kind, values in guesses.items()}
         mark = None if clear is None else bool(clear[place])
-        row = Row(place, name, effects.sizes[place], float(mean.predicted[0, place]), actual, error, given, mark)
+        predicted = float(mean.predicted[0, place])
+        row = Row(place, name, effects.sizes[place], predicted, actual, error, given, mark, reach=effects.reach)
         found.append(row)
     down = sign_of_harm(findings.result.labels.better) == 1
     return sorted(found, key=lambda row: row.predicted if down else -row.predicted)
@@ -83,7 +95,7 @@ def _tell_clear(findings: Findings) -> Array | None:
 
 
 def _read_actual(effects: Effects, query: int, place: int) -> tuple[float | None, float | None]:
-    """Return an actual effect and half its interval, None for what is not known."""
+    """Return an actual effect and its standard error, None for what is not known."""
     actual = float(effects.outcome[query, place])
     error = None if effects.error is None else float(effects.error[query, place])
     return (None, None) if math.isnan(actual) else (actual, error)
@@ -122,13 +134,13 @@ def draw_ranking(rows: Sequence[Row], guess: str = "size") -> tuple[list[Row], A
     for row in rows:
         if row.actual is not None:
             values.append(row.actual)
-            spread += [row.actual - (row.error or 0.0), row.actual + (row.error or 0.0)]
+            spread += [row.actual - (row.interval or 0.0), row.actual + (row.interval or 0.0)]
         values += [row.guesses[guess]] if guess in row.guesses else []
     axis = Axis.over(values, spread)
     drawn = []
     for row in rows:
         bars = [make_bar("predicted", axis, row.predicted)]
-        bars += [] if row.actual is None else [make_bar("actual", axis, row.actual, row.error)]
+        bars += [] if row.actual is None else [make_bar("actual", axis, row.actual, row.interval)]
         bars += [make_bar("guess", axis, row.guesses[guess])] if guess in row.guesses else []
         drawn.append(replace(row, bars=tuple(bars)))
     return drawn, axis
@@ -176,8 +188,9 @@ def _find_strongest(effects: Effects, query: int, better: Better) -> list[Row]:
     order = [*up, *reversed(down)]
     if sign_of_harm(better) == 1:
         order.reverse()
-    names, sizes = effects.names, effects.sizes
-    return [
-        Row(place, names[place], sizes[place], float(predicted[place]), *_read_actual(effects, query, place))
-        for place in order
-    ]
+    found = []
+    for place in order:
+        actual = _read_actual(effects, query, place)
+        row = Row(place, effects.names[place], effects.sizes[place], float(predicted[place]), *actual)
+        found.append(replace(row, reach=effects.reach))
+    return found

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from imprint import DataError, MissingExtra, Sources, StoreError
-from imprint.evaluation import Illustrations, Preface, evaluate, write_report
+from imprint.evaluation import Illustrations, Preface, evaluate, list_effects, write_report
 from imprint.evaluation.subsets import Subsets
 from imprint.evaluation.truth import Truth
 from tests.evaluation.planted import N, attribution
@@ -31,15 +31,14 @@ def test_every_source_is_in_the_table_with_its_size_and_predicted_effect(tmp_pat
         assert float(predicted) == pytest.approx(effect, abs=0.6 * 10.0 ** -len(predicted.split(".")[1]))
 
 
-def test_actual_effects_are_means_over_runs_and_queries_with_their_interval(tmp_path: Path) -> None:
+def test_actual_effects_are_means_over_runs_and_queries_with_their_standard_error(tmp_path: Path) -> None:
     result, truth = compared(SINGLES, runs=3)
     rows = reported(tmp_path, result, truth).table("source")
-    each = truth.effects.mean(1)
-    for place, name in enumerate(SINGLES.sources.names):
-        actual, error = map(float, rows[name][1].split(" ± "))
-        assert actual == pytest.approx(float(each[:, place].mean()), abs=1e-3)
-        wanted = 4.302653 * float(each[:, place].std()) / 3**0.5  # Student's quantile of two degrees of freedom
-        assert error == pytest.approx(wanted, abs=1e-3)
+    for each in list_effects(truth):
+        actual, error = rows[each.name][1].split(" ± ")
+        assert float(actual.rstrip("~")) == pytest.approx(each.effect, abs=1e-3)
+        assert float(error) == pytest.approx(each.error, abs=1e-3)
+        assert actual.endswith("~") == (not each.distinguishable)
 
 
 def test_removals_of_sets_have_a_table_of_their_own(tmp_path: Path) -> None:
@@ -49,7 +48,7 @@ def test_removals_of_sets_have_a_table_of_their_own(tmp_path: Path) -> None:
     assert sorted(removals) == sorted(
         ["times + post", "post + wire", "wire + blog", "blog + log", "times + log", "wire"]
     )
-    assert float(removals["blog + log"][1].split(" ± ")[0]) == pytest.approx(
+    assert float(removals["blog + log"][1].split(" ± ")[0].rstrip("~")) == pytest.approx(
         float(truth.effects[:, :, 3].mean()), abs=1e-3
     )
     assert sources["blog"][1] == "not removed alone"
@@ -158,8 +157,8 @@ def test_an_effect_within_the_noise_of_its_run_is_marked(tmp_path: Path) -> None
     truth = replace(truth, question="this_run")
     page = reported(tmp_path, loud, truth)
     assert all(row[0].endswith("~") for row in page.table("source").values())
-    assert "not distinguishable from 0" in page.text
-    assert "not distinguishable from 0" not in reported(tmp_path, result, truth).text
+    assert "~ after a predicted effect: not distinguishable from 0" in page.text
+    assert "~ after a predicted effect" not in reported(tmp_path, result, truth).text
 
 
 def test_measures_where_more_is_better_turn_help_and_harm_around(tmp_path: Path) -> None:
