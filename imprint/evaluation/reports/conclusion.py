@@ -154,7 +154,7 @@ def _describe_runs(findings: Findings) -> str:
         )
     if truth.runs == 1:
         return f"For every {subsets}, {how} once: how noisy actual effects are is unknown, and there is no ceiling."
-    return f"For every {subsets}, {how} in {truth.runs} runs: ± is the standard error over them, whiskers 95% intervals."
+    return f"For every {subsets}, {how} in {truth.runs} runs: ± is their standard error, whiskers are 95% intervals."
 
 
 def _describe_chaos(chaos: float) -> str:
