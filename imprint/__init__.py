@@ -16,6 +16,7 @@ from imprint.errors import (
     StoreError,
     TaskError,
 )
+from imprint.evaluation.validating import Comparison, validate
 from imprint.plan import Plan
 from imprint.readout.reader import Reader
 from imprint.recorder import Recorder
@@ -32,6 +33,7 @@ __version__ = "0.1.0"
 __all__ = [
     "Attribution",
     "Check",
+    "Comparison",
     "ConfigurationError",
     "Credit",
     "DataError",
@@ -56,4 +58,5 @@ __all__ = [
     "check",
     "self_influence",
     "simulate",
+    "validate",
 ]

@@ -81,6 +81,7 @@ def subtract(first: Labels, second: Labels, effects: tuple[Tensor, Tensor]) -> t
         removes=first.removes or second.removes,
         summed=summed,
         difference=True,
+        validation=None,
     )
     return labels, scores
 

@@ -12,6 +12,7 @@ from imprint.errors import SourcesError
 from imprint.runtime.notices import Notices
 from imprint.sources import Sources, find_groups
 
+JOINT = 4  # sources that a validation of removals removes together, at most: larger unions were not compared
 Groups = Mapping[Any, Any] | Sequence[Any] | Tensor | Sources
 
 
@@ -39,13 +40,15 @@ def unite(labels: Labels, groups: Groups) -> tuple[Labels, list[Tensor]]:
             "that hold two such sources count the shared examples twice: simulate the unions themselves, "
             "sources.group({...})."
         )
+    summed = tuple(int(labels.counts[each].sum()) for each in places)
     united = replace(
         labels,
         warnings=notices.messages,
+        validation=labels.validation if labels.removes and max(summed) <= JOINT else None,
         source_ids=found.ids,
         source_names=found.names,
         source_sizes=sizes,
-        summed=tuple(int(labels.counts[each].sum()) for each in places),
+        summed=summed,
         details={**labels.details, **_count_uneven(places, len(labels.source_ids))},
         fingerprints={name: value for name, value in labels.fingerprints.items() if name != "sources"},
     )

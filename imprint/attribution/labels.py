@@ -1,14 +1,16 @@
 """What scores are about: sources, queries, the question they answer, and the measurement with its unit."""
 
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from imprint.display import count_of
+from imprint.errors import ReadoutError
 from imprint.plan import Question
 from imprint.task import Better
+from imprint.validation.verdict import Verdict
 
 Query = int | Literal["mean"]
 """The number of a query, or the mean over queries."""
@@ -19,6 +21,9 @@ MEANINGS: dict[Question, str] = {
     "expected": "expected: mean over trainings like this one",
 }
 """What each question asks, in words."""
+NOT_VALIDATED = (
+    "not validated: no removal was really made to compare these effects with; imprint.validate(store, queries) does it"
+)
 LAST_STEPS = "last_steps"
 """How many steps of a run were replayed, in the `details` of a result, if not all of them were."""
 LEFT_OUT, SHARED = "sources_in_no_group", "sources_in_several_groups"
@@ -36,6 +41,7 @@ class Labels:
     removes: whether the scores are those of finite removals, which do not add up exactly.
     summed: how many scores of single sources each score is the sum of; empty where none is a sum.
     difference: whether the scores are the difference of two results.
+    validation: how predicted effects compare with removals that were really made; None where none was.
     """
 
     n: int
@@ -51,6 +57,7 @@ class Labels:
     removes: bool = False
     summed: tuple[int, ...] = ()
     difference: bool = False
+    validation: Verdict | None = None
 
     @property
     def unit(self) -> str:
@@ -74,13 +81,41 @@ class Labels:
         return MEANINGS[self.question] + part
 
     @property
+    def standing(self) -> str:
+        """Whether the scores were validated, in words."""
+        return NOT_VALIDATED if self.validation is None else str(self.validation)
+
+    @property
     def counts(self) -> Tensor:
         """How many scores of single sources each score is the sum of, shape (sources,)."""
         return torch.tensor(self.summed or (1,) * len(self.source_ids))
 
+    def to_json(self) -> dict[str, Any]:
+        """Return plain JSON values, for a file."""
+        return {**vars(self), "validation": None if self.validation is None else asdict(self.validation)}
+
+    @classmethod
+    def from_json(cls, about: dict[str, Any]) -> "Labels":
+        """Return labels from the checked values of a file."""
+        given: dict[str, Any] = {k: tuple(value) if isinstance(value, list) else value for k, value in about.items()}
+        return cls(**given)
+
     def is_estimate(self, source: int) -> bool:
         """Tell whether the score is a sum of finite removals, which only estimates the removal of all of them."""
         return self.removes and bool(self.summed) and self.summed[source] > 1
+
+
+def validated_slope(labels: Labels) -> float:
+    """Return the slope of actual on predicted effects that a validation found; refuse one that sets no scale."""
+    verdict = labels.validation
+    if verdict is None:
+        raise ReadoutError(
+            "the scores have no validation to calibrate by: make one with imprint.validate(store, queries) and "
+            "attribute again, or give ground truth, result.calibrate(truth)."
+        )
+    if not verdict.calibrates or verdict.figures.slope is None:
+        raise ReadoutError(f"the validation of these scores sets no scale: {verdict}.")
+    return verdict.figures.slope
 
 
 def describe_groups(labels: Labels) -> list[str]:

@@ -12,7 +12,7 @@ from torch import Tensor
 from imprint.attribution.comparing import check_comparable, order_sources, subtract
 from imprint.attribution.drawing import draw_effects
 from imprint.attribution.grouping import Groups, add_up, unite
-from imprint.attribution.labels import Labels, Query, describe_groups, describe_query
+from imprint.attribution.labels import Labels, Query, describe_groups, describe_query, validated_slope
 from imprint.attribution.noise import combine, find_noise_quantile, measure_chaos, root_mean_square, widen
 from imprint.attribution.replicates import Replicates, find_quantiles, subtract_replicates
 from imprint.attribution.saved import load_scores, save_scores
@@ -155,8 +155,9 @@ class Attribution:
         prints = {
             name: value for name, value in self.labels.fingerprints.items() if name not in ("queries", "measures")
         }
-        labels, noise = replace(self.labels, fingerprints=prints), self.noise_changes
-        noise = None if noise is None else choose(noise[..., None])[..., 0]
+        verdict = None if self.labels.validation is None else replace(self.labels.validation, own=False)
+        labels = replace(self.labels, fingerprints=prints, validation=verdict)
+        noise = None if self.noise_changes is None else choose(self.noise_changes[..., None])[..., 0]
         replicates = self._change_replicates(choose)
         return Attribution(labels, choose(self.scores), queries, noise, replicates)._with_chaos()
 
@@ -182,23 +183,25 @@ class Attribution:
         replicates = self._change_replicates(lambda values: gather_sources(values, indices))
         return Top(self.labels, indices, self.scores.gather(1, indices), self.queries, self.noise, replicates)
 
-    def calibrate(self, truth: Calibrator) -> "Attribution":
-        """Return scores scaled to the ground truth: times the slope of actual on predicted effects.
+    def calibrate(self, truth: Calibrator | None = None) -> "Attribution":
+        """Return scores scaled to removals that were really made: times the slope of actual on predicted effects.
 
-        The ground truth must answer the same question as the scores.
+        truth: ground truth, which must answer the same question as the scores. By default the validation of the scores
+            (`imprint.validate`) gives the slope, if its interval is narrow enough.
         """
-        if not isinstance(truth, Calibrator):
+        if truth is not None and not isinstance(truth, Calibrator):
             raise ReadoutError(f"calibrate needs a Truth, got a {type(truth).__name__}: Truth.load reads a folder.")
         if self.labels.difference:
             raise ReadoutError("a difference of two results has no ground truth: calibrate both, then subtract.")
-        slope = truth.slope(self)
+        slope = validated_slope(self.labels) if truth is None else truth.slope(self)
         if not slope > 0:  # nothing is flipped, and constant scores have no slope
             raise ReadoutError(
                 f"scores and ground truth do not rise together (slope {slope:.3g}): there is no scale to set."
             )
         details = {**self.details, "calibration": slope * self.details.get("calibration", 1.0)}
         noise = None if self.noise_changes is None else slope * self.noise_changes
-        labels = replace(self.labels, details=details)
+        verdict = None if self.labels.validation is None else self.labels.validation.rescaled(slope)
+        labels = replace(self.labels, details=details, validation=verdict)
         replicates = self._change_replicates(lambda values: slope * values)
         return replace(self, scores=slope * self.scores, labels=labels, noise_changes=noise, replicates=replicates)
 
@@ -262,7 +265,7 @@ class Attribution:
         notes = [*more, *explain_marks(shown), *describe_error(self.labels), *describe_groups(self.labels)]
         under = "".join(f"<p>{for_html(note)}</p>" for note in notes)
         warned = "".join(f"<p><b>warning:</b> {for_html(message)}</p>" for message in self.warnings)
-        caption = f"{for_html(self.labels.unit)}<br>{for_html(self.labels.meaning)}"
+        caption = f"{for_html(self.labels.unit)}<br>{for_html(self.labels.meaning)}<br>{for_html(self.labels.standing)}"
         return f"<table><caption>{caption}</caption>{''.join(rows)}</table>{under}{warned}"
 
     def to_pandas(
@@ -300,7 +303,7 @@ class Attribution:
                 f"an attribution is saved as .safetensors, got {os.fspath(path)!r}: for a table, "
                 "result.to_pandas().to_csv(...), or `imprint attribute --out scores.csv`."
             )
-        save_scores(Path(path), vars(self.labels), self.scores, self.queries, self.noise_changes, self.replicates)
+        save_scores(Path(path), self.labels.to_json(), self.scores, self.queries, self.noise_changes, self.replicates)
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> "Attribution":
@@ -310,8 +313,7 @@ class Attribution:
         versions that knew one only: "expected".
         """
         about, scores, queries, noise, replicates = load_scores(Path(path), {each.name for each in fields(Labels)})
-        labels: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in about.items()}
-        return cls(Labels(**labels), scores, queries, noise, replicates)  # type: ignore[arg-type]
+        return cls(Labels.from_json(about), scores, queries, noise, replicates)  # type: ignore[arg-type]
 
 
 def _places(queries: int | slice | Sequence[int] | Tensor, count: int) -> Tensor:

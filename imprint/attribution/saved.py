@@ -24,7 +24,9 @@ from imprint.plan import Question
 from imprint.readout.units import Over
 from imprint.store.files import write
 from imprint.store.fingerprint import of_tensors
+from imprint.store.records import read
 from imprint.store.values import Value, parsed, sealed
+from imprint.validation.verdict import Verdict
 
 logger = logging.getLogger(__name__)
 SCHEMA = 4  # the first had no checksum, the second no noise, the third no replicates
@@ -94,7 +96,7 @@ def load_scores(path: Path, names: set[str]) -> Saved:
     scores, noise = tensors[_SCORES], tensors.get(_NOISE)
     _check_whole(labels, queries, scores)
     _check_noise(queries, noise, path)
-    about = {name: item.content for name, item in labels.items()}
+    about = {name: _LABELS[name](item) if name == "validation" else item.content for name, item in labels.items()}
     replicates = _read_replicates(value, tensors, tuple(scores.shape))
     return about, scores, tuple(item.content for item in queries), noise, replicates
 
@@ -240,5 +242,6 @@ _LABELS: dict[str, Callable[[Value], Any]] = {
     "removes": Value.flag,
     "summed": lambda value: value.wholes(1),
     "difference": Value.flag,
+    "validation": lambda value: None if value.content is None else read(Verdict, value),
 }
 _REQUIRED = ("n", "source_ids", "source_names", "source_sizes", "measure", "better")

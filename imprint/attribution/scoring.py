@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import accumulate, product
 from typing import Any, TypedDict, Unpack, overload
 
@@ -27,6 +28,9 @@ from imprint.sources import Sources
 from imprint.store.fingerprint import of_batches, of_sources, probe_measures, recognise_data
 from imprint.store.reading import Store
 from imprint.task import Batch, Task
+from imprint.validation.record import find_verdict, read_validation
+from imprint.validation.verdict import QUERIES
+from imprint.validation.witnesses import judge_queries
 
 
 class ReadoutOptions(TypedDict, total=False):
@@ -105,7 +109,8 @@ def attribute(
     labels = _make_labels(task, reader, batches, noise, effect)
     labels.details[ERROR] = explain_errors(noise, replicates, lacking)
     if k is None:
-        return Attribution(labels, scores, noise_changes=noise, replicates=replicates)
+        result = Attribution(labels, scores, noise_changes=noise, replicates=replicates)
+        return _with_verdict(result, task, store, batches, memory)
     rms = None if noise is None else root_mean_square(noise, 0)
     return Top(labels, found.indices, scores, tuple(range(len(scores))), rms, replicates)
 
@@ -122,6 +127,16 @@ def _find_lacking(reader: Reader, scores: int, memory: int | str | None) -> str:
         f"{allowed / 1e9:.2g} GB allowed. Ask for the first sources (top=), attribute fewer queries at a time, or give "
         "memory="
     )
+
+
+def _with_verdict(
+    result: Attribution, task: Task, store: Store, batches: Sequence[tuple[int, Batch]], memory: int | str | None
+) -> Attribution:
+    """Return a result with the verdict on its own queries, if its store was validated and they are enough."""
+    if (validation := read_validation(store)) is None or len(result) < QUERIES:
+        return result
+    verdict = judge_queries(task, store, validation, result.removal_effect, batches, memory)
+    return replace(result, labels=replace(result.labels, validation=verdict))
 
 
 def _order_blocks(reader: Reader, chunks: list[tuple[int, int]], batches: int) -> list[tuple[tuple[int, int], int]]:
@@ -164,6 +179,7 @@ def _make_labels(
         _show_warnings(reader, warnings),
         store.question,
         store.removes,
+        validation=find_verdict(store, task.measure_name),
     )
 
 

@@ -126,7 +126,7 @@ class Top:
 
     def describe(self, earlier: Iterable[Credit] = ()) -> list[str]:
         """Return the lines of the first five queries, with unit and question; `earlier` credits were shown before."""
-        lines, shown = [for_terminal(self.labels.unit), self.labels.meaning], list(earlier)
+        lines, shown = [for_terminal(self.labels.unit), self.labels.meaning, self.labels.standing], list(earlier)
         lines += describe_error(self.labels)
         for query in range(min(5, len(self))):
             credits = self[query]
@@ -144,7 +144,7 @@ class Top:
         queries = [[credit._asdict() for credit in credits] for credits in self]
         return {
             **{"n": labels.n, "measure": labels.measure, "better": labels.better, "unit": labels.unit},
-            **{"question": labels.question, "meaning": labels.meaning},
+            **{"question": labels.question, "meaning": labels.meaning, **describe_validation(labels)},
             **{"noise": None if self.noise is None else self.noise.tolist()},
             **{"details": labels.details, "warnings": list(labels.warnings), "queries": queries},
         }
@@ -176,7 +176,14 @@ def describe_warnings(labels: Labels) -> list[str]:
 
 def describe_table(labels: Labels) -> dict[str, Any]:
     """Return what a table's numbers mean, for its `attrs`."""
-    return {"question": labels.question, "meaning": labels.meaning, "unit": labels.unit, "n": labels.n}
+    about = {"question": labels.question, "meaning": labels.meaning, "unit": labels.unit, "n": labels.n}
+    return {**about, **describe_validation(labels)}
+
+
+def describe_validation(labels: Labels) -> dict[str, Any]:
+    """Return whether scores were validated, in plain JSON values: the outcome, and what is behind it."""
+    verdict = labels.validation
+    return {"validation": {"outcome": "not validated"} if verdict is None else verdict.to_json()}
 
 
 def rank_scores(scores: Tensor, by: Order) -> Tensor:

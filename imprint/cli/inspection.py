@@ -6,11 +6,12 @@ from typing import Any
 
 from imprint.readout.reader import list_readouts
 from imprint.store.reading import Store
+from imprint.validation.record import read_validation
 
 
 def inspect_store(store: Store) -> dict[str, Any]:
     """Return the plan, sizes and figures of a store, and the norms of its imprints, as JSON values."""
-    manifest = store.manifest
+    manifest, found = store.manifest, read_validation(store)
     checkpoints = []
     for run, checkpoint in zip(manifest.request.runs, store.checkpoints, strict=True):
         entry = {"run": run} | {name: getattr(checkpoint, name) for name in ("weight", "steps", "damping")}
@@ -33,6 +34,7 @@ def inspect_store(store: Store) -> dict[str, Any]:
         "plan": manifest.plan.to_json(),
         "checkpoints": checkpoints,
         "readouts": list_readouts(store),
+        "validation": {"outcome": "not validated"} if found is None else found.verdict.to_json(),
         "warnings": list(store.warnings),
         "cost": asdict(manifest.cost),
         "note": manifest.note,

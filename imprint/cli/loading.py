@@ -70,6 +70,15 @@ class Objects:
         """Load any object by its import string, without calling it."""
         return self._find(what, string, call=False)
 
+    def find_optional(self, name: str) -> Any:
+        """Return an object of the task's module without calling it; None if there is none of that name."""
+        return self._find_by_convention(name, call=False)
+
+    @property
+    def module(self) -> str:
+        """The module of the task, as import strings name it."""
+        return self._place
+
     @cached_property
     def queries(self) -> Any:
         return self._require("queries", "the queries")

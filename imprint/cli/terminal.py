@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from imprint.benchmarking.demo.report import Row
     from imprint.evaluation.metrics import Metric
     from imprint.evaluation.truth import Truth
+    from imprint.evaluation.validating import Comparison
 
 console = Console(emoji=False)  # a source may be called :fire:
 errors = Console(stderr=True, emoji=False)
@@ -65,6 +66,7 @@ def render_store(values: dict[str, Any]) -> RenderableType:
         f"Store {values['path']}",
         (
             ("question", MEANINGS[values["question"]]),
+            ("validation", values["validation"].get("summary", "not validated: see `imprint validate`")),
             ("sources", f"{values['sources']:,} of {values['n']:,} training examples"),
             ("largest", ", ".join(_name_largest(values["largest_sources"]))),
             ("imprints", _describe_imprints(values)),
@@ -202,12 +204,35 @@ def render_attribution(mean: Top, top: Top) -> RenderableType:
         _render_mean(mean[0]),
         cell(unit, "italic"),
         cell(top.labels.meaning, "italic"),
+        _render_standing(top.labels),
         *(cell(line, "italic") for line in describe_error(top.labels)),
         _render_queries(shown),
         *map(cell, explain_marks([*mean[0], *chain.from_iterable(shown)])),
         *([Text(f"… and {more:,} more queries: write all of them with --out.")] if more > 0 else []),
         *_render_warnings(top.warnings),
     )
+
+
+def _render_standing(labels: Labels) -> Text:
+    """Render whether effects were validated: green if they were, red if they failed."""
+    outcome = None if labels.validation is None else labels.validation.outcome
+    return cell(labels.standing, _STYLES.get(outcome or "", "yellow"))
+
+
+_STYLES = {"sizes validated": "green", "ranks validated": "green", "failed": "red"}
+
+
+def render_comparison(found: "Comparison") -> RenderableType:
+    """Render predicted effects beside those of removals that were really made, and the verdict."""
+    table = Table("removed", title=f"Change of {for_terminal(found.validation.measure)}, mean over queries")
+    for column in ("predicted", "actual"):
+        table.add_column(column, justify="right")
+    for row in found.rows:
+        error = "" if row.error is None else f" ± {row.error:.2g}"
+        table.add_row(cell(row.name), f"{row.predicted:+.4g}", f"{row.actual:+.4g}{error}")
+    verdict = found.validation.verdict
+    left = found.describe_left_out()
+    return Group(table, *map(cell, left), cell(str(verdict), _STYLES.get(verdict.outcome, "yellow")))
 
 
 def _render_mean(credits: list[Credit]) -> Table:

@@ -106,7 +106,7 @@ def replay_seeds(
             _refuse_changed(record, subsets.seeds(kept.runs[0], seed)[0], work, kept)
         for run in missing:
             folder = kept.folder / f"run-{run:03}"
-            opened = _record_run(record, subsets.seeds(run, seed)[0], folder)
+            opened = record_run(record, subsets.seeds(run, seed)[0], folder)
             kept.write(run, work.values(opened, kept.folder / f"replay-{run:03}"))
             shutil.rmtree(folder)
     return kept.truth(runs)
@@ -238,7 +238,7 @@ def _keep_runs(out: str | os.PathLike[str] | None, request: dict[str, Any], work
         yield kept
 
 
-def _record_run(record: Record | Together, seed: int, folder: Path) -> Run:
+def record_run(record: Record | Together, seed: int, folder: Path) -> Run:
     """Record a run in a folder; one that is finished is taken as it is, an unfinished one starts over."""
     if folder.exists():
         with contextlib.suppress(StoreError):
@@ -254,7 +254,7 @@ def _refuse_changed(record: Record, seed: int, work: _Work, kept: _KeptRuns) -> 
     """Record a finished run again, and refuse a `record` that no longer reproduces it."""
     run = kept.runs[0]
     with tempfile.TemporaryDirectory(prefix="imprint-replays-") as folder:
-        again = work.measure(_record_run(record, seed, Path(folder) / "run"))
+        again = work.measure(record_run(record, seed, Path(folder) / "run"))
     known = kept.values[run]
     moved = root_mean_square(again - known[work.subsets.removed.index(())])
     among = spread(dict(enumerate(known)), len(known)) or 0.0

@@ -18,7 +18,7 @@ from imprint.sources import Sources
 
 logger = logging.getLogger(__name__)
 Design = Literal["halves", "removal"]
-CHOICE, HALF, REMOVAL, ORDER, DROPOUT, CHANCE = range(6)  # what a derived seed is for
+CHOICE, HALF, REMOVAL, ORDER, DROPOUT, CHANCE, VALIDATION = range(7)  # what a derived seed is for
 
 
 def derive_seed(seed: int, *words: int) -> int:

@@ -4,7 +4,7 @@ import json
 import logging
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -14,7 +14,7 @@ from typing import Any, Literal
 import torch
 
 from imprint.data import Collate, HashData
-from imprint.errors import StoreError, first_line
+from imprint.errors import PlanError, StoreError, first_line
 from imprint.plan import Checkpoints, Plan, Settings
 from imprint.runtime.memory import Peak
 from imprint.runtime.progress import Advance, Progress
@@ -64,6 +64,8 @@ def simulate(
     repeat: Store | str | os.PathLike[str] | None = None,
     hash_data: HashData = "all",
     note: Any = None,
+    validate: Any = None,
+    record: Any = None,
     progress: bool | Advance = True,
 ) -> Store:
     """Simulate the imprint of every source and keep them in a store.
@@ -91,10 +93,13 @@ def simulate(
         that is too large or slow to read once more; "none" accepts data that changes from reading to reading, such as
         randomly augmented images. Both are kept as a warning, and every later comparison says so.
     note: anything worth keeping with the store, as JSON values: it goes into the manifest.
+    validate: queries on which the store is validated once it is made: see `imprint.validate`, which takes `record`.
     progress: True for a line on standard error, False for none, or a function of (done, total).
     """
     settle_child()
     recorded = open_run(run)
+    if validate is None and record is not None:
+        raise PlanError("record is for a validation: give the queries to validate on as validate=.")
     if repeat is not None:
         repeat = Store.of(repeat)
         plan = repeat.manifest.plan if plan is None else plan
@@ -105,38 +110,61 @@ def simulate(
         recorded, checkpoints = settle_states(plan, recorded, checkpoints, task)
     inputs = Inputs.checked(task, data, sources, plan, checkpoints, device=device, dtype=dtype, run=recorded, **options)
     _refuse_note(note)
-    started, peak = time.monotonic(), Peak(task.device)
     with task.evaluating():
         if batch_size is None:
             fit_batches(inputs, memory, engines.get(inputs.plan).rows_per_source(inputs.plan))
         request = inputs.request()
         writer = Writer(out, request, inputs.seen, check_choices)
-        if writer.finished:
-            return writer.finished
-        if warning := partly_hashed(how_hashed(vars(writer.request.data)), len(inputs.data)):
-            inputs.notices.add(warning)  # of what is resumed, too
-        resumed = writer.settled(inputs.first) is not None
-        with _resumable(writer), closing(_count_work(inputs, progress)) as bar:
-            inputs.examine()
-            if repeat is not None:
-                _take_over(repeat, request, writer, inputs)
-            work = _Work(inputs, memory, writer, bar)
-            done: tuple[Checkpoint, ...] = ()
-            for index, settings in enumerate(inputs.settings):
-                done = (*done, work.checkpoint(index, settings))
-            inputs.notice(check_weights([c.weight for c in done], [c.measured.norms for c in done]))
-            manifest = Manifest(
-                request=writer.request,
-                sources=writer.sources(sources),
-                probes=work.probes(done),
-                checkpoints=done,
-                execution=Execution(str(task.device), torch.get_num_threads(), inputs.data.batch_size),
-                cost=Cost(time.monotonic() - started, peak.bytes, resumed),
-                question=inputs.plan.rules.question,
-                note=note,
-                warnings=inputs.notices.messages,
-            )
-            return writer.finish(manifest)
+        store = writer.finished or _fill(inputs, writer, request, repeat, memory, note, progress)
+    store.origin = {"task": task, "data": data, "sources": sources, "run": recorded, "collate_fn": collate_fn}
+    if validate is not None:
+        _validators[-1](store, validate, record=record, memory=memory, progress=progress)
+    return store
+
+
+_validators: list[Callable[..., object]] = []
+
+
+def register_validator(validate: Callable[..., object]) -> None:
+    """Make `simulate(validate=...)` call this function; `evaluation.validating`, above this, registers its own."""
+    _validators.append(validate)
+
+
+def _fill(
+    inputs: Inputs,
+    writer: Writer,
+    request: Request,
+    repeat: Store | None,
+    memory: int | str | None,
+    note: Any,
+    progress: bool | Advance,
+) -> Store:
+    """Simulate what an empty or unfinished folder lacks."""
+    started, peak, task = time.monotonic(), Peak(inputs.task.device), inputs.task
+    if warning := partly_hashed(how_hashed(vars(writer.request.data)), len(inputs.data)):
+        inputs.notices.add(warning)  # of what is resumed, too
+    resumed = writer.settled(inputs.first) is not None
+    with _resumable(writer), closing(_count_work(inputs, progress)) as bar:
+        inputs.examine()
+        if repeat is not None:
+            _take_over(repeat, request, writer, inputs)
+        work = _Work(inputs, memory, writer, bar)
+        done: tuple[Checkpoint, ...] = ()
+        for index, settings in enumerate(inputs.settings):
+            done = (*done, work.checkpoint(index, settings))
+        inputs.notice(check_weights([c.weight for c in done], [c.measured.norms for c in done]))
+        manifest = Manifest(
+            request=writer.request,
+            sources=writer.sources(inputs.sources),
+            probes=work.probes(done),
+            checkpoints=done,
+            execution=Execution(str(task.device), torch.get_num_threads(), inputs.data.batch_size),
+            cost=Cost(time.monotonic() - started, peak.bytes, resumed),
+            question=inputs.plan.rules.question,
+            note=note,
+            warnings=inputs.notices.messages,
+        )
+        return writer.finish(manifest)
 
 
 @contextmanager

@@ -182,6 +182,18 @@ def of_batches(batches: Iterable[tuple[int, Batch]]) -> str:
     return digest.hexdigest()
 
 
+def hash_rows(batch: Batch, count: int) -> list[bytes]:
+    """Hash each of the examples of a batch by itself."""
+    rows = np.concatenate([part for leaf in leaves(batch) for part in _columns(leaf, count)], axis=1)
+    return [hashlib.sha256(row.tobytes()).digest() for row in rows]
+
+
+def hash_examples(data: Data, indices: Tensor) -> list[bytes]:
+    """Hash some examples, each by itself: collated alone where the shape of a batch may depend on the others in it."""
+    pieces = torch.split(indices, _TOGETHER if data.stacked is not None else 1)
+    return [each for piece in pieces for each in hash_rows(data.gather(piece), len(piece))]
+
+
 def _columns(leaf: object, count: int) -> Iterator[Bytes]:
     """Return what is hashed of a leaf for each of the rows: its kind and its values, shape (count, bytes)."""
     if isinstance(leaf, Tensor) and leaf.dim() and len(leaf) == count:

@@ -8,6 +8,7 @@ import os
 from bisect import bisect_right
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -28,6 +29,8 @@ class Store:
     """Imprints on disk, opened for reading. Files are checked against their checksums on first use.
 
     `imprint.simulate` returns one; `Store(path)` opens one made earlier.
+
+    origin: what `simulate` made it from (task, data, sources, run), in the process that did; empty where it was opened.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
@@ -42,6 +45,7 @@ class Store:
             raise StoreError(f"{self.path} holds an unfinished simulation: make the same call again to finish it.")
         if not complete:
             raise StoreError(f"{self.path} holds no store: there is no manifest.json (was the simulation finished?).")
+        self.origin: dict[str, Any] = {}
         self.manifest = Manifest.read(self.path / MANIFEST)
         self.sha256 = _hash_manifest(self.path / MANIFEST)
         self._files = Files(self.path)

@@ -25,7 +25,7 @@ def test_every_form_of_a_result_says_which_question_it_answers(question: Questio
     top = result.top(1)
     assert result.question == top.question == top[0][0].question == question
     assert f"\n{words}\n" in repr(result) and f"\n{words}\n" in repr(top)
-    assert f"<br>{words}</caption>" in result._repr_html_()
+    assert f"<br>{words}<br>not validated" in result._repr_html_()
     assert top.to_json()["question"] == question and top.to_json()["meaning"] == words
     assert result.plot().get_xlabel().endswith(f"\n{words}")
     for frame in (result.to_pandas(), top.to_pandas()):

@@ -165,7 +165,7 @@ def test_the_text_of_many_queries_is_short() -> None:
     many = Attribution(_labels(), SCORES.repeat(50, 1))
     assert "100 queries" in repr(many)
     assert repr(many).endswith("…")
-    assert len(repr(many).splitlines()) <= 10
+    assert len(repr(many).splitlines()) <= 11
     assert len(repr(many.top(2)).splitlines()) < 10
 
 

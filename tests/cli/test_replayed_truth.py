@@ -133,7 +133,7 @@ def test_options_that_do_not_go_together_are_refused(words: tuple[str, ...], say
 
 def test_a_file_without_a_function_that_records_is_told_what_to_write() -> None:
     Path("plain.py").write_text(MODEL.replace("def record(", "def note("))
-    with pytest.raises(ImprintError, match=r"has no function record\(seed, folder\), which --replay needs"):
+    with pytest.raises(ImprintError, match=r"has no function record\(seed, folder\), which replays over seeds need"):
         run("retrain", "plain.py:train", "--replay", "--out", "x")
     Path("plain.py").write_text(MODEL + "\nrecord = 3\n")
     with pytest.raises(ImprintError, match=r"record must be a function record\(seed, folder\); it is a int"):

@@ -209,7 +209,7 @@ def _load_training(train: str, named: Experiment, how: How) -> tuple[Objects, An
     objects = Objects(replace(named, task=named.task or f"{module}:task"))
     function = objects.find("train", train)
     if how == "replays" and not isinstance(function, Together):
-        return objects, _find_record(objects, module)
+        return objects, find_record(objects, module)
     if not callable(function):
         raise ConfigurationError(
             f"{train} must be a function train(subset, seed), or a Together; it is a {type(function).__name__}."
@@ -217,14 +217,14 @@ def _load_training(train: str, named: Experiment, how: How) -> tuple[Objects, An
     return objects, function
 
 
-def _find_record(objects: Objects, module: str) -> Record:
+def find_record(objects: Objects, module: str) -> Record:
     """Find the function of the user's file that records a training run."""
     try:
         function: Record = objects.find("record", f"{module}:record")
     except ConfigurationError as error:
         raise ConfigurationError(
-            f"{module} has no function record(seed, folder), which --replay needs: it trains on all data from a seed "
-            "with an imprint.RunRecorder of that folder."
+            f"{module} has no function record(seed, folder), which replays over seeds need: it trains on "
+            "all data from a seed with an imprint.RunRecorder of that folder."
         ) from error
     if not callable(function):
         raise ConfigurationError(

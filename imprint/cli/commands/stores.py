@@ -52,6 +52,7 @@ from imprint.display import for_csv, for_terminal
 from imprint.errors import ConfigurationError, ReliabilityWarning, StoreError
 from imprint.store.files import write
 from imprint.store.manifest import JOURNAL, MANIFEST
+from imprint.validation.witnesses import verify_witnesses
 
 _LOADED = ("task", "data", "sources", "collate_fn", "checkpoints", "run")  # what a simulation loads
 
@@ -350,6 +351,7 @@ def verify(store: StorePath, json: AsJson = False) -> None:
     """
     opened = imprint.Store(store)
     opened.verify()
+    verify_witnesses(opened)
     if json:
         typer.echo(dumps({"path": str(opened.path), "bytes": opened.bytes, "sound": True}))
     else:

@@ -1,0 +1,110 @@
+"""Keeps a validation in the folder of its store: `validation.json`, and the witnesses.
+
+A witness is a run that was really made without some sources. Those of one training run are a store of their own, in
+`witnesses/000`, `witnesses/001` and so on: its sources are the removals, and it is read and verified like any other.
+"""
+
+from dataclasses import asdict, dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Annotated
+
+from imprint.errors import StoreError
+from imprint.plan import Question
+from imprint.store.folder import write_sealed
+from imprint.store.manifest import versions
+from imprint.store.reading import Store
+from imprint.store.records import Checksum, Count, NotNegative, read
+from imprint.store.values import Value, read_json
+from imprint.validation.verdict import Verdict
+
+VALIDATION = "validation.json"
+WITNESSES = "witnesses"
+SCHEMA = 1
+_LONGEST = 16 << 20  # bytes
+
+
+def _read_removals(value: Value) -> tuple[tuple[int, ...], ...]:
+    return tuple(item.wholes() for item in value.items())
+
+
+@dataclass(frozen=True)
+class Validation:
+    """Predicted effects compared with removals that were really made.
+
+    store: the checksum of the validated store.
+    removals: which sources were removed, by their places in the store, together where there are several.
+    witnesses: the checksums of the stores of witnesses, one for each run.
+    verdict: on the queries that were given, whose hash is `queries`, and how many were left out because they are
+        training examples of a removed source.
+    """
+
+    store: Checksum
+    removals: Annotated[tuple[tuple[int, ...], ...], _read_removals]
+    witnesses: tuple[Checksum, ...]
+    measure: str
+    queries: Checksum
+    left_out: int
+    verdict: Verdict
+    seed: int
+    seconds: NotNegative
+    versions: dict[str, str] = field(default_factory=versions)
+    created: str = field(default_factory=lambda: datetime.now(UTC).isoformat(timespec="seconds"))
+
+    @property
+    def question(self) -> Question:
+        """What the removals answer, and so the question for which scores were validated."""
+        return self.verdict.question
+
+    def __str__(self) -> str:
+        return str(self.verdict)
+
+
+@dataclass(frozen=True)
+class _File:
+    schema: Count
+    validation: Validation
+
+
+def witness_folder(store: Store, run: int) -> Path:
+    """Return the folder of the witnesses of one run."""
+    return store.path / WITNESSES / f"{run:03}"
+
+
+def write_validation(store: Store, validation: Validation) -> None:
+    """Write a validation into the folder of its store."""
+    write_sealed(store.path / VALIDATION, {"schema": SCHEMA, "validation": asdict(validation)})
+
+
+def read_validation(store: Store) -> Validation | None:
+    """Read the validation of a store; None where it has none. One of another store is refused."""
+    file = store.path / VALIDATION
+    if not file.exists():
+        return None
+    value = read_json(file, _LONGEST)
+    schema = value.mapping().get("schema")
+    if schema is None or schema.whole(1) > SCHEMA:
+        found = "none" if schema is None else schema.content
+        raise StoreError(f"{file} has schema {found}, this version reads up to {SCHEMA}: upgrade imprint.")
+    validation = read(_File, value.unsealed()).validation
+    if validation.store != store.sha256:
+        raise StoreError(f"{file} is the validation of another store than {store.path}: delete it, and validate again.")
+    _check_whole(validation, store, value)
+    return validation
+
+
+def find_verdict(store: Store, measure: str) -> Verdict | None:
+    """Return the verdict that a store carries for effects on a measurement; None where it has none."""
+    validation = read_validation(store)
+    return None if validation is None or validation.measure != measure else validation.verdict
+
+
+def _check_whole(validation: Validation, store: Store, value: Value) -> None:
+    """Refuse fields that do not fit each other, or the store."""
+    figures, removals = validation.verdict.figures, validation.removals
+    if validation.question != store.question:
+        value.fail(f"it answers {validation.question!r}, and the store {store.question!r}")
+    if not all(removals) or any(len(set(each)) < len(each) or max(each) >= len(store) for each in removals):
+        value.fail(f"its removals must be sets of the {len(store)} sources")
+    if len(removals) != figures.removals or len(validation.witnesses) != figures.runs:
+        value.fail("its removals and witnesses are not as many as its verdict says")

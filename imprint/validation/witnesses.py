@@ -1,0 +1,66 @@
+"""Reads what removals really did to queries, from the witnesses in a store's folder."""
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from imprint.errors import StoreError
+from imprint.readout.reader import Reader
+from imprint.statistics import Array
+from imprint.store.reading import Store
+from imprint.task import Batch, Task
+from imprint.validation.record import Validation, read_validation, witness_folder
+from imprint.validation.verdict import Verdict, judge
+
+
+def open_witnesses(store: Store, validation: Validation) -> list[Store]:
+    """Open the stores of a validation's witnesses; refuse those that are not the ones it was made with."""
+    found = []
+    for run, checksum in enumerate(validation.witnesses):
+        witness = Store(witness_folder(store, run))
+        if witness.sha256 != checksum or len(witness) != len(validation.removals) or not witness.removes:
+            raise StoreError(f"{witness.path} does not hold the witnesses of {store.path}: validate the store again.")
+        found.append(witness)
+    return found
+
+
+def verify_witnesses(store: Store) -> None:
+    """Check every file of a store's witnesses, if it was validated."""
+    if (validation := read_validation(store)) is not None:
+        for witness in open_witnesses(store, validation):
+            witness.verify()
+
+
+def read_effects(
+    task: Task, witnesses: Sequence[Store], batches: Sequence[tuple[int, Batch]], memory: int | str | None = None
+) -> Array:
+    """Measure what each removal did to F of each query, by plain evaluations, shape (runs, queries, removals)."""
+    runs = []
+    for witness in witnesses:
+        reader = Reader(task, witness, memory=memory)
+        scores = torch.cat([reader.scores(batch, count).cpu() for count, batch in batches])
+        runs.append((-scores.double() / witness.n).numpy())
+    return np.stack(runs)
+
+
+def predict_removals(effects: Tensor, removals: Sequence[Sequence[int]]) -> Array:
+    """Return the predicted effect of each removal: the sum over its sources, shape (queries, removals)."""
+    together = [effects.double()[:, list(removal)].sum(1) for removal in removals]
+    return torch.stack(together, dim=1).cpu().numpy()
+
+
+def judge_queries(
+    task: Task,
+    store: Store,
+    validation: Validation,
+    effects: Tensor,
+    batches: Sequence[tuple[int, Batch]],
+    memory: int | str | None = None,
+) -> Verdict:
+    """Judge predicted effects (queries, sources) on their own queries."""
+    actual = read_effects(task, open_witnesses(store, validation), batches, memory)
+    predicted, sizes = effects.double().cpu().numpy(), np.array(store.source_sizes)
+    known = (store.question, validation.verdict.chaos, validation.verdict.deviation)
+    return judge(predicted, validation.removals, actual, sizes, *known, own=True)
