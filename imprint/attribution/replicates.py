@@ -46,9 +46,11 @@ class Replicates:
     @property
     def variance(self) -> Tensor:
         """The squared standard error of the mean over runs, shape (queries, sources)."""
-        shares = torch.tensor(self.shares, dtype=torch.float64)
-        squares = float(shares.square().sum())
-        return squares / (1 - squares) * torch.einsum("r,rqs->qs", shares, self.deviations.double().square())
+        total = torch.zeros(self.deviations.shape[1:], dtype=torch.float64)
+        for share, deviation in zip(self.shares, self.deviations, strict=True):
+            total += share * deviation.double().square()
+        squares = sum(share**2 for share in self.shares)
+        return squares / (1 - squares) * total
 
     @property
     def freedom(self) -> int:
@@ -99,7 +101,8 @@ def subtract_replicates(first: Sequence[Replicates], second: Sequence[Replicates
     order = [other.names.index(name) for name in one.names]
     if any(abs(share - other.shares[place]) > 1e-9 for share, place in zip(one.shares, order, strict=True)):
         return ()
-    return (one.change(lambda deviations: deviations.double() - other.deviations[order].double()),)
+    paired = one.change(lambda deviations: deviations.double() - other.deviations[order].double())
+    return (paired if one.over == other.over else replace(paired, over="checkpoints"),)
 
 
 def describe_replicates(replicates: Sequence[Replicates]) -> str:

@@ -57,8 +57,8 @@ def evaluate(
 
     The metrics depend on what the models were retrained on. Random halves give the linear datamodelling score (LDS);
     removed sources give the correlation, rank correlation and slope; removed examples give the leave-one-out
-    correlation. Each metric comes with a 95% interval over queries, and with the ceiling set by the noise of
-    retraining. Writes nothing.
+    correlation. Each metric comes with a 95% interval over queries (over runs and queries, if there are several runs),
+    and with the ceiling set by the noise of retraining. Writes nothing.
 
     Scores and ground truth answer one of two questions: what a removal does to the model of this very run
     (`this_run`), or to models trained like it on average (`expected`). Scores of one question are compared with ground
