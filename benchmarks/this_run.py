@@ -28,6 +28,7 @@ import torch
 from torch import Tensor
 
 from imprint import Attribution, Plan, Sources, Task, attribute, simulate
+from imprint.attribution.combining import weigh
 from imprint.benchmarking.gradients import gradient_products
 from imprint.benchmarking.lexical import characters as stretches
 from imprint.benchmarking.lexical import tf_idf
@@ -266,6 +267,8 @@ def measure_expected(arguments: argparse.Namespace, results: Results) -> None:
         for k in sorted({1, 2, 4, arguments.seeds}):
             scores = -others.subsets.n * effects[:k].mean(0)
             results.add(case.name, f"mean of replays over {k} seed{'s' * (k > 1)}", scores, truth)
+            together, *_ = weigh(path.removal_effect.double(), effects[:k])
+            results.add(case.name, f"both combined, {k} seed{'s' * (k > 1)}", -others.subsets.n * together, truth)
 
 
 def select_sets(truth: Truth, drop: int) -> Truth:

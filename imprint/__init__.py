@@ -1,5 +1,6 @@
 """Imprint: how much does each data source move this prediction? Answered with forward passes only."""
 
+from imprint.attribution.combining import combine
 from imprint.attribution.result import Attribution
 from imprint.attribution.scoring import attribute, self_influence
 from imprint.attribution.top import Credit, Top
@@ -56,6 +57,7 @@ __all__ = [
     "Top",
     "attribute",
     "check",
+    "combine",
     "self_influence",
     "simulate",
     "validate",

@@ -14,10 +14,14 @@ from typing import Any, Literal, get_args
 import torch
 from torch.utils.data import Subset
 
+from imprint.advice.costs import Training, measure_costs
+from imprint.advice.ways import Way, advise, format_seconds, list_ways
 from imprint.batches import map_tensors
 from imprint.data import Collate, HashData, as_tensors, is_columns, query_batches
+from imprint.display import format_size
 from imprint.errors import ImprintError, SimulationError, first_line
-from imprint.plan import Checkpoints, Plan
+from imprint.evaluation.together import Together, Train
+from imprint.plan import Checkpoints, Plan, format_plan
 from imprint.readout.base import Base
 from imprint.readout.kernels import ReadoutName, forward_only
 from imprint.readout.reader import Reader
@@ -41,43 +45,6 @@ _QUERIES = 4
 _PATIENCE = 120.0  # seconds of a simulation up to which checkpoints are looked at as closely as it will
 
 
-def format_size(count: float | None) -> str:
-    """Format a number of bytes for a person.
-
-    >>> format_size(1_500_000), format_size(999_999), format_size(None)
-    ('1.5 MB', '1 MB', 'unknown')
-    """
-    if count is None:
-        return "unknown"
-    for unit in ("bytes", "kB", "MB", "GB", "TB"):
-        if count < 999.5:  # what three digits can say
-            return f"{count:.3g} {unit}"
-        count /= 1000
-    return f"{count:,.0f} PB"
-
-
-def format_plan(plan: Plan) -> str:
-    """Format what a plan says of engine and checkpoints.
-
-    >>> format_plan(Plan(engine="spectral", steps="infinite", damping=(0.1, 0.02)))
-    'spectral, Gauss–Newton; steps infinite; lr auto; damping 0.1, 0.02; weight 1'
-    >>> format_plan(Plan(steps=9, lr=0.1, preconditioner="adam", momentum=0.9, batch_size=64))
-    'tangent; steps 9; lr 0.1; damping 0; weight 1; preconditioner adam; momentum 0.9; batch size 64'
-    """
-    if plan.rules.question == "this_run":
-        return f"{plan.engine} of the recorded run" + (f" from step {plan.start} on" if plan.start else "")
-    head = [plan.engine] + (["Gauss–Newton"] if plan.seen_curvature == "gauss-newton" else [])
-    parts = [", ".join(head + (["dropout"] if plan.dropout else []))]
-    for name in ("steps", "lr", "damping", "weight"):
-        values = getattr(plan, name)
-        every = values if isinstance(values, tuple) else (values,)
-        parts.append(f"{name} {', '.join(f'{v:.4g}' if isinstance(v, float) else str(v) for v in every)}")
-    for name in ("preconditioner", "momentum", "batch_size", "source_sample"):
-        if value := getattr(plan, name):
-            parts.append(f"{name.replace('_', ' ')} {value}")
-    return "; ".join(parts)
-
-
 @dataclass(frozen=True)
 class Possibility:
     """Whether an engine or a readout works on the task; `remark` says why not, or what it costs."""
@@ -95,6 +62,7 @@ class Check:
     plan: that of the simulation, also where it was chosen.
     estimate: None where the simulation cannot begin.
     warnings: what the simulation would warn of, as far as its first checkpoint shows.
+    ways: what retraining, replaying and simulating take, and which question each answers; empty if not asked for.
     """
 
     parameters: dict[str, tuple[int, ...]]
@@ -109,6 +77,12 @@ class Check:
     estimate: Estimate | None
     problems: tuple[str, ...]
     warnings: tuple[str, ...] = ()
+    ways: tuple[Way, ...] = ()
+
+    @property
+    def advice(self) -> str:
+        """Which way is the cheapest for the question that the plan answers; empty if none were compared."""
+        return advise(self.ways, self.plan.rules.question) if self.ways else ""
 
     @property
     def tried(self) -> str:
@@ -147,11 +121,12 @@ class Check:
         lines.append(f"plan: {format_plan(self.plan)}")
         for kind, possibilities in (("engine", self.engines), ("readout", self.readouts)):
             lines += [f"{kind} {p.name}: {'works' if p.works else 'no'}, {p.remark}" for p in possibilities]
-        return "\n".join(lines)
+        lines += [f"{way.task} ({way.question}): {format_seconds(way.seconds)}, {way.how}" for way in self.ways]
+        return "\n".join(lines + [self.advice] * bool(self.ways))
 
     def to_json(self) -> dict[str, Any]:
         """Return plain JSON values."""
-        return {**asdict(self), "plan": self.plan.to_json(), "ok": self.ok}
+        return {**asdict(self), "plan": self.plan.to_json(), "ok": self.ok, "advice": self.advice}
 
 
 @torch.inference_mode(False)
@@ -171,20 +146,33 @@ def check(
     dtype: torch.dtype | None = None,
     memory: int | str | None = None,
     hash_data: HashData = "all",
+    train: Train | Together | None = None,
+    training_steps: int | None = None,
+    training_batch: int | None = None,
+    compare: bool = True,
 ) -> Check:
-    """Try every engine and readout on a few examples, and measure a few steps of the simulation.
+    """Try every engine and readout on a few examples, measure a few steps, and compare with plain retraining.
 
     The arguments are those of `simulate`, which may follow; `queries` are tried with the readouts, by default a few
     training examples are. Nothing stays on disk. Input that does not fit together raises, as in `simulate`.
+
+    run: repeated by default; beside checkpoints and a plan for them, only compared with.
+    train: how models are retrained, as for `retrain`; `Together` tells how long that takes.
+    training_steps, training_batch: how many steps a training has, and how many examples a step, if nothing else tells.
+    compare: whether to measure what retraining and replaying would take (`ways` and `advice` of the result).
     """
     settle_child()
+    training = Training(train, training_steps, training_batch)
     options: dict[str, Any] = {"batch_size": batch_size, "collate_fn": collate_fn, "device": device, "dtype": dtype}
     data, recorded = as_tensors(data), open_run(run)
     if plan == "auto":
         chosen_by: dict[str, Any] = {"batch_size": batch_size, "collate_fn": collate_fn, "hash_data": hash_data}
         plan = Plan.auto(task, data, sources, checkpoints, run=recorded, progress=False, **chosen_by)
-        recorded, checkpoints = settle_states(plan, recorded, checkpoints, task)
-    inputs = Inputs.checked(task, data, sources, plan, checkpoints, hash_data=hash_data, run=recorded, **options)
+        repeated, checkpoints = settle_states(plan, recorded, checkpoints, task)
+    else:
+        aside = checkpoints is not None and isinstance(plan, Plan) and plan.rules.question == "expected"
+        repeated = None if aside else recorded
+    inputs = Inputs.checked(task, data, sources, plan, checkpoints, hash_data=hash_data, run=repeated, **options)
     problems: list[str] = []
     expected: Estimate | None = None
     with task.evaluating(), _silence():  # one thread at a time, as what is made quiet belongs to all of them
@@ -207,6 +195,7 @@ def check(
             problems += _check_disk(expected, out)
         except (ImprintError, torch.OutOfMemoryError) as error:
             problems.append(_explain(error))
+        ways = list_ways(measure_costs(inputs, expected, recorded, training, memory, out)) if compare else ()
     if readouts and not any(readout.works for readout in readouts):
         problems.append(f"no readout works: {readouts[0].remark}")
     selected = {name: tuple(task.model.get_parameter(name).shape) for name in task.names}
@@ -223,6 +212,7 @@ def check(
         estimate=expected,
         problems=tuple(problems),
         warnings=inputs.notices.messages,
+        ways=ways,
     )
 
 

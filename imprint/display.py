@@ -85,3 +85,18 @@ def count_of(count: int, noun: str, plural: str = "") -> str:
     ('1 query', '2 runs')
     """
     return f"{count} {noun if count == 1 else plural or noun + 's'}"
+
+
+def format_size(count: float | None) -> str:
+    """Format a number of bytes for a person.
+
+    >>> format_size(1_500_000), format_size(999_999), format_size(None)
+    ('1.5 MB', '1 MB', 'unknown')
+    """
+    if count is None:
+        return "unknown"
+    for unit in ("bytes", "kB", "MB", "GB", "TB"):
+        if count < 999.5:  # what three digits can say
+            return f"{count:.3g} {unit}"
+        count /= 1000
+    return f"{count:,.0f} PB"

@@ -334,3 +334,25 @@ def _require(holds: bool, name: str, value: Any, expected: str) -> None:
 def _one_of(name: str, value: Any, known: tuple[str, ...]) -> None:
     if value not in known:
         raise PlanError(f"{name} {value!r} is unknown: use one of {', '.join(known)}.")
+
+
+def format_plan(plan: Plan) -> str:
+    """Format what a plan says of engine and checkpoints.
+
+    >>> format_plan(Plan(engine="spectral", steps="infinite", damping=(0.1, 0.02)))
+    'spectral, Gauss–Newton; steps infinite; lr auto; damping 0.1, 0.02; weight 1'
+    >>> format_plan(Plan(steps=9, lr=0.1, preconditioner="adam", momentum=0.9, batch_size=64))
+    'tangent; steps 9; lr 0.1; damping 0; weight 1; preconditioner adam; momentum 0.9; batch size 64'
+    """
+    if plan.rules.question == "this_run":
+        return f"{plan.engine} of the recorded run" + (f" from step {plan.start} on" if plan.start else "")
+    head = [plan.engine] + (["Gauss–Newton"] if plan.seen_curvature == "gauss-newton" else [])
+    parts = [", ".join(head + (["dropout"] if plan.dropout else []))]
+    for name in ("steps", "lr", "damping", "weight"):
+        values = getattr(plan, name)
+        every = values if isinstance(values, tuple) else (values,)
+        parts.append(f"{name} {', '.join(f'{v:.4g}' if isinstance(v, float) else str(v) for v in every)}")
+    for name in ("preconditioner", "momentum", "batch_size", "source_sample"):
+        if value := getattr(plan, name):
+            parts.append(f"{name.replace('_', ' ')} {value}")
+    return "; ".join(parts)

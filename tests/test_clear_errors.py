@@ -30,10 +30,10 @@ from imprint import (
     check,
     simulate,
 )
-from imprint.checking import format_plan
 from imprint.cli.app import app
 from imprint.cli.inspection import inspect_store
 from imprint.evaluation import Subsets, Truth, retrain
+from imprint.plan import format_plan
 from imprint.runtime.memory import budget
 from imprint.store.values import sealed
 

@@ -20,6 +20,11 @@ def check_comparable(first: Labels, second: Labels, queries: tuple[tuple[Query, 
             f"the results answer different questions, {first.question!r} ({first.meaning}) and {second.question!r} "
             f"({second.meaning}): subtract results that answer the same one."
         )
+    check_same_subject(first, second, queries)
+
+
+def check_same_subject(first: Labels, second: Labels, queries: tuple[tuple[Query, ...], tuple[Query, ...]]) -> None:
+    """Refuse two results of different measurements, sources or queries, and name the difference."""
     if (first.measure, first.better) != (second.measure, second.better):
         raise ReadoutError(
             f"the results are of different measurements, {_describe_measure(first)} and {_describe_measure(second)}: "

@@ -48,6 +48,7 @@ class Experiment:
         of several training runs.
     run: the folder of a recorded run, or the import string of one.
     plan: fields of a `Plan`, which override the `plan` in the task's module.
+    training_steps, training_batch: how long a training is, to compare a simulation with retraining.
     """
 
     task: str | None = None
@@ -64,6 +65,8 @@ class Experiment:
     hash_data: str | None = None
     device: str | None = None
     out: str | None = None
+    training_steps: int | None = None
+    training_batch: int | None = None
 
     @classmethod
     def from_toml(cls, path: Path) -> "Experiment":
@@ -160,10 +163,12 @@ class Experiment:
 
 
 _OBJECTS = ("task", "data", "sources", "queries", "collate_fn", "run")
-_TYPES: dict[str, Any] = {"plan": dict, "batch_size": int, "memory": str | int, "checkpoints": list | tuple | str}
+_WHOLE = ("batch_size", "training_steps", "training_batch")
+_TYPES: dict[str, Any] = {"plan": dict, "memory": str | int, "checkpoints": list | tuple | str}
+_TYPES |= dict.fromkeys(_WHOLE, int)
 _TYPE_NAMES = {
     "plan": "a table",
-    "batch_size": "a whole number",
+    **dict.fromkeys(_WHOLE, "a whole number"),
     "memory": 'a number of bytes or a string such as "4GiB"',
     "checkpoints": "a list of strings",
 }

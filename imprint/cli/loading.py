@@ -163,6 +163,13 @@ class Objects:
             raise PlanError(f"{error} (Chosen by auto: {', '.join(chosen)}.)") from error
 
     @property
+    def training(self) -> dict[str, Any]:
+        """What `check` compares a simulation with: how models are retrained, and the run, repeated or not."""
+        train = self._find_by_convention("train", call=False)
+        known = {"train": train if callable(train) else None, "run": self.run}
+        return {**known, **self._given("training_steps", "training_batch")}
+
+    @property
     def options(self) -> dict[str, Any]:
         """The keyword arguments that `simulate` and `check` share."""
         experiment = self.experiment

@@ -16,10 +16,10 @@ from rich.text import Text
 from imprint.attribution.labels import MEANINGS, Labels
 from imprint.attribution.top import Credit, Top, explain_marks
 from imprint.attribution.uncertainty import describe_error
-from imprint.checking import Check, format_plan, format_size
+from imprint.checking import Check
 from imprint.cli.experiment import read_note
-from imprint.display import count_of, for_terminal, name_some
-from imprint.plan import Plan
+from imprint.display import count_of, for_terminal, format_size, name_some
+from imprint.plan import Plan, format_plan
 from imprint.runtime.progress import Advance, format_duration
 from imprint.store.values import is_number
 

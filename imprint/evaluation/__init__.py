@@ -1,5 +1,6 @@
 """Compares attributions with what really happens: ground truth by retraining, and metrics."""
 
+from imprint.evaluation.effects import SourceEffect, list_effects
 from imprint.evaluation.metrics import Metric, evaluate, lds, loo, overlap, slope
 from imprint.evaluation.mislabels import MislabelDetection, detection_auc, example_losses, mislabel_auc
 from imprint.evaluation.recorded import record_training
@@ -14,6 +15,7 @@ __all__ = [
     "Metric",
     "MislabelDetection",
     "Record",
+    "SourceEffect",
     "Subsets",
     "Together",
     "Train",
@@ -23,6 +25,7 @@ __all__ = [
     "evaluate",
     "example_losses",
     "lds",
+    "list_effects",
     "loo",
     "mislabel_auc",
     "overlap",

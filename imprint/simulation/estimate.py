@@ -28,6 +28,7 @@ class Estimate:
     peak_bytes: the most memory in use at once: of the device, or on the CPU of the process; None where that is unknown.
     disk_bytes: of the store, and while it is made of the state that is kept to go on from.
     rows_at_once: how many sources are simulated together; `one_by_one` says why it is a loop, where it is one.
+    training_seconds, training_bytes: what one plain training takes, where a recorded run tells.
     """
 
     seconds: float
@@ -37,6 +38,8 @@ class Estimate:
     bytes_per_source: int
     rows_at_once: int
     one_by_one: str | None
+    training_seconds: float | None = None
+    training_bytes: int | None = None
 
 
 def estimate(inputs: Inputs, memory: int | str | None, out: str | os.PathLike[str] | None) -> Estimate:
@@ -63,6 +66,8 @@ def estimate(inputs: Inputs, memory: int | str | None, out: str | os.PathLike[st
         bytes_per_source=each,
         rows_at_once=cost.rows_at_once,
         one_by_one=engine.measured.one_by_one,
+        training_seconds=cost.training_seconds,
+        training_bytes=cost.training_bytes,
     )
 
 

@@ -12,6 +12,7 @@ from imprint.compat import tree_map
 from imprint.task import Functional, Parameters
 
 _HARDLY_THERE = 0.1  # of the size of a model's other weights
+_WIDENED = 1 << 21  # values that are held in float64 at once
 
 
 class Flat:
@@ -81,9 +82,14 @@ def scale(theta: Parameters, functional: Functional) -> float:
 
 
 def row_norms(stack: Parameters) -> Tensor:
-    """Return the norm of each row, shape (rows,), in float64."""
-    squares = [t.reshape(len(t), -1).double().square().sum(1) for t in stack.values()]
-    return torch.stack(squares).sum(0).sqrt()
+    """Return the norm of each row, shape (rows,), in float64; only some rows are held in float64 at once."""
+
+    def squares(tensor: Tensor) -> Tensor:
+        flat = tensor.reshape(len(tensor), -1)
+        some = max(1, _WIDENED // max(1, flat.shape[1]))
+        return torch.cat([part.double().square().sum(1) for part in flat.split(some)])
+
+    return torch.stack([squares(tensor) for tensor in stack.values()]).sum(0).sqrt()
 
 
 def row(stack: Any, index: int) -> Any:

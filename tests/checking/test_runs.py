@@ -6,7 +6,7 @@ import pytest
 from torch import Tensor, nn
 
 from imprint import Plan, PlanError, check
-from imprint.checking import format_plan
+from imprint.plan import format_plan
 from tests.simulation.removals import SOURCES, HandMadeRun, make_data, make_model, make_plan, make_task, removing_engine
 
 

@@ -138,6 +138,22 @@ def test_a_person_sees_what_was_trained() -> None:
     assert "there is no ceiling. The same command with --runs 2 adds a second run to this folder" in shown
 
 
+def test_retraining_ends_with_what_each_source_does() -> None:
+    given = ("retrain", "model.py:train", "--kind", "sources", "--runs", "2", "--out", "removal")
+    shown = run(*given)
+    assert "Change of loss if the source is removed, mean over 5 queries: + means the source helps" in shown
+    assert shown.count(" ± ") == 4 and "expected: mean over 2 runs ± its standard error." in shown
+    values, truth = told(*given), Truth.load("removal")
+    assert values["question"] == "expected"
+    effects = {each["source"]: (each["effect"], each["error"]) for each in values["effects"]}
+    means = truth.effects.mean(1)
+    assert effects == {
+        name: (pytest.approx(float(means[:, i].mean())), pytest.approx(float(means[:, i].std()) / 2**0.5))
+        for i, name in enumerate("abc")
+    }
+    assert told("retrain", "model.py:train", "--count", "2", "--out", "two")["effects"] == []
+
+
 def test_retraining_says_what_is_there_and_more_runs_add_to_it() -> None:
     def said(*words: str) -> str:
         given = ["retrain", "model.py:train", "--kind", "sources", *words, "--out", "removal"]

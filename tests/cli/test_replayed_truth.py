@@ -79,6 +79,7 @@ def test_a_recorded_run_is_replayed_without_each_source() -> None:
     shown = run("retrain", "model.py:task", "--run", "recorded", "--out", "this-run")
     assert "this run: had this source had weight 0" in shown and "replayed from recorded runs once each" in shown
     assert "--runs 2" not in shown
+    assert "this_run: the effect on the model of this very run" in shown and "±" not in shown
 
 
 def test_seeds_are_recorded_by_the_function_beside_the_one_that_trains() -> None:

@@ -112,5 +112,17 @@ ReadoutName = Annotated[
         show_default="jvp, or removed where the store needs it",
     ),
 ]
+TrainingSteps = Annotated[
+    int | None,
+    typer.Option(
+        "--training-steps",
+        min=1,
+        help="How many steps a training has, to compare the simulation with retraining. Not needed with `--run`, or if "
+        "`train` in the task's file is a `Together`.",
+    ),
+]
+TrainingBatch = Annotated[
+    int | None, typer.Option("--training-batch", min=1, help="How many examples each of those steps has.")
+]
 AsJson = Annotated[bool, typer.Option("--json", help="Print the result as JSON.")]
 StorePath = Annotated[Path, typer.Argument(help="The store's folder.")]

@@ -13,11 +13,13 @@ import typer
 import imprint
 from imprint.benchmarking.settings.catalogue import SETTINGS
 from imprint.cli.commands.options import AsJson, CollateString, DataString, QueriesString, SourcesString
+from imprint.cli.effects import render_effects
 from imprint.cli.experiment import Experiment
 from imprint.cli.loading import Objects
 from imprint.cli.terminal import console, errors, escape_markup, redirect_prints, render_truth, show_progress
 from imprint.data import length_of
 from imprint.errors import ConfigurationError
+from imprint.evaluation.effects import list_effects
 from imprint.evaluation.replaying import Record, replay_run, replay_seeds
 from imprint.evaluation.retraining import retrain as retrain_subsets
 from imprint.evaluation.subsets import Subsets
@@ -109,8 +111,9 @@ def retrain(
     Retraining and `--replay` tell what a removal does to models trained like this, on average over seeds (`expected`);
     `--run` tells what it would have done to the model of one recorded run (`this_run`).
 
-    Writes the measurements to the folder. An interrupted command resumes when you run it again; a larger `--runs` adds
-    runs to the same folder.
+    Prints what each source does if it was left out by itself (`--kind sources`): the mean effect over queries, with its
+    standard error over runs. Writes the measurements to the folder. An interrupted command resumes when you run it
+    again; a larger `--runs` adds runs to the same folder.
 
     For example:
 
@@ -131,9 +134,11 @@ def retrain(
             errors.print(_describe_resuming(done, models, how), soft_wrap=True)
         truth = _make_truth(objects, run or function, how, subsets, runs=runs, seed=seed, out=out, progress=advance)
     if json:
-        typer.echo(dumps({"path": str(out), **truth.about}))
+        effects = [effect.to_json() for effect in list_effects(truth)]
+        typer.echo(dumps({"path": str(out), **truth.about, "question": truth.question, "effects": effects}))
     else:
         console.print(render_truth(truth, out))
+        console.print(render_effects(truth))
 
 
 def _choose_kind(

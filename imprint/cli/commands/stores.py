@@ -33,8 +33,11 @@ from imprint.cli.commands.options import (
     StorePath,
     StoreTask,
     TaskString,
+    TrainingBatch,
+    TrainingSteps,
 )
 from imprint.cli.commands.repeating import merge_with_store
+from imprint.cli.comparison import render_ways
 from imprint.cli.experiment import NOTE, Experiment, parse_plan
 from imprint.cli.inspection import inspect_store
 from imprint.cli.loading import Objects
@@ -60,7 +63,10 @@ _LOADED = ("task", "data", "sources", "collate_fn", "checkpoints", "run")  # wha
 def _read_experiment(context: typer.Context) -> Experiment:
     """Collect the flags of `check` or `simulate`, and what they leave open from the file of --config."""
     given = context.params
-    plain = ("task", "data", "sources", "queries", "run", "batch_size", "dtype", "memory", "hash_data", "device", "out")
+    plain = (
+        *("task", "data", "sources", "queries", "run", "batch_size", "dtype", "memory", "hash_data", "device", "out"),
+        *("training_steps", "training_batch"),
+    )
     experiment = Experiment(
         **{name: given[name] for name in plain if name in given},
         collate_fn=given["collate"],
@@ -86,37 +92,47 @@ def check(
     hash_data: HashDataName = None,
     device: DeviceName = None,
     out: Annotated[str | None, typer.Option(help="Where the store will be, to check for free disk space.")] = None,
+    training_steps: TrainingSteps = None,
+    training_batch: TrainingBatch = None,
     config: ConfigPath = None,
     json: AsJson = False,
 ) -> None:
-    """Check whether a simulation will work, and estimate its time, memory and disk space.
+    """Check whether a simulation will work, what it takes, and whether retraining would be cheaper.
 
     Tries every engine and readout on a few examples and times a few steps. Shows the selected parameters, the size of
     the store, and the expected time and memory. Where something fails or falls back to a slower method, it shows the
     reason. Writes nothing. Exits with status 1 if the simulation cannot start.
+
+    A last table answers "retrain, replay or simulate?" for this task: what each takes, which question it answers, and
+    which is the cheapest. For that, the length of a training must be known: from a recorded run, from a `train` in the
+    task's file that is a `Together`, or from `--training-steps` and `--training-batch`.
 
     For example:
 
     - `imprint check my_model.py:task`, where `my_model.py` defines `task`, `data` and `sources`
 
     - `imprint check my_model.py:task -p engine=trajectories -p steps=50 -c epoch-1.safetensors -c epoch-3.safetensors`
+
+    - `imprint check my_model.py:task --training-steps 1000 --training-batch 32`, for a training of 1,000 steps
     """
     experiment = _read_experiment(context)
     with redirect_prints(), errors.status("loading, and timing a few steps"):
         objects = Objects(experiment)
         queries_too = objects.queries if objects.has("queries") else None
-        found = _check(objects, experiment.out, queries_too)
+        found = _check(objects, experiment.out, queries=queries_too, **objects.training)
     if json:
         typer.echo(dumps(found.to_json()))
     else:
         console.print(render_check(found))
+        console.print(render_ways(found))
     if not found.ok:
         raise typer.Exit(1)
 
 
-def _check(objects: Objects, out: str | None, queries: Any = None) -> imprint.Check:
+def _check(objects: Objects, out: str | None, **more: Any) -> imprint.Check:
     given = (objects.task, objects.data, objects.sources, objects.plan)
-    return imprint.check(*given, queries=queries, out=out, **objects.options)
+    options: dict[str, Any] = {**objects.options, **more}
+    return imprint.check(*given, out=out, **options)
 
 
 def simulate(
@@ -185,7 +201,7 @@ def simulate(
     shown: tuple[str, ...] = ()
     if checking and not Path(experiment.out).exists():
         with redirect_prints(), errors.status("loading, and timing a few steps"):
-            found = _check(objects, experiment.out)
+            found = _check(objects, experiment.out, compare=False)
         errors.print(render_check(found))
         if not found.ok:
             raise typer.Exit(1)

@@ -92,6 +92,8 @@ class Cost:
 
     values: numbers that each source has in the store, per checkpoint; `shared` bytes belong to all sources of one.
     scratch: bytes on disk while it runs; `memory` those that were not seen in the measured part.
+    training_seconds: how long one plain training takes, where a recorded run was there to measure it; `training_bytes`
+        its peak memory.
     """
 
     seconds: float
@@ -100,6 +102,8 @@ class Cost:
     shared: int = 0
     scratch: int = 0
     memory: int = 0
+    training_seconds: float | None = None
+    training_bytes: int | None = None
 
 
 @dataclass(frozen=True)
@@ -234,6 +238,11 @@ class Engine(ABC):
     def units(cls, plan: Plan, settings: Settings, sources: Sources) -> int:
         """Return how much work some sources are at a checkpoint."""
         return len(sources)
+
+    @classmethod
+    def trainings(cls, sources: Sources) -> int | None:
+        """Return how many trainings a simulation of some sources amounts to; None where it trains no model."""
+        return None
 
     @classmethod
     def propose(cls, found: AutoFindings) -> Plan | None:

@@ -216,8 +216,13 @@ class Replay(Engine):
 
     def _rows(self, ends: Sequence[Parameters], theta: Parameters | None = None) -> Parameters:
         """Return u = N(θ − θ₋b) for each end, as a stack; θ is the recorded end by default."""
-        n, theta = self.descent.n, theta or self.descent.start
-        return {name: torch.stack([(theta[name] - end[name]) * n for end in ends]) for name in self.descent.start}
+        theta = theta or self.descent.start
+        rows = {name: theta[name].new_empty((len(ends), *theta[name].shape)) for name in self.descent.start}
+        with torch.no_grad():
+            for name, stacked in rows.items():  # in place: the ends take enough memory as it is
+                for row, end in zip(stacked, ends, strict=True):
+                    torch.sub(theta[name], end[name], out=row).mul_(self.descent.n)
+        return rows
 
     # --- what follows from them
 
@@ -261,6 +266,10 @@ class Replay(Engine):
     @classmethod
     def units(cls, plan: Plan, settings: Settings, sources: Sources) -> int:
         return settings.path * len(sources)
+
+    @classmethod
+    def trainings(cls, sources: Sources) -> int:
+        return len(sources) + NOISE_ROWS + 1  # the run as it was is repeated too
 
     def rows_that_fit(self, before: int | None = None) -> int:
         """Return how many sources fit the memory budget together, beside the other rows of the first chunk."""
@@ -309,12 +318,13 @@ class Replay(Engine):
         self.measured = Measured(one_by_one=self.way.one_by_one)
         fitting, rows = measure_seconds(self.rows_that_fit)
         sources, steps = self.descent.sources, len(self.repetition.steps)
-        plain = self._time_plain()
+        training = Peak(self.descent.data.device)
+        plain, alone = self._time_plain(), training.bytes
         measuring, _ = measure_seconds(lambda: self.effects)
         others = NOISE_ROWS + (self.way.one_by_one is None)
         total = len(sources) + others
+        at_once = min(rows + others, total)
         if self.way.one_by_one is None:
-            at_once = min(rows + others, total)
             step = self._time_steps(sources.spread(min(rows, len(sources))), _STEPS, at_once) * total / at_once
         else:
             step = plain * total
@@ -325,9 +335,11 @@ class Replay(Engine):
         noise = NOISE_ROWS * values * self.work.stored.itemsize
         memory = sum(map(tensor_bytes, self.run.optimiser_state(self.run.checkpoints[-1]).tensors.values()))
         ends = tensor_bytes(self.descent.start)
-        kept = self.way.one_by_one is not None
-        scratch = total * ends + memory if kept else min(rows + others, total) * (ends + memory)
-        return Cost(seconds, values, rows, shared=noise, scratch=scratch)
+        found = Cost(seconds, values, rows, noise, training_seconds=plain * len(self.run.steps), training_bytes=alone)
+        if self.way.one_by_one is None:
+            return replace(found, scratch=at_once * (ends + memory))
+        held = (at_once + min(rows, len(sources))) * ends  # the ends of a chunk, and its rows
+        return replace(found, scratch=total * ends + memory, memory=held)
 
     def _time_plain(self) -> float:
         """Measure a step of a plain training."""
@@ -340,8 +352,12 @@ class Replay(Engine):
     def _time_steps(self, sources: Sources, count: int, rows: int | None = None) -> float:
         """Measure a step of a stack of sources, with as many other rows beside them as make up `rows`."""
         lineup = Lineup(sources).rows.padded(rows or len(sources))
-        start = repeated(self.repetition.start(), len(lineup))
-        stack = Stack(self.repetition, lineup, start, plain_attention=self.way.plain_attention)
+        stack = Stack(
+            self.repetition,
+            lineup,
+            repeated(self.repetition.start(), len(lineup)),  # which nothing else holds, as in a replay
+            plain_attention=self.way.plain_attention,
+        )
         with as_recorded(self.run.circumstances):
             taken = [
                 self._measure(lambda number=number: stack.step(number))  # type: ignore[misc]
