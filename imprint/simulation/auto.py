@@ -33,7 +33,7 @@ from imprint.data import Collate, HashData, spread_examples
 from imprint.errors import SimulationError
 from imprint.model.dropout import dropouts
 from imprint.model.measures import find_targets, margin
-from imprint.plan import Plan, State, engine_for, register_chooser
+from imprint.plan import Checkpoints, Plan, engine_for, register_chooser
 from imprint.runtime.progress import Advance, Progress
 from imprint.runtime.turns import jvp
 from imprint.simulation.curvature import curvature_product
@@ -261,7 +261,7 @@ def choose_plan(
     task: Task,
     data: Any,
     sources: Sources,
-    checkpoints: Sequence[State] | None,
+    checkpoints: Checkpoints | None,
     run: Recorded | None,
     batch_size: int | None,
     collate_fn: Collate | None,
@@ -287,7 +287,7 @@ def choose_for_checkpoints(
     task: Task,
     data: Any,
     sources: Sources,
-    checkpoints: Sequence[State] | None,
+    checkpoints: Checkpoints | None,
     options: dict[str, Any],
     progress: bool | Advance,
 ) -> Plan:

@@ -12,7 +12,7 @@ from torch import Tensor
 from imprint.compat import uncompiled
 from imprint.display import name_some
 from imprint.errors import DataError, PlanError, TaskError
-from imprint.plan import Plan, State, engine_for
+from imprint.plan import Checkpoints, Plan, State, engine_for
 from imprint.recording.reading import Recording
 from imprint.recording.records import Run
 from imprint.store.fingerprint import DataPrint, compare_data
@@ -63,7 +63,7 @@ def choose_plan_for(plan: Plan | None, run: Run | None) -> Plan:
     return plan
 
 
-def refuse_both(checkpoints: Sequence[State] | None) -> None:
+def refuse_both(checkpoints: Checkpoints | None) -> None:
     """Refuse checkpoints beside a recorded run."""
     if checkpoints is not None:
         raise PlanError("a recorded run is repeated to its end: give run= or checkpoints=, not both.")
@@ -194,8 +194,8 @@ def list_checkpoints(run: Run, task: Task) -> list[State]:
 
 
 def settle_states(
-    plan: Plan, run: Run | None, checkpoints: Sequence[State] | None, task: Task
-) -> tuple[Run | None, Sequence[State] | None]:
+    plan: Plan, run: Run | None, checkpoints: Checkpoints | None, task: Task
+) -> tuple[Run | None, Checkpoints | None]:
     """Return the run and the checkpoints that an automatic plan is for: of a run that it does not repeat, its own."""
     if run is None or plan.rules.question == "this_run":
         return run, checkpoints
