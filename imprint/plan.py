@@ -284,7 +284,8 @@ class Plan:
         """Choose a plan with settings for each checkpoint, from curvature and gradients there; see `simulation.auto`.
 
         The arguments are those of `simulate`. Sources of one example each get the spectral engine, groups the path
-        of the tangent engine, with dropout if the model has some. A recorded run is repeated where that takes no more
+        of the tangent engine, with dropout if the model has some, and in Adam's metric if its second moments came with
+        every checkpoint. A recorded run is repeated where that takes no more
         than a night and the run is calm; otherwise the plan is for the checkpoints of the run.
         """
         return _choosers[-1](task, data, sources, checkpoints, run, batch_size, collate_fn, hash_data, progress)

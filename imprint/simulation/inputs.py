@@ -195,7 +195,7 @@ class Inputs:
             found = compare(recorded, estimate_moments(descent, COMPARED))
             self.notice(check_unfelt_moments(index, found, has_batch_norm(self.task.model)))
             self.notice(check_moments_scale(index, found))
-            return Preconditioner.adam(found.moments, "recorded")
+            return Preconditioner.adam(found.fitted, "recorded")
         logger.info("checkpoint %d: second moments are estimated from the gradients of %d batches", index, BATCHES)
         return Preconditioner.adam(estimate_moments(descent), "estimated")
 
@@ -281,7 +281,7 @@ def _refuse_plan(task: Task, plan: Plan) -> None:
         raise PlanError(
             "the Gauss–Newton curvature needs to see the model's outputs: give the task outputs= and output_loss= "
             "instead of loss= (Task.classifier and Task.regression do), or a plan that does without it, such as "
-            f'Plan(engine="{plan.engine}", curvature="hessian"), in place of "auto" too.'
+            f'Plan(engine="{plan.engine}", curvature="hessian").'
         )
     if plan.dropout and not dropouts(task.model):
         raise PlanError("dropout=True asks for dropout along the path, and the model has no dropout module.")

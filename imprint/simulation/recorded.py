@@ -4,6 +4,7 @@ import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
+from pathlib import Path
 from typing import Protocol, runtime_checkable
 
 import torch
@@ -13,6 +14,7 @@ from imprint.compat import uncompiled
 from imprint.display import name_some
 from imprint.errors import DataError, PlanError, TaskError
 from imprint.plan import Checkpoints, Plan, State, engine_for
+from imprint.recorder import moments_beside
 from imprint.recording.reading import Recording
 from imprint.recording.records import Run
 from imprint.store.fingerprint import DataPrint, compare_data
@@ -190,7 +192,15 @@ def list_checkpoints(run: Run, task: Task) -> list[State]:
     """Return the checkpoints of a run after its start, for engines that simulate from checkpoints."""
     if isinstance(run, Recording) and not run.frozen:
         return list(run.paths)
-    return list(_complete(run, task, *run.checkpoints[1:]))
+    states = _complete(run, task, *run.checkpoints[1:])
+    trained = {name for names in run.groups for name in names}
+    if isinstance(run, Recording) and trained.issuperset(task.names) and all(map(_has_moments, run.paths)):
+        return [(state, moments_beside(path)) for state, path in zip(states, run.paths, strict=True)]
+    return list(states)
+
+
+def _has_moments(checkpoint: Path) -> bool:
+    return moments_beside(checkpoint).is_file()
 
 
 def settle_states(
