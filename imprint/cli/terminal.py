@@ -267,15 +267,15 @@ def _effect_cells(credit: Credit) -> list[Text]:
 def render_demo(rows: "list[Row]", statistics: Sequence[tuple[str, ...]], labels: Labels) -> RenderableType:
     """Render the demo's contributors, with predicted and actual effects and how well they agree."""
     table = Table(title="Change of the mean held-out loss (nats) if the contributor were removed")
-    for column in ("contributor", "examples", "predicted", "actual", "training loss", "by prediction"):
-        table.add_column(column, justify="left" if column in ("contributor", "by prediction") else "right")
+    for column in ("contributor", "size", "this run", "expected", "retrained", "loss"):
+        table.add_column(column, justify="left" if column == "contributor" else "right", no_wrap=True)
     for row in rows:
-        name = f"{row.name} (mislabels a third)" if row.mislabels else row.name
+        name = f"{row.name} (mislabels)" if row.mislabels else row.name
         actual = f"{row.actual:+.4f} ± {row.error:.4f}"
         style = "red" if row.mislabels else None
-        cells = (cell(name), str(row.size), f"{row.predicted:+.4f}", actual, f"{row.loss:.3f}", row.verdict)
-        table.add_row(*cells, style=style)
-    figures = Table("", "imprint", "guess by size", "ceiling", title="Predicted against actual, 95% intervals")
+        predicted = (f"{row.this_run:+.4f}", f"{row.predicted:+.4f}")
+        table.add_row(cell(name), str(row.size), *predicted, actual, f"{row.loss:.3f}", style=style)
+    figures = Table("", "imprint", "guess by size", "ceiling", title="Expected against retrained, 95% intervals")
     for line in statistics:
         figures.add_row(*map(cell, line))
     return Group(table, cell(labels.meaning, "italic"), figures, *_render_warnings(labels.warnings))

@@ -1,27 +1,42 @@
-"""Runs the demo's experiment: train, simulate, attribute, then retrain without each contributor."""
+"""Runs the demo's experiment: record a training run and replay it without each contributor, then retrain to check.
 
+The replay of one run answers what each contributor did to this very model. The mean over the replays of a few seeds
+answers what it does to models like this one, which retraining shows too.
+"""
+
+import tempfile
 import time
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
+from pathlib import Path
 
 import torch
 
+from imprint.attribution.combining import combine
 from imprint.attribution.result import Attribution
 from imprint.attribution.scoring import attribute
 from imprint.benchmarking.settings import digits
 from imprint.data import Data
+from imprint.errors import ReliabilityWarning
 from imprint.evaluation.metrics import removal
 from imprint.evaluation.mislabels import example_losses
 from imprint.evaluation.removal import RemovalCheck
 from imprint.evaluation.subsets import Subsets
+from imprint.evaluation.together import Together
 from imprint.evaluation.training import measure_stack, train_together
 from imprint.evaluation.truth import Truth
+from imprint.evaluation.validating import Comparison, validate
+from imprint.recording.reading import Recording
 from imprint.runtime.progress import Progress
 from imprint.simulation.runner import simulate
 from imprint.sources import Sources
 
+SEEDS = 4
+"""How many runs the expected effects are averaged over."""
+SIMULATING, ATTRIBUTING = "replaying without each contributor", "attributing queries"
 _BASELINES = 4
 
 
@@ -29,6 +44,8 @@ _BASELINES = 4
 class Outcome:
     """What the demo found: predictions, the ground truth, and the seconds that each part took.
 
+    attribution: of effects expected over seeds, from the replays of a few runs.
+    this_run: of effects on the model of the first of these runs, and `comparison` their validation.
     losses: the mean training loss of each contributor's examples under the attributed model.
     """
 
@@ -36,6 +53,8 @@ class Outcome:
     setting: digits.Digits
     sources: Sources
     attribution: Attribution
+    this_run: Attribution
+    comparison: Comparison
     truth: Truth
     accuracy: float
     losses: tuple[float, ...]
@@ -75,30 +94,42 @@ def run(
     setting = digits.load(split)
     sources = setting.sources
     data = Data(setting.train, device=torch.device("cpu"))
-    everyone = torch.arange(len(data))
 
-    with _timed("training", seconds, log):
-        kept = train_together(
-            digits.model, digits.task, data, [everyone], [split], digits.TRAINING, record=digits.CHECKPOINTS
-        )
-        states = {epoch: {name: tensor[0] for name, tensor in stack.items()} for epoch, stack in kept.items()}
-        model = digits.model()
-        model.load_state_dict(states[digits.TRAINING.epochs])
-        accuracy = float((model(setting.queries[0]).argmax(1) == setting.queries[1]).float().mean())
-
-    task = digits.task(model)
-    with _timed("simulating imprints", seconds, log):
-        checkpoints = [states[epoch] for epoch in digits.CHECKPOINTS]
-        store = simulate(task, setting.train, sources, digits.PLAN, checkpoints=checkpoints, progress=progress)
-    with _timed("attributing queries", seconds, log):
-        attribution = attribute(task, store, setting.queries, progress=progress)
-
+    how, replays = Together(digits.model, digits.task, setting.train, digits.TRAINING), []
+    with tempfile.TemporaryDirectory(prefix="imprint-demo-") as folder:
+        with _timed("training", seconds, log):
+            recording = how.record(split, Path(folder) / "run-0")
+            model = digits.model()
+            model.load_state_dict(recording.state(len(recording.steps)))
+            accuracy = float((model(setting.queries[0]).argmax(1) == setting.queries[1]).float().mean())
+        task = digits.task(model)
+        with _timed(SIMULATING, seconds, log):
+            store = simulate(task, setting.train, sources, run=recording, progress=progress)
+        with _timed("validating", seconds, log):
+            comparison = validate(store, setting.queries, progress=progress)
+        with _timed(ATTRIBUTING, seconds, log):
+            replays.append(attribute(task, store, setting.queries, progress=progress))
+        with _timed(f"replaying {SEEDS - 1} more seeds", seconds, log):
+            for place in range(1, SEEDS):
+                other = how.record(100 * SEEDS * (split + 1) + place, Path(folder) / f"run-{place}")
+                replays.append(_replay(how, other, setting, sources, progress))
     with _timed("retraining for ground truth", seconds, log):
         truth = _remove_each(setting, sources, data, split, retrainings, progress)
 
     losses = example_losses(task, setting.train)
     each = tuple(float(losses[setting.owners == owner].mean()) for owner in range(len(sources)))
-    return Outcome(split, setting, sources, attribution, truth, accuracy, each, seconds)
+    return Outcome(split, setting, sources, combine(replays), replays[0], comparison, truth, accuracy, each, seconds)
+
+
+def _replay(how: Together, run: Recording, setting: digits.Digits, sources: Sources, progress: bool) -> Attribution:
+    """Replay a run without each contributor, and score the queries."""
+    model = how.build()
+    model.load_state_dict(run.state(len(run.steps)))
+    task = how.task_of(model)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", ReliabilityWarning)  # a chaotic seed is what the others are for
+        store = simulate(task, setting.train, sources, run=run, progress=progress)
+        return attribute(task, store, setting.queries, progress=progress)
 
 
 def _remove_each(

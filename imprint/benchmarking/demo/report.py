@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from pathlib import Path
 
-from imprint.benchmarking.demo.experiment import Outcome
+from imprint.benchmarking.demo.experiment import ATTRIBUTING, SEEDS, SIMULATING, Outcome
 from imprint.benchmarking.demo.figures import draw
 from imprint.evaluation.removal import RemovalCheck
 from imprint.evaluation.reports.illustrations import Illustrations
@@ -14,31 +14,30 @@ from imprint.evaluation.reports.page import Preface, write_report
 class Row:
     """One contributor in the table; effects are changes of the mean loss if it were removed.
 
+    this_run: the effect on the model of the recorded run; `predicted` that expected over seeds.
     error: two standard errors over retrainings.
     loss: the mean training loss of its examples.
     """
 
     name: str
     size: int
+    this_run: float
     predicted: float
     actual: float
     error: float
     mislabels: bool
     loss: float
 
-    @property
-    def verdict(self) -> str:
-        return "helps" if self.predicted > 0 else "harms"
-
 
 def make_rows(outcome: Outcome) -> list[Row]:
     """Return the contributors, most helpful first by prediction."""
     check = outcome.check
     predicted, actual = check.predicted.mean(0), check.truth.mean(0)
+    own = outcome.this_run.removal_effect.double().mean(0).tolist()
     error = 2 * check.standard_error
     bad = outcome.setting.mislabeller
     table = [
-        Row(name, size, float(predicted[i]), float(actual[i]), float(error[i]), i == bad, outcome.losses[i])
+        Row(name, size, own[i], float(predicted[i]), float(actual[i]), float(error[i]), i == bad, outcome.losses[i])
         for i, (name, size) in enumerate(zip(outcome.sources.names, outcome.sources.sizes, strict=True))
     ]
     return sorted(table, key=lambda row: -row.predicted)
@@ -103,32 +102,46 @@ def _introduce(outcome: Outcome) -> Preface:
     bad, n = outcome.setting.mislabeller, outcome.attribution.labels.n
     found = "and indeed the one who mislabels" if outcome.most_harmful == bad else "but another one mislabels"
     ours, guess = outcome.check.without(bad).correlation, outcome.by_size.without(bad).correlation
-    milliseconds = 1000 * outcome.seconds["attributing queries"] / len(outcome.attribution)
+    milliseconds = 1000 * outcome.seconds[ATTRIBUTING] / len(outcome.attribution)
     return Preface(
         title="Who moved this prediction?",
         lead=f"Twelve contributors supplied {n:,} handwritten digits; one of them mislabelled a third of its images. "
-        "From one trained model, Imprint predicted how removing each contributor would change every held-out "
-        f"prediction. Then the model was retrained without each of them, {outcome.truth.runs} times, to see how well "
-        "these predictions hold. Effects are changes of the cross-entropy, in nats.",
+        "Imprint recorded the training and replayed it without each contributor: what would this very model answer "
+        f"without them? Averaged over {SEEDS} seeds, the replays predict what models like it would answer. Then models "
+        f"were retrained without each contributor, {outcome.truth.runs} times, to see how well these predictions hold. "
+        "Effects are changes of the cross-entropy, in nats.",
         tiles=[
             (outcome.sources.names[outcome.most_harmful], f"predicted to be the most harmful contributor, {found}"),
             (f"{milliseconds:.2f} ms", "per query for all twelve contributors, with forward passes only"),
             (
-                f"{outcome.seconds['simulating imprints']:.0f} s",
-                "to simulate the imprints of all contributors, once, from a single training run; the ground truth took "
+                f"{outcome.seconds[SIMULATING]:.1f} s",
+                "to replay the training run without each contributor, all of them at once; the ground truth took "
                 f"{outcome.retrained} further training runs",
             ),
         ],
         notes=[
+            (
+                "This very model",
+                "The table's column *this run* has what removing a contributor would have done to the one model that "
+                f"was recorded. {_capitalise(str(outcome.comparison.validation.verdict))}. The other columns are about "
+                "models like it, on average over seeds; the luck of one seed is the difference.",
+            ),
             (
                 "Who mislabels?",
                 f"{compare_suspicion(outcome)} Size alone says nothing about harm: a guess by size credits the "
                 f"mislabeller for every wrong label. Without the mislabeller, the correlation is {ours}, and that of a "
                 f"guess by size {guess}. The attributed model classifies {100 * outcome.accuracy:.1f}% of the held-out "
                 "digits correctly.",
-            )
+            ),
         ],
         marks={outcome.sources.ids[bad]: "mislabels a third"},
-        columns={"mean training loss": [f"{loss:.3f}" for loss in outcome.losses]},
+        columns={
+            "this run": [f"{effect:+.4f}" for effect in outcome.this_run.removal_effect.double().mean(0).tolist()],
+            "mean training loss": [f"{loss:.3f}" for loss in outcome.losses],
+        },
         command=f"imprint demo --split {outcome.split}, on scikit-learn's bundled digits",
     )
+
+
+def _capitalise(text: str) -> str:
+    return text[:1].upper() + text[1:]

@@ -11,19 +11,22 @@ import imprint
 from imprint.benchmarking.demo import experiment, report
 from imprint.benchmarking.settings import digits
 from imprint.cli.app import app
-from imprint.plan import Plan
 
 
 @pytest.fixture(scope="module")
 def outcome() -> experiment.Outcome:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(digits, "CHECKPOINTS", (2,))
-        patch.setattr(digits, "PLAN", Plan(steps=60))
-        return experiment.run(split=0, retrainings=4, progress=False)
+    return experiment.run(split=0, retrainings=4, progress=False)
 
 
 def test_the_mislabeller_is_found(outcome: experiment.Outcome) -> None:
     assert outcome.most_harmful == outcome.setting.mislabeller
+
+
+def test_this_run_is_replayed_and_validated_and_the_expectation_stands_beside_it(outcome: experiment.Outcome) -> None:
+    assert (outcome.this_run.question, outcome.attribution.question) == ("this_run", "expected")
+    assert outcome.comparison.outcome in ("ranks validated", "sizes validated")
+    assert outcome.attribution.standard_error is not None
+    assert outcome.attribution.details["combined_replays"] == experiment.SEEDS
 
 
 def test_predictions_beat_a_guess_by_size(outcome: experiment.Outcome) -> None:
