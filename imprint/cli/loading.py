@@ -18,7 +18,7 @@ from types import ModuleType
 from typing import Any
 
 from imprint.benchmarking.settings.catalogue import SETTINGS, BuiltIn, load_setting
-from imprint.cli.experiment import PER_EXAMPLE, Experiment, suggest_names
+from imprint.cli.experiment import PER_EXAMPLE, Experiment, split_run, suggest_names
 from imprint.data import Data, as_tensors, is_columns, length_of
 from imprint.errors import ConfigurationError, ImprintError, PlanError, first_line
 from imprint.evaluation.reports.illustrations import Illustrations
@@ -135,6 +135,8 @@ class Objects:
         named = self.experiment.checkpoints
         if not named:
             return None if self.run is not None else self._find_by_convention("checkpoints")
+        if any(map(split_run, named)):
+            return [list(split_run(each) or (each,)) for each in named]
         if len(named) > 1 or Path(named[0]).suffix in (".safetensors", *_NOT_TAKEN):
             return list(named)
         return self._find("checkpoints", named[0])

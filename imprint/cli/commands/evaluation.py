@@ -68,10 +68,11 @@ def evaluate(
 
     The metrics depend on what the models were retrained on. Random halves give the linear datamodelling score (LDS);
     removed sources give the correlation, rank correlation and slope; removed examples give the leave-one-out
-    correlation. Each metric comes with a 95% interval over queries, and with the ceiling set by the noise of
-    retraining. Writes nothing, unless you ask for a page with `--report`: it says in words what was asked, how well
-    predictions agree with real removals and what to do next, and shows sources and single queries. Queries that are
-    images are shown as such; `query_pictures`, `query_texts` and `query_labels` in the task's file show others.
+    correlation. Each metric comes with a 95% interval over queries (over runs and queries, if there are several runs),
+    and with the ceiling set by the noise of retraining. Writes nothing, unless you ask for a page with `--report`: it
+    says in words what was asked, how well predictions agree with real removals and what to do next, and shows sources
+    and single queries. Queries that are images are shown as such; `query_pictures`, `query_texts` and `query_labels` in
+    the task's file show others.
 
     Scores and ground truth answer one of two questions: what a removal does to the model of this very run
     (`this_run`), or to models trained like it on average (`expected`). Scores of one question are compared with ground
