@@ -10,6 +10,7 @@ from typing import Any
 
 from imprint.attribution.noise import INDISTINGUISHABLE
 from imprint.attribution.result import Attribution
+from imprint.attribution.uncertainty import describe_error
 from imprint.display import for_html, for_terminal
 from imprint.errors import DataError, MissingExtra, StoreError
 from imprint.evaluation.reports.charts import draw_scatter
@@ -164,7 +165,8 @@ def render(findings: Findings, shown: Illustrations, store: Store | None, most: 
         made=describe_making(findings, store, preface.command),
         warnings=list(dict.fromkeys((*findings.result.warnings, *findings.notes))),
         is_nan=math.isnan,
-        indistinguishable=INDISTINGUISHABLE,
+        errors=describe_error(labels),
+        indistinguishable=INDISTINGUISHABLE[labels.question],
     )
     return page
 

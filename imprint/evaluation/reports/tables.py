@@ -6,6 +6,7 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
+from imprint.attribution.result import Attribution
 from imprint.evaluation.reports.charts import Axis, Bar, make_bar
 from imprint.evaluation.reports.findings import Effects, Findings
 from imprint.evaluation.reports.illustrations import Illustrations
@@ -25,7 +26,8 @@ class Row:
 
     error: the standard error of `actual` over runs; its 95% interval is `reach` of them to either side.
     guesses: what else would have been predicted, by the name of the guess.
-    clear: whether the predicted effect stands out from the noise of its run; None where that was not measured.
+    doubt: the standard error of `predicted`, by chance alone; None where nothing is known of it.
+    clear: whether the predicted effect is distinguishable from 0; None where nothing is known of its error.
     """
 
     place: int
@@ -35,6 +37,7 @@ class Row:
     actual: float | None = None
     error: float | None = None
     guesses: Mapping[str, float] = field(default_factory=dict)
+    doubt: float | None = None
     clear: bool | None = None
     bars: tuple[Bar, ...] = ()
     reach: float = math.nan
@@ -76,22 +79,24 @@ def make_rows(findings: Findings, effects: Effects) -> list[Row]:
     """Return all effects on the mean over queries, the most helpful first."""
     mean = effects.mean
     guesses = _scale_guesses(findings, effects)
-    clear = _tell_clear(findings) if effects is findings.sources else None
     found = []
     for place, name in enumerate(effects.names):
         actual, error = _read_actual(mean, 0, place)
         given = {kind: float(values[place]) for kind, values in guesses.items()}
-        mark = None if clear is None else bool(clear[place])
-        predicted = float(mean.predicted[0, place])
-        row = Row(place, name, effects.sizes[place], predicted, actual, error, given, mark, reach=effects.reach)
-        found.append(row)
+        row = Row(place, name, effects.sizes[place], float(mean.predicted[0, place]), actual, error, given)
+        found.append(replace(row, reach=effects.reach))
+    if effects is findings.sources:
+        found = _tell_doubts(found, findings.result.mean(), 0)
     down = sign_of_harm(findings.result.labels.better) == 1
     return sorted(found, key=lambda row: row.predicted if down else -row.predicted)
 
 
-def _tell_clear(findings: Findings) -> Array | None:
-    found = findings.result.mean().distinguishable
-    return None if found is None else found[0].cpu().numpy()
+def _tell_doubts(rows: list[Row], result: Attribution, query: int) -> list[Row]:
+    """Add how sure the predictions are to rows of single sources, as far as the scores know."""
+    errors, clear = result.standard_error, result.distinguishable
+    if errors is None or clear is None:
+        return rows
+    return [replace(row, doubt=float(errors[query, row.place]), clear=bool(clear[query, row.place])) for row in rows]
 
 
 def _read_actual(effects: Effects, query: int, place: int) -> tuple[float | None, float | None]:
@@ -150,12 +155,11 @@ def make_cards(findings: Findings, illustrations: Illustrations, most: int) -> l
     """Return the queries with the strongest predicted effects, whatever became of the predictions."""
     effects = findings.shown
     per_query = next((metric.per_query for metric in findings.metrics if len(metric.per_query)), None)
-    distinct = findings.result.distinguishable if effects is findings.sources else None
     cards = []
     for query in _choose_queries(effects, illustrations, most):
         rows = _find_strongest(effects, query, findings.result.labels.better)
-        if distinct is not None:
-            rows = [replace(row, clear=bool(distinct[query, row.place])) for row in rows]
+        if effects is findings.sources:
+            rows = _tell_doubts(rows, findings.result, query)
         drawn, axis = draw_ranking(rows)
         value = math.nan if per_query is None else float(per_query[query])
         shown = illustrations.picture(query), illustrations.text(query), illustrations.label(query)

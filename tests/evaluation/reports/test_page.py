@@ -151,14 +151,19 @@ def test_a_guess_by_words_is_left_out_where_its_table_would_not_fit_into_memory(
     assert "TF-IDF" not in reported(tmp_path, *compared(), illustrations=given).text
 
 
-def test_an_effect_within_the_noise_of_its_run_is_marked(tmp_path: Path) -> None:
+def test_predictions_have_their_error_and_those_within_it_are_marked(tmp_path: Path) -> None:
     result, truth = compared(question="this_run", removes=True)
-    loud = replace(result, noise_changes=torch.full((2, 24), 1e3, dtype=torch.float64))
     truth = replace(truth, question="this_run")
+    loud = replace(result, noise_changes=torch.full((2, 24), 0.5, dtype=torch.float64))
     page = reported(tmp_path, loud, truth)
-    assert all(row[0].endswith("~") for row in page.table("source").values())
+    for row in page.table("source").values():
+        predicted, error = row[0].split(" ± ")
+        assert predicted.endswith("~")
+        assert float(error) == pytest.approx(float(loud.mean().standard_error[0, 0]), abs=1e-2)  # type: ignore[index]
     assert "~ after a predicted effect: not distinguishable from 0" in page.text
-    assert "~ after a predicted effect" not in reported(tmp_path, result, truth).text
+    assert "± of predicted effects is the standard error by chance alone" in page.text
+    quiet = reported(tmp_path, result, truth)
+    assert "after a predicted effect" not in quiet.text and "± of predicted" not in quiet.text
 
 
 def test_measures_where_more_is_better_turn_help_and_harm_around(tmp_path: Path) -> None:
