@@ -17,6 +17,7 @@ from imprint.display import count_of
 from imprint.plan import Question
 from imprint.statistics import student_quantile
 from imprint.store.checkpoint import CHAOTIC
+from imprint.tensors.vectors import root_mean_square
 
 _TIMES = 2.0  # an effect must exceed the noise this many times
 
@@ -25,12 +26,6 @@ INDISTINGUISHABLE: dict[Question, str] = {
     "expected": "not distinguishable from 0: its 95% interval contains 0",
 }
 """What the mark of an effect means, by the question that it answers."""
-
-
-def root_mean_square(values: Tensor, dim: int | None = None) -> Tensor:
-    """Return the root of the mean of squares, in double precision."""
-    squares = values.double().square()
-    return (squares.mean() if dim is None else squares.mean(dim)).sqrt()
 
 
 def widen(noise: Tensor, counts: Tensor) -> Tensor:
@@ -84,7 +79,7 @@ def assess_noise(changes: Tensor | None, effect: float) -> tuple[dict[str, float
     """
     if changes is None:
         return {}, []
-    noise = float(root_mean_square(changes))
+    noise = root_mean_square(changes)
     chaos, warning = measure_chaos(noise, effect), describe_chaos(noise, effect)
     return {} if chaos is None else {"chaos": chaos}, [] if warning is None else [warning]
 
@@ -96,6 +91,6 @@ def describe_chaos(noise: float, effect: float) -> str | None:
     return (
         f"this run is chaotic: a tiny change of its start moves these queries by {noise:.3g} (root mean square), the "
         f"removal of a source by {effect:.3g}, so that most effects say more about chance than about the source. "
-        "Rather ask for the expectation over seeds: simulate from the run's checkpoints (checkpoints=run.paths), or "
+        "Ask instead for the expectation over seeds: simulate from the run's checkpoints (checkpoints=run.paths), or "
         "train with a lower learning rate, which makes a run calmer."
     )

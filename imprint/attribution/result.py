@@ -13,7 +13,7 @@ from imprint.attribution.comparing import check_comparable, order_sources, subtr
 from imprint.attribution.drawing import draw_effects
 from imprint.attribution.grouping import Groups, add_up, unite
 from imprint.attribution.labels import Labels, Query, describe_groups, describe_query, validated_slope
-from imprint.attribution.noise import combine, find_noise_quantile, measure_chaos, root_mean_square, widen
+from imprint.attribution.noise import combine, find_noise_quantile, measure_chaos, widen
 from imprint.attribution.replicates import Replicates, find_quantiles, subtract_replicates
 from imprint.attribution.saved import load_scores, save_scores
 from imprint.attribution.top import (
@@ -40,6 +40,7 @@ from imprint.attribution.uncertainty import (
 from imprint.display import count_of, for_html, for_terminal
 from imprint.errors import ReadoutError
 from imprint.plan import Question
+from imprint.tensors.vectors import root_mean_square, root_mean_squares
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -98,7 +99,7 @@ class Attribution:
     @property
     def noise(self) -> Tensor | None:
         """How far chance moves F(q): the root mean square of `noise_changes`, shape (queries,), or None."""
-        return None if self.noise_changes is None else root_mean_square(self.noise_changes, 0)
+        return None if self.noise_changes is None else root_mean_squares(self.noise_changes)
 
     @property
     def standard_error(self) -> Tensor | None:
@@ -168,7 +169,7 @@ class Attribution:
         """Return the same with the chaos figure of these queries and sources in its details."""
         details = {name: value for name, value in self.details.items() if name != "chaos"}
         if self.noise is not None and self.scores.numel():
-            noise, effect = (float(root_mean_square(v)) for v in (self._widened(self.noise), self.removal_effect))
+            noise, effect = (root_mean_square(v) for v in (self._widened(self.noise), self.removal_effect))
             if (chaos := measure_chaos(noise, effect)) is not None:
                 details["chaos"] = chaos
         return self if details == self.details else replace(self, labels=replace(self.labels, details=details))
@@ -216,13 +217,8 @@ class Attribution:
             training example is a source, any `Sources` of the same data will do. Groups may overlap; sources in no
             group are left out, and the result says how many. Sources that share examples cannot be summed.
 
-        The sum is exact for derivatives. Of a store of removals it is an estimate, which the result says: sums are 1 to
-        2 times the effect of removing all at once. For the exact value, simulate the unions: `sources.group(groups)`.
-
-        >>> labels = Labels(9, ("times", "post", "blog"), ("Times", "Post", "Blog"), (3, 3, 3), "loss", "lower")
-        >>> result = Attribution(labels, torch.tensor([[-9.0, -18.0, 9.0]]))
-        >>> result.group({"press": ["times", "post"], "web": ["blog"]}).removal_effect
-        tensor([[ 3., -1.]], dtype=torch.float64)
+        The sum is exact for derivatives. Of a store of removals it is an estimate, which the result says: half to twice
+        the effect of removing all at once. For the exact value, simulate the unions: `sources.group(groups)`.
         """
         labels, places = unite(self.labels, groups)
         replicates = self._change_replicates(lambda values: add_up(values, places))

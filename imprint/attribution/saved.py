@@ -16,7 +16,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from imprint.attribution.labels import LAST_STEPS, LEFT_OUT, SHARED
+from imprint.attribution.labels import LAST_STEPS, LEFT_OUT, OUT_OF_BATCHES, SHARED
 from imprint.attribution.replicates import Replicates
 from imprint.attribution.uncertainty import ERROR
 from imprint.errors import StoreError, first_line
@@ -207,6 +207,8 @@ def _check_details(value: Value) -> None:
             item.at_least_zero()
         if name in (LEFT_OUT, SHARED, LAST_STEPS):
             item.whole(1)
+        if name == OUT_OF_BATCHES:
+            item.flag()
         if name == ERROR:
             item.text()
 
@@ -218,7 +220,7 @@ def _check_question(value: Value) -> None:
 
 def _check_fingerprints(value: Value) -> None:
     found = value.mapping()
-    for name in found.keys() & {"sources", "queries", "store"}:
+    for name in found.keys() & {"sources", "queries", "store", "recording"}:
         found[name].text()
     if "measures" in found:
         found["measures"].numbers()

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from imprint.attribution.collecting import Collected
-from imprint.attribution.labels import LAST_STEPS, Labels
-from imprint.attribution.noise import assess_noise, root_mean_square
+from imprint.attribution.labels import Labels, describe_replay
+from imprint.attribution.noise import assess_noise
 from imprint.attribution.result import Attribution
 from imprint.attribution.top import Order, Top, limit_top, rank_scores
 from imprint.attribution.uncertainty import ERROR, LACKING, explain_errors
@@ -28,6 +28,7 @@ from imprint.sources import Sources
 from imprint.store.fingerprint import of_batches, of_sources, probe_measures, recognise_data
 from imprint.store.reading import Store
 from imprint.task import Batch, Task
+from imprint.tensors.vectors import root_mean_squares
 from imprint.validation.record import find_verdict, read_validation
 from imprint.validation.verdict import QUERIES
 from imprint.validation.witnesses import judge_queries
@@ -111,7 +112,7 @@ def attribute(
     if k is None:
         result = Attribution(labels, scores, noise_changes=noise, replicates=replicates)
         return _with_verdict(result, task, store, batches, memory)
-    rms = None if noise is None else root_mean_square(noise, 0)
+    rms = None if noise is None else root_mean_squares(noise)
     return Top(labels, found.indices, scores, tuple(range(len(scores))), rms, replicates)
 
 
@@ -159,7 +160,7 @@ def _make_labels(
 ) -> Labels:
     """Return what the scores are about, with all warnings; `effect` is the root mean square of removal effects."""
     store = reader.store
-    request = store.manifest.request
+    request, first = store.manifest.request, store.checkpoints[0]
     chaos, warnings = assess_noise(noise, effect)
     return Labels(
         store.n,
@@ -168,25 +169,20 @@ def _make_labels(
         store.source_sizes,
         task.measure_name,
         task.better,
-        {"readout": reader.readout, **reader.details, **chaos, **_describe_part(store)},
+        {"readout": reader.readout, **reader.details, **chaos, **describe_replay(first.measured, first.steps)},
         {
             "store": store.sha256,
             **{"data": vars(request.data), "sources": request.sources},
             "parameters": {name: spec.to_json() for name, spec in request.parameters.items()},
             "queries": of_batches(batches),
             "measures": probe_measures(task, batches),
+            **({} if request.recording is None else {"recording": request.recording}),
         },
         _show_warnings(reader, warnings),
         store.question,
         store.removes,
         validation=find_verdict(store, task.measure_name),
     )
-
-
-def _describe_part(store: Store) -> dict[str, Any]:
-    """Return how many steps of its run a store replays, if it does not replay all of them."""
-    first = store.checkpoints[0]
-    return {} if first.measured.start_lost is None else {LAST_STEPS: first.steps}
 
 
 def _show_warnings(reader: Reader, more: Sequence[str]) -> tuple[str, ...]:

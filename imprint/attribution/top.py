@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 
 Order = Literal["magnitude", "raises", "lowers"]
 ESTIMATE = (
-    "estimate: a sum of single removals, in measurements 1 to 2 times the effect of removing all of them; for the "
-    "exact value simulate the unions themselves, sources.group({...})"
+    "estimate: a sum of single removals, in measurements half to twice the effect of removing all of them, and of the "
+    "other sign for some small effects; for the exact value simulate the unions themselves, sources.group({...})"
 )
 
 

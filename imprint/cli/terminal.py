@@ -65,7 +65,7 @@ def render_store(values: dict[str, Any]) -> RenderableType:
     head = render_pairs(
         f"Store {values['path']}",
         (
-            ("question", MEANINGS[values["question"]]),
+            ("question", values["meaning"]),
             ("validation", values["validation"].get("summary", "not validated: see `imprint validate`")),
             ("sources", f"{values['sources']:,} of {values['n']:,} training examples"),
             ("largest", ", ".join(_name_largest(values["largest_sources"]))),

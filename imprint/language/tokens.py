@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from imprint.attribution.labels import Labels
-from imprint.attribution.noise import assess_noise, root_mean_square
+from imprint.attribution.noise import assess_noise
 from imprint.attribution.replicates import Replicates, replicate
 from imprint.attribution.result import Attribution
 from imprint.attribution.top import describe_warnings, explain_marks
@@ -19,6 +19,7 @@ from imprint.language.causal import LanguageTask
 from imprint.language.data import Completions, Tokenizer
 from imprint.readout.reader import Reader
 from imprint.store.reading import Store
+from imprint.tensors.vectors import root_mean_square
 
 if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions, RenderResult
@@ -165,7 +166,7 @@ def token_scores(
     changes = reader.noise_changes(columns, count)
     noise = None if changes is None else changes.cpu()
     whole = None if noise is None else noise.sum(1, keepdim=True)  # chaotic is a run for the completion as one query
-    chaos, warnings = assess_noise(whole, float(root_mean_square(scores.sum(0))) / store.n)
+    chaos, warnings = assess_noise(whole, root_mean_square(scores.sum(0)) / store.n)
     errors = explain_errors(noise, replicates, LACKING[store.question])
     labels = Labels(
         n=store.n,

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from imprint.errors import PlanError
 from imprint.recording.records import Clipping, MicroBatch, Settings, Step, micro_seed
 from imprint.recording.seeding import seed_everything
+from imprint.recording.settings import find_changes
 from imprint.recording.watching import Gradients
 
 Indices = Tensor | Sequence[int]
@@ -45,6 +46,7 @@ class RunStep:
         self._clipping: Clipping | None = None
         self._passes_at_clipping = 0
         self._groups: tuple[Settings, ...] = ()
+        self._left: tuple[Settings, ...] = ()
         self._missing: frozenset[str] = frozenset()
         self._closure = False
         self._inside = False
@@ -157,8 +159,9 @@ class RunStep:
                 self._norm = self._gradients.norm()
         self._groups, self._closure, self._inside = groups, closure, True
 
-    def after_optimiser(self) -> None:
-        """Take note that the optimiser has made its step."""
+    def after_optimiser(self, groups: tuple[Settings, ...]) -> None:
+        """Take note that the optimiser has made its step, and what it has changed of its own settings."""
+        self._left = find_changes(self._groups, groups)
         if self._closure:
             self._missing, self._norm = self._gradients.missing, None
         self._inside, self.stepped = False, True
@@ -185,7 +188,8 @@ class RunStep:
             for examples, normaliser, losses in self._batches
         ]
         norm = None if self._norm is None else self._number(float(self._norm), "gradient norm")
-        return Step(tuple(batches), self.seed, self._groups, norm, self._clipping, self._missing, self._closure)
+        known = (self._clipping, self._missing, self._closure, self._left if any(self._left) else ())
+        return Step(tuple(batches), self.seed, self._groups, norm, *known)
 
     def _number(self, value: float, what: str) -> float:
         if not math.isfinite(value):
@@ -203,7 +207,8 @@ class RunStep:
             raise PlanError(
                 f"the gradient of {name!r} was changed between backward() and the optimiser's step {self.number}: clip "
                 "with step.clip_grad_norm_(limit) or step.clip_grad_value_(limit), so that it is recorded, and call "
-                "zero_grad() before backward() only. Other changes, such as those of a GradScaler, cannot be replayed."
+                "zero_grad() before backward() only. Other changes, such as those of a GradScaler or a callback, "
+                "cannot be replayed."
             )
 
 

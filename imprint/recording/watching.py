@@ -7,7 +7,6 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.nn.utils import get_total_norm
 from torch.optim import Optimizer
 
 from imprint.compat import is_scripted, version_of
@@ -15,6 +14,7 @@ from imprint.display import name_some
 from imprint.errors import PlanError, ReliabilityWarning
 from imprint.recording.records import Circumstances
 from imprint.store.fingerprint import sum_of_bits
+from imprint.tensors.vectors import total_norm
 
 Stamp = tuple[int, int]
 """Where a tensor lies, and how often it was written to."""
@@ -118,7 +118,7 @@ class Gradients:
         for name, gradient in found.items():
             if gradient.layout is not torch.strided:
                 raise PlanError(f"the gradient of {name!r} is sparse, which a recording cannot keep: use sparse=False.")
-        return get_total_norm(list(found.values()))
+        return total_norm(list(found.values()))
 
     def release(self) -> None:
         """Stop watching."""

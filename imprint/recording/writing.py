@@ -5,6 +5,7 @@ import os
 import time
 import warnings
 from collections.abc import Iterator
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -172,7 +173,8 @@ class RunRecorder:
     ) -> Iterator[Tensor]:
         """Yield the indices of each batch of all epochs, in an order drawn from the recorder's seed.
 
-        A resumed run goes on where it stopped. Another call yields the epochs that follow.
+        A resumed run goes on where it stopped, however far ahead batches were read: one counts as used when a step of
+        its examples is recorded. Another call yields the epochs that follow.
         """
         if n < 1 or batch_size < 1 or epochs < 1:
             raise PlanError(f"n, batch_size and epochs must be at least 1, got {n}, {batch_size} and {epochs}.")
@@ -270,6 +272,7 @@ class RunRecorder:
         record = step.finish()
         if self._files.require_header().circumstances is None and self._forwards.circumstances is not None:
             self._files.note(self._forwards.circumstances)
+        self._walk.take(chain.from_iterable(batch.examples for batch in record.batches))
         self._files.add(record, self._walk.position)
         self._broken = None
         self._made += 1
@@ -297,7 +300,7 @@ class RunRecorder:
     def after_optimiser(self) -> None:
         """Called after the optimiser has stepped."""
         if self._step is not None:
-            self._step.after_optimiser()
+            self._step.after_optimiser(describe_groups(self.optimiser))
             self._subject.mark_parameters()
 
     # --- the end

@@ -29,6 +29,7 @@ from imprint.simulation.recorded import (
     check_run,
     choose_plan_for,
     complete_end,
+    describe_other_state,
     find_begin,
     find_changed_buffers,
     refuse_both,
@@ -107,6 +108,8 @@ class Inputs:
             inputs.notices.add(partial_hash)
         if run is None:  # which was trained in the precision it has
             warn_half_precision(task)
+        elif other_state := describe_other_state(run, task):
+            inputs.notices.add(other_state)
         assert inputs.settings  # a plan with settings for other checkpoints is refused here
         return inputs
 
@@ -192,7 +195,7 @@ class Inputs:
             found = compare(recorded, estimate_moments(descent, COMPARED))
             self.notice(check_unfelt_moments(index, found, has_batch_norm(self.task.model)))
             self.notice(check_moments_scale(index, found))
-            return Preconditioner.adam(found.moments, "recorded")
+            return Preconditioner.adam(found.fitted, "recorded")
         logger.info("checkpoint %d: second moments are estimated from the gradients of %d batches", index, BATCHES)
         return Preconditioner.adam(estimate_moments(descent), "estimated")
 
@@ -278,7 +281,7 @@ def _refuse_plan(task: Task, plan: Plan) -> None:
         raise PlanError(
             "the Gauss–Newton curvature needs to see the model's outputs: give the task outputs= and output_loss= "
             "instead of loss= (Task.classifier and Task.regression do), or a plan that does without it, such as "
-            f'Plan(engine="{plan.engine}", curvature="hessian"), in place of "auto" too.'
+            f'Plan(engine="{plan.engine}", curvature="hessian").'
         )
     if plan.dropout and not dropouts(task.model):
         raise PlanError("dropout=True asks for dropout along the path, and the model has no dropout module.")

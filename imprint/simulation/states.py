@@ -33,7 +33,7 @@ class States:
                 f"checkpoints must be a list of state dicts or .safetensors files, not of type "
                 f"{type(checkpoints).__name__}{_hint_at_paths(checkpoints)}."
             )
-        given, self.runs = _flatten([task.state()] if checkpoints is None else list(checkpoints))
+        given, self.runs = flatten([task.state()] if checkpoints is None else list(checkpoints))
         if not given:
             raise PlanError(
                 "checkpoints is empty: leave it out to take the model as it is. (The paths of a Recorder are empty "
@@ -121,7 +121,7 @@ class States:
         return moments.detach().to(parameter.device, torch.promote_types(parameter.dtype, torch.float32), copy=True)
 
 
-def _flatten(checkpoints: Sequence[Any]) -> tuple[list[State], tuple[int, ...]]:
+def flatten(checkpoints: Sequence[Any]) -> tuple[list[State], tuple[int, ...]]:
     """Return the checkpoints of all runs one after the other, and the number of the run that each is of."""
     lists = [isinstance(each, list) for each in checkpoints]
     if not any(lists):

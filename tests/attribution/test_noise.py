@@ -131,7 +131,7 @@ def test_chaos_is_the_noise_over_the_effects() -> None:
     for noise, effect in ((0.2, 0.4), (0.2, 0.0)):
         message = describe_chaos(noise, effect)
         assert message is not None and message.startswith("this run is chaotic: a tiny change of its start moves")
-        assert "ask for the expectation over seeds" in message and "checkpoints=run.paths" in message
+        assert "Ask instead for the expectation over seeds" in message and "checkpoints=run.paths" in message
 
 
 def test_chaos_follows_the_queries() -> None:

@@ -27,7 +27,7 @@ def test_the_command_shows_and_writes_which_effects_stand_out(command: Command, 
         shown = command(*arguments, "--out", tmp_path / "scores.csv")
         values = command(*arguments, "--json").values
     assert shown.code == 0, shown.err
-    assert "\nthis run: had this source had weight 0 in the training that made this model\n" in shown.out
+    assert "\nthis run: if this source had had weight 0 in the training run that produced this model\n" in shown.out
     marks = result.distinguishable
     assert result.standard_error is not None
     assert marks is not None and marks.unique().tolist() == [False, True]

@@ -40,7 +40,7 @@ def test_a_run_is_checked_repeated_shown_and_read_out(command: Command) -> None:
     assert values["checkpoints"][0]["measured"]["chaos"] > 0
     shown = command("inspect", "store").out
     for text in (
-        "this run: had this source had weight 0",
+        "this run: if this source had had weight 0",
         "chaos",
         "deviation from the recorded end",
         "removing of the",

@@ -93,7 +93,7 @@ def test_the_page_stands_alone_and_escapes_what_it_shows() -> None:
 def test_a_completion_of_a_repeated_run_shows_question_noise_and_warnings() -> None:
     found = replace(shown(question="this_run", removes=True, warnings=("take <care>",)), noise_changes=torch.ones(2, 4))
     for text in (repr(found), found.to_html()):
-        assert "this run: had this source had weight 0 in the training that made this model" in text
+        assert "this run: if this source had had weight 0 in the training run that produced this model" in text
         assert "Beta +0.1~" in re.sub("<[^>]*>", " ", text).replace("  ", " ")
         assert "~ not distinguishable from 0" in text
     assert found.completion.noise is not None and found.completion.noise.tolist() == [4.0]

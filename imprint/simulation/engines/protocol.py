@@ -6,16 +6,15 @@ better: how a checkpoint is settled, what all sources share (`prepare`), what it
 what `prepare` made overrides `attempt` and `cost` too, which come before.
 """
 
-import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 import torch
 
 from imprint.errors import PlanError
-from imprint.plan import EngineRules, Plan, Settings, register_rules, unregister_rules
+from imprint.plan import Curvature, EngineRules, Plan, Settings, register_rules, unregister_rules
 from imprint.recording.records import Run
 from imprint.runtime.timing import measure_seconds
 from imprint.simulation.checkpoint_files import CheckpointFiles
@@ -29,7 +28,7 @@ from imprint.store.checkpoint import Decided, File, Measured, ShardFigures
 from imprint.store.layouts import Layout, layout
 from imprint.store.request import DTYPES
 from imprint.task import Parameters
-from imprint.tensors.vectors import six_digits
+from imprint.tensors.vectors import root_mean_square, six_digits
 
 _SAMPLE = 16  # sources that are simulated to measure what all of them will take
 
@@ -111,10 +110,14 @@ class AutoFindings:
     """What `Plan.auto` has found, from which engines propose a plan.
 
     grouped: whether some source has more than one example.
+    curvature: what the task lets see, and responses are to see.
+    preconditioner: the metric in which everything was measured.
     paths: chooses steps and step size of a path for each checkpoint.
     """
 
     grouped: bool
+    curvature: Curvature
+    preconditioner: Literal["adam"] | None
     dampings: tuple[float, ...]
     weights: tuple[float, ...]
     dropout: bool
@@ -192,7 +195,7 @@ class Engine(ABC):
         effects = [effect for shard in shards for effect in shard.effects]
         if not effects:
             return measured
-        size = math.sqrt(sum(effect**2 for effect in effects) / len(effects))
+        size = root_mean_square(effects)
 
         def relate(effect: float | None) -> float | None:
             return None if effect is None or size == 0 else six_digits([effect / size])[0]
