@@ -11,7 +11,8 @@ on the whole of it for their size. From an early checkpoint curvature rises tenf
 running statistics of batch norm have not settled, and a step that suits the start would multiply responses at each
 later one. So the path is walked first; as λ rises with the curvature, it gets shorter and not longer. It is never
 longer than N/tr(H), nor than a quarter of the training, where that was recorded (`training_time`): a training that was
-stopped early did not overfit, and a path that goes on would.
+stopped early did not overfit, and a path that goes on would. With batch norm it has half of that: training moves the
+running statistics along with the weights, and a path in evaluation mode keeps those of the checkpoint.
 
 **Metric.** Groups of examples get a path in the metric of the training: where Adam's second moments came with every
 checkpoint, all of the above is measured in it (`metric`), so that a factor in the moments cancels.
@@ -34,6 +35,7 @@ from typing import Any, Literal
 
 import torch
 
+from imprint.compat import has_batch_norm
 from imprint.data import Collate, HashData
 from imprint.errors import SimulationError
 from imprint.model.dropout import dropouts
@@ -59,6 +61,7 @@ logger = logging.getLogger(__name__)
 _STEPS = 1000  # of a path, at most: beyond, H is not what it was
 _WALKED = 1024  # examples of a step of the path that is walked beforehand
 _SHARPER = 1.8  # times the curvature a step was chosen for: below 2, where responses begin to grow
+_BATCH_NORM = 2  # times shorter is a path along which the statistics of batch norm stay as they are
 _GROWTH = 3.0  # horizon times negative curvature, at most: the logarithm of how much responses grow along it
 
 
@@ -85,7 +88,8 @@ def choose_path(descent: Descent, found: Look, time: float | None = None) -> tup
     descent = replace(descent, plan=Plan(batch_size=_WALKED))  # all of the data where it is no more than that
     seen = measure_curvature if curvature_of(descent.task.task) == "hessian" else measure_gauss_newton
     sharpest, lowest = found.sharpest, found.lowest
-    bound = max(found.reach(time), -lowest / _GROWTH)
+    shorter = _BATCH_NORM if has_batch_norm(descent.task.task.model) else 1
+    bound = shorter * max(found.reach(time), -lowest / _GROWTH)
     steps = min(max(1, round(sharpest / bound)), _STEPS)
     for _ in range(TRIES):
         size = float(f"{1 / max(sharpest, bound):.4g}")

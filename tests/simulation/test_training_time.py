@@ -9,6 +9,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from imprint import Plan, Recording, RunRecorder, Sources, Task
+from imprint.simulation.recorded import list_checkpoints
 from imprint.simulation.training_time import find_training_time, measure_training_time
 
 X, Y = torch.randn(24, 3, generator=torch.Generator().manual_seed(0)), torch.arange(24) % 2
@@ -59,3 +60,38 @@ def test_a_short_training_shortens_the_path(tmp_path: Path) -> None:
     last = followed.at(len(run.paths) - 1, len(run.paths)), free.at(0, 1)
     horizon, unbound = (settings.path * float(settings.lr) for settings in last)
     assert horizon == pytest.approx(12.0 / 4, rel=0.3) and unbound > 2 * horizon
+
+
+def test_batch_norm_halves_the_path() -> None:
+    """An identity in evaluation mode: only the rule for batch norm can tell the two models apart."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        head = nn.Linear(3, 2)
+    norm = nn.BatchNorm1d(3, affine=False, eps=0.0).eval()
+    sources = Sources.by_label([index % 3 for index in range(24)])
+    plain, normed = (
+        Plan.auto(Task.classifier(model), (X, Y), sources, progress=False).at(0, 1)
+        for model in (nn.Sequential(nn.Identity(), head), nn.Sequential(norm, head))
+    )
+    assert normed.lr == plain.lr and normed.path == pytest.approx(plain.path / 2, abs=0.51)
+
+
+def test_a_run_with_frozen_parameters_hands_on_its_second_moments(tmp_path: Path) -> None:
+    """As a LoRA fine-tune, whose checkpoints lack what was not trained."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 2))
+    model[0].requires_grad_(False)
+    run = RunRecorder(tmp_path, model, torch.optim.Adam(model[1].parameters(), lr=0.01))
+    for indices in run.batches(24, 8, epochs=1):
+        with run.step(indices) as step:
+            step.backward(F.cross_entropy(model(X[indices]), Y[indices]))
+            run.optimiser.step()
+    recording, task = run.finish(), Task.classifier(model)
+    states = list_checkpoints(recording, task)
+    assert all(isinstance(state, tuple) for state in states)
+    plan = Plan.auto(task, (X, Y), Sources.by_label([index % 3 for index in range(24)]), states, progress=False)
+    assert plan.preconditioner == "adam" and find_training_time(states, "adam") == pytest.approx(0.03)
+    model[0].requires_grad_(True)
+    every = Task.classifier(model)  # which selects more than was trained
+    assert not any(isinstance(state, tuple) for state in list_checkpoints(recording, every))
