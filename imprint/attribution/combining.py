@@ -17,11 +17,13 @@ from torch import Tensor
 
 from imprint.attribution.comparing import check_same_subject
 from imprint.attribution.result import Attribution
+from imprint.attribution.uncertainty import ERROR
 from imprint.display import count_of
 from imprint.errors import ReadoutError
 from imprint.runtime.notices import Notices
 
 _ALONE = 0.25  # the weight of a single replay
+_NO_ERROR = "standard errors unknown: how far the estimate is off on average is not in the spread of runs"
 
 
 def combine(estimate: Attribution, replays: Sequence[Attribution]) -> Attribution:
@@ -49,7 +51,7 @@ def combine(estimate: Attribution, replays: Sequence[Attribution]) -> Attributio
     for each in replays:
         for warning in each.warnings:
             notices.add(warning)
-    details = {"combined_replays": len(replays), "combined_slope": slope, "combined_weight": weight}
+    details = {"combined_replays": len(replays), "combined_slope": slope, "combined_weight": weight, ERROR: _NO_ERROR}
     labels = replace(
         estimate.labels,
         details={**estimate.details, **details},

@@ -4,6 +4,7 @@ import math
 from dataclasses import asdict
 from typing import Any
 
+from imprint.attribution.labels import describe_question, describe_replay
 from imprint.readout.reader import list_readouts
 from imprint.store.reading import Store
 from imprint.validation.record import read_validation
@@ -11,10 +12,10 @@ from imprint.validation.record import read_validation
 
 def inspect_store(store: Store) -> dict[str, Any]:
     """Return the plan, sizes and figures of a store, and the norms of its imprints, as JSON values."""
-    manifest, found = store.manifest, read_validation(store)
+    manifest, found, first = store.manifest, read_validation(store), store.checkpoints[0]
     checkpoints = []
-    for checkpoint in store.checkpoints:
-        entry = {name: getattr(checkpoint, name) for name in ("weight", "steps", "damping")}
+    for run, checkpoint in zip(manifest.request.runs, store.checkpoints, strict=True):
+        entry = {"run": run} | {name: getattr(checkpoint, name) for name in ("weight", "steps", "damping")}
         decided = None if checkpoint.decided is None else asdict(checkpoint.decided)
         checkpoints.append({**entry, "decided": decided, "measured": asdict(checkpoint.measured)})
     return {
@@ -30,6 +31,7 @@ def inspect_store(store: Store) -> dict[str, Any]:
         "bytes": store.bytes,
         "bytes_per_source": _bytes_per_source(store),
         "question": store.question,
+        "meaning": describe_question(store.question, describe_replay(first.measured, first.steps)),
         "recording": manifest.request.recording,
         "plan": manifest.plan.to_json(),
         "checkpoints": checkpoints,

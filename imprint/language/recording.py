@@ -77,7 +77,7 @@ class TrainerRecorder(TrainerCallback):  # type: ignore[misc]
         self._train, self._train_step, self._load = trainer.train, trainer.training_step, trainer.get_train_dataloader
         trainer.train, trainer.training_step = self._train_or_close, self._record_micro_batch
         trainer.get_train_dataloader = self._number_loader
-        trainer.add_callback(self)
+        trainer.callback_handler.callbacks.insert(0, self)  # so that gradients that others change are seen
 
     def __repr__(self) -> str:
         inner = "not begun" if self._run is None else f"{self._run.steps} steps"

@@ -207,7 +207,8 @@ class RunStep:
             raise PlanError(
                 f"the gradient of {name!r} was changed between backward() and the optimiser's step {self.number}: clip "
                 "with step.clip_grad_norm_(limit) or step.clip_grad_value_(limit), so that it is recorded, and call "
-                "zero_grad() before backward() only. Other changes, such as those of a GradScaler, cannot be replayed."
+                "zero_grad() before backward() only. Other changes, such as those of a GradScaler or a callback, "
+                "cannot be replayed."
             )
 
 

@@ -4,27 +4,38 @@ import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
+from pathlib import Path
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 
+from imprint.compat import uncompiled
 from imprint.display import name_some
 from imprint.errors import DataError, PlanError, TaskError
-from imprint.plan import Plan, State, engine_for
+from imprint.plan import Checkpoints, Plan, State, engine_for
+from imprint.recorder import moments_beside
 from imprint.recording.reading import Recording
 from imprint.recording.records import Run
-from imprint.recording.writing import RunRecorder
 from imprint.store.fingerprint import DataPrint, compare_data
 from imprint.store.request import ParameterSpec
 from imprint.task import Parameters, Task
 
-Recorded = Run | RunRecorder | str | os.PathLike[str]
+
+@runtime_checkable
+class Finishable(Protocol):
+    """What records a run: a `RunRecorder`, or what was attached to a Trainer."""
+
+    def finish(self) -> Recording: ...
+
+
+Recorded = Run | Finishable | str | os.PathLike[str]
 """A recorded run: a recording, the recorder that made it, or the folder it is in."""
 
 
 def open_run(run: Recorded | None) -> Run | None:
     """Return a recorded run as replays read it; the training of a recorder is over."""
-    if isinstance(run, RunRecorder):
+    if isinstance(run, Finishable):  # which knows an optimiser of the user's own
         return run.finish()
     if isinstance(run, str | os.PathLike):
         return Recording(run)
@@ -54,7 +65,7 @@ def choose_plan_for(plan: Plan | None, run: Run | None) -> Plan:
     return plan
 
 
-def refuse_both(checkpoints: Sequence[State] | None) -> None:
+def refuse_both(checkpoints: Checkpoints | None) -> None:
     """Refuse checkpoints beside a recorded run."""
     if checkpoints is not None:
         raise PlanError("a recorded run is repeated to its end: give run= or checkpoints=, not both.")
@@ -72,14 +83,32 @@ def check_run(run: Run, task: Task, n: int, plan: Plan) -> None:
     optimised = [name for names in run.groups for name in names]
     if lacking := sorted(set(optimised) - set(task.names)):
         raise TaskError(
-            f"the recorded run trained {name_some(lacking)}, which the task does not select: what a removal does to "
-            "all trained parameters belongs to it. Build the task with parameters= that match them."
+            f"the recorded run trained {name_some(lacking)}, which the task does not select: "
+            f"{_explain_lack(lacking, task)}"
         )
     if plan.start >= len(run.steps):
         raise PlanError(
             f"start is {plan.start}, and the recorded run has {len(run.steps)} steps: start at an earlier one, or "
             "leave start out to repeat the whole run."
         )
+
+
+def _explain_lack(lacking: Sequence[str], task: Task) -> str:
+    """Say why a task may not have parameters that a run trained, and what to do."""
+    own = dict(task.model.named_parameters())
+    if uncompiled(task.model) is not task.model:
+        return (
+            "its model is a compiled one, whose parameters have other names. Build the task from the model that was "
+            "compiled, model._orig_mod."
+        )
+    if frozen := [name for name in lacking if name in own and not own[name].requires_grad]:
+        return (
+            f"{name_some(frozen)} is frozen now. Call model.requires_grad_(True) before building the task; what was "
+            "frozen during training is replayed so."
+        )
+    return (
+        "what a removal does to all trained parameters belongs to it. Build the task with parameters= that match them."
+    )
 
 
 def refuse_other_data(run: Run, hashes: DataPrint, n: int) -> None:
@@ -163,12 +192,20 @@ def list_checkpoints(run: Run, task: Task) -> list[State]:
     """Return the checkpoints of a run after its start, for engines that simulate from checkpoints."""
     if isinstance(run, Recording) and not run.frozen:
         return list(run.paths)
-    return list(_complete(run, task, *run.checkpoints[1:]))
+    states = _complete(run, task, *run.checkpoints[1:])
+    trained = {name for names in run.groups for name in names}
+    if isinstance(run, Recording) and trained.issuperset(task.names) and all(map(_has_moments, run.paths)):
+        return [(state, moments_beside(path)) for state, path in zip(states, run.paths, strict=True)]
+    return list(states)
+
+
+def _has_moments(checkpoint: Path) -> bool:
+    return moments_beside(checkpoint).is_file()
 
 
 def settle_states(
-    plan: Plan, run: Run | None, checkpoints: Sequence[State] | None, task: Task
-) -> tuple[Run | None, Sequence[State] | None]:
+    plan: Plan, run: Run | None, checkpoints: Checkpoints | None, task: Task
+) -> tuple[Run | None, Checkpoints | None]:
     """Return the run and the checkpoints that an automatic plan is for: of a run that it does not repeat, its own."""
     if run is None or plan.rules.question == "this_run":
         return run, checkpoints

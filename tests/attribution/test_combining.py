@@ -72,6 +72,7 @@ def test_the_result_answers_the_expectation_and_says_how_it_was_made() -> None:
     assert found.question == "expected" and not found.labels.removes and found.warnings == ("early",)
     assert found.details["combined_replays"] == 2 and found.details["combined_weight"] == weight
     assert found.details["combined_slope"] == slope
+    assert found.standard_error is None and found.details["error"].startswith("standard errors unknown: how far")
 
 
 def test_sources_are_paired_by_their_ids() -> None:

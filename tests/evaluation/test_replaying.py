@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from imprint import DataError, RunRecorder, Sources, StoreError, attribute, simulate
+from imprint import Attribution, DataError, RunRecorder, Sources, StoreError, attribute, simulate
 from imprint.errors import ReliabilityWarning
 from imprint.evaluation import replaying
 from imprint.evaluation.metrics import evaluate
@@ -75,6 +75,22 @@ def test_single_removals_predict_themselves(run: Recording) -> None:
     for metric in evaluate(result, replay(run, Subsets.without_each(SOURCES))):
         assert metric.estimate.value == pytest.approx(1, abs=1e-6)
         assert metric.question == metric.scores_question == "this_run"
+
+
+def test_scores_and_ground_truth_of_two_recordings_are_not_compared(run: Recording, tmp_path: Path) -> None:
+    other = together().record(4, tmp_path / "other")
+    store = simulate(task(), points(N, 0), SOURCES, run=other, progress=False)
+    result = attribute(task(), store, points(QUERIES, 1), progress=False)
+    truth = replay(run, Subsets.without_each(SOURCES))
+    named = rf"another recorded run \(recording {other.sha256[:8]}…\) than the .* \(recording {run.sha256[:8]}…\)"
+    for compare in (lambda: evaluate(result, truth), lambda: result.calibrate(truth)):
+        with pytest.raises(DataError, match=named):
+            compare()
+    result.save(tmp_path / "scores.safetensors")
+    with pytest.raises(DataError, match=named):
+        evaluate(Attribution.load(tmp_path / "scores.safetensors"), truth)
+    unnamed = {name: value for name, value in result.labels.fingerprints.items() if name != "recording"}
+    evaluate(replace(result, labels=replace(result.labels, fingerprints=unnamed)), truth)  # of an earlier version
 
 
 def test_a_folder_keeps_the_values_alone_and_recognises_its_run(run: Recording, tmp_path: Path) -> None:

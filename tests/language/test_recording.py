@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import GPT2LMHeadModel, Trainer, TrainerCallback
 
-from imprint import DataError, PlanError, StoreError
+from imprint import DataError, PlanError, Sources, StoreError, simulate
 from imprint.errors import ReliabilityWarning
-from imprint.language import recording
+from imprint.language import recording, task
 from imprint.recording.reading import Recording
 from imprint.recording.records import micro_seed
 from imprint.recording.seeding import seed_everything
@@ -285,6 +285,34 @@ def test_the_recording_ends_with_the_last_step_not_with_the_best(tmp_path: Path)
     end = run.state(5)
     assert_close(repeat(run, gpt2().float()), end)
     assert any(not torch.equal(end[name], parameter) for name, parameter in model.named_parameters())
+
+
+class _Halves(TrainerCallback):  # type: ignore[misc]
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, model: Any = None, **given: Any) -> None:
+        if state.global_step == 2:
+            model.transformer.wte.weight.grad.mul_(0.5)
+
+
+def test_gradients_that_a_callback_changes_are_refused_in_that_step(tmp_path: Path) -> None:
+    trainer = make_trainer(gpt2().float(), tmp_path)
+    trainer.add_callback(_Halves())
+    recording.attach(trainer, tmp_path / "run")
+    with pytest.raises(
+        PlanError, match=r"the gradient of 'transformer\.wte\.weight' was changed .* step 3: .* callback"
+    ):
+        trainer.train()
+
+
+def test_an_optimiser_that_is_not_of_torch_is_replayed_from_what_was_attached(tmp_path: Path) -> None:
+    model = gpt2().float()
+    trainer = make_trainer(model, tmp_path, optim="adafactor")
+    run = recording.attach(trainer, tmp_path / "run")
+    trainer.train()
+    sources = Sources.by_label([index % 3 for index in range(ROWS)])
+    store = simulate(task(model), rows(), sources, run=run, collate_fn=run.collate_fn, progress=False)
+    assert store.manifest.request.recording == run.finish().sha256
+    with pytest.raises(StoreError, match=r"optimiser transformers\.optimization\.Adafactor, .* give its class"):
+        Recording(run.folder)
 
 
 def test_a_second_training_is_refused_until_another_recording_is_attached(tmp_path: Path) -> None:

@@ -73,7 +73,7 @@ def test_a_grad_scaler_is_refused_at_the_first_step(tmp_path: Path) -> None:
             scaler.scale(mean_loss(recorded.model, INDICES)).backward()
             scaler.step(recorded.optimiser)
 
-    with pytest.raises(PlanError, match="such as those of a GradScaler, cannot be replayed"):
+    with pytest.raises(PlanError, match="such as those of a GradScaler or a callback, cannot be replayed"):
         make_step()
 
 

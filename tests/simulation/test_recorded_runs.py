@@ -5,13 +5,13 @@ import shutil
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
 from torch import nn
 
-from imprint import DataError, Plan, PlanError, SimulationError, Store, StoreError, TaskError, simulate
+from imprint import DataError, Plan, PlanError, SimulationError, Store, StoreError, Task, TaskError, simulate
 from imprint.data import Data
 from imprint.errors import ReliabilityWarning
 from imprint.simulation.engines import Chunk
@@ -170,6 +170,20 @@ def test_parameters_that_were_trained_but_are_not_selected_are_refused_by_name()
     task = make_task(parameters=["0.*", "1.*"])
     with pytest.raises(TaskError, match=r"the recorded run trained .*3\.bias.*3\.weight.* which the task does not"):
         simulate(task, make_data(), SOURCES, make_plan(), run=HandMadeRun.of(make_model()), progress=False)
+
+
+def test_why_a_task_lacks_trained_parameters_is_said_where_it_can_be_told() -> None:
+    left_frozen = make_model()
+    left_frozen.get_submodule("0").requires_grad_(False)
+    for model, words in (
+        (left_frozen, r"select: 0\.bias, 0\.weight is frozen now. Call model\.requires_grad_\(True\) before building"),
+        (torch.compile(make_model(), backend="eager"), r"is a compiled one.* Build the task from .* model\._orig_mod"),
+    ):
+        with pytest.raises(TaskError, match=words):
+            simulate(
+                Task.classifier(cast(nn.Module, model)),
+                make_data(), SOURCES, make_plan(), run=HandMadeRun.of(make_model()), progress=False,
+            )  # fmt: skip
 
 
 def test_frozen_parameters_come_from_the_task() -> None:

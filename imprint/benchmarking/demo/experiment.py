@@ -4,17 +4,20 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import torch
-from torch import Tensor
 
 from imprint.attribution.result import Attribution
 from imprint.attribution.scoring import attribute
 from imprint.benchmarking.settings import digits
 from imprint.data import Data
+from imprint.evaluation.metrics import removal
 from imprint.evaluation.mislabels import example_losses
 from imprint.evaluation.removal import RemovalCheck
+from imprint.evaluation.subsets import Subsets
 from imprint.evaluation.training import measure_stack, train_together
+from imprint.evaluation.truth import Truth
 from imprint.runtime.progress import Progress
 from imprint.simulation.runner import simulate
 from imprint.sources import Sources
@@ -33,10 +36,15 @@ class Outcome:
     setting: digits.Digits
     sources: Sources
     attribution: Attribution
-    check: RemovalCheck
+    truth: Truth
     accuracy: float
     losses: tuple[float, ...]
     seconds: dict[str, float] = field(default_factory=dict)
+
+    @cached_property
+    def check(self) -> RemovalCheck:
+        """The predicted effects beside the actual ones."""
+        return removal(self.attribution, self.truth)
 
     @property
     def by_size(self) -> RemovalCheck:
@@ -46,7 +54,7 @@ class Outcome:
     @property
     def retrained(self) -> int:
         """How many models were trained for the ground truth."""
-        return len(self.check.actual) * (len(self.sources) + _BASELINES)
+        return self.truth.runs * len(self.truth.subsets)
 
     @property
     def most_harmful(self) -> int:
@@ -86,27 +94,24 @@ def run(
         attribution = attribute(task, store, setting.queries, progress=progress)
 
     with _timed("retraining for ground truth", seconds, log):
-        actual = _remove_each(setting, sources, data, split, retrainings, progress)
+        truth = _remove_each(setting, sources, data, split, retrainings, progress)
 
-    check = RemovalCheck.of(attribution.removal_effect, actual)
     losses = example_losses(task, setting.train)
     each = tuple(float(losses[setting.owners == owner].mean()) for owner in range(len(sources)))
-    return Outcome(split, setting, sources, attribution, check, accuracy, each, seconds)
+    return Outcome(split, setting, sources, attribution, truth, accuracy, each, seconds)
 
 
 def _remove_each(
     setting: digits.Digits, sources: Sources, data: Data, split: int, retrainings: int, progress: bool
-) -> Tensor:
-    """Retrain without each contributor; return the change of each query's loss, (runs, queries, contributors).
+) -> Truth:
+    """Retrain without each contributor, and measure the loss of each query.
 
     Each run compares models of one initialisation: one without each contributor, and several with all of them. Their
     mean is the common baseline, which must be less noisy than the rest.
     """
-    everyone = torch.arange(len(data))
-    others = [everyone[setting.owners != contributor] for contributor in range(len(sources))]
-    rounds = [everyone] * _BASELINES + others
-    subsets = [subset for subset in rounds for _ in range(retrainings)]
-    seeds = [1000 * (split + 1) + run for _ in rounds for run in range(retrainings)]
+    rounds = Subsets.without(sources, [[]] * _BASELINES + [[place] for place in range(len(sources))], n=len(data))
+    subsets = [rounds.examples(place) for place in range(len(rounds)) for _ in range(retrainings)]
+    seeds = [1000 * (split + 1) + run for _ in range(len(rounds)) for run in range(retrainings)]
     orders = [10_000_000 * (split + 1) + index for index in range(len(seeds))]
     bar = Progress("retraining", len(seeds) * digits.TRAINING.epochs, "model-epochs", progress)
     models = train_together(
@@ -115,8 +120,7 @@ def _remove_each(
     bar.close()
     task = digits.task(digits.model())
     losses = measure_stack(task, models[digits.TRAINING.epochs], setting.queries, len(setting.queries[1]))
-    losses = losses.reshape(len(rounds), retrainings, -1)
-    return (losses[_BASELINES:] - losses[:_BASELINES].mean(0)).permute(1, 2, 0)
+    return Truth(rounds, losses.reshape(len(rounds), retrainings, -1).transpose(0, 1), task.measure_name)
 
 
 @contextmanager

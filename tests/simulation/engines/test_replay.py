@@ -11,7 +11,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from imprint import Plan, ReadoutError, RunRecorder, Sources, Store, Task, attribute, simulate
+from imprint import Attribution, Plan, ReadoutError, RunRecorder, Sources, Store, Task, attribute, simulate
+from imprint.cli.inspection import inspect_store
 from imprint.errors import ReliabilityWarning, SimulationError
 from imprint.recording.seeding import seed_everything
 from imprint.runtime.progress import Advance
@@ -138,6 +139,29 @@ def test_rows_of_batch_norm_hold_the_running_statistics() -> None:
     assert {"2.running_mean", "2.running_var"} <= found.keys()
     assert "2.num_batches_tracked" not in found
     assert float(found["2.running_mean"].abs().max()) > 0
+
+
+@pytest.mark.parametrize(
+    ("kind", "words"),
+    [
+        ("stacked", "this run: if this source had had weight 0 in the training run"),
+        ("batch norm", "this run: if this source had been left out of every batch of the training run"),
+    ],
+)
+def test_results_say_whether_a_source_had_weight_0_or_was_left_out_of_batches(
+    kind: str, words: str, tmp_path: Path
+) -> None:
+    training = TRAININGS[kind]()
+    end, run = training.run()
+    store = replay(training, run)
+    training.model.load_state_dict(end)
+    queries = tuple(column[:3] for column in training.data)
+    result = attribute(training.task(), store, queries, progress=False)
+    result.save(tmp_path / "scores.safetensors")
+    assert result.labels.meaning.startswith(words) and words in repr(result)
+    assert Attribution.load(tmp_path / "scores.safetensors").labels.meaning == result.labels.meaning
+    assert (result - result).labels.meaning == result.labels.meaning
+    assert inspect_store(store)["meaning"] == result.labels.meaning
 
 
 def test_an_emptied_batch_contributes_nothing_and_the_optimiser_still_steps() -> None:

@@ -1,4 +1,4 @@
-"""What would make a replay wrong without a word: routes, state that nobody keeps, optimisers that change their ways."""
+"""What would make a replay wrong without a word: state that nobody keeps, optimisers that change their ways."""
 
 import copy
 from dataclasses import replace
@@ -10,65 +10,11 @@ from torch import Tensor, nn
 
 from imprint.errors import SimulationError
 from imprint.simulation.engines.replay.optimisers import find_why_not_stackable
-from imprint.simulation.engines.replay.stack import OwnRouteError
-from imprint.simulation.engines.replay.training import as_recorded, find_routing
+from imprint.simulation.engines.replay.training import as_recorded
 from imprint.simulation.engines.replay.ways import find_unkept_state, find_way
-from tests.simulation.engines.test_replay_rows import check, replay_plainly, replay_stacked
+from tests.simulation.engines.test_replay_rows import check, replay_plainly
 from tests.simulation.engines.test_replay_ways import SHAPES, settings_of
 from tests.simulation.engines.trainings import Training, classification, mlp
-
-
-class Experts(nn.Module):
-    """Sends each example to one of two layers; one that gets no example gets no gradient."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.gate, self.experts = nn.Linear(4, 2), nn.ModuleList(nn.Linear(4, 3) for _ in range(2))
-        with torch.no_grad():
-            self.gate.bias.copy_(torch.tensor([1.5, 0.0]))
-
-    def forward(self, x: Tensor) -> Tensor:
-        gates = self.gate(x).softmax(1)
-        chosen = gates.argmax(1)
-        out = x.new_zeros(len(x), 3)
-        for index, expert in enumerate(self.experts):
-            mine = (chosen == index).nonzero().flatten()
-            if len(mine):
-                out = out.index_add(0, mine, gates[mine, index, None] * expert(x[mine]))
-        return out
-
-
-def experts() -> nn.Module:
-    torch.manual_seed(3)
-    return Experts().double()
-
-
-def test_a_run_without_a_source_finds_its_own_missing_gradients() -> None:
-    """An expert that rests in the recorded step may be chosen without the source, and must move then."""
-    settings = {"lr": 0.5, "momentum": 0.9, "weight_decay": 0.1}
-    training = Training(experts(), classification(), settings=settings, batch=2, steps=12)
-    _, run = training.run()
-    assert any(step.missing for step in run.steps), "some expert rests in some step"
-    plain = training.repetition(run)
-    assert find_routing(plain)
-    ends = replay_plainly(_Routing(**vars(training)), run)
-    check(ends, training)
-    held = replay_plainly(training, run)
-    assert any(not torch.equal(one[name], other[name]) for one, other in zip(ends, held, strict=True) for name in one)
-
-
-class _Routing(Training):
-    def repetition(self, run: Any, begin: int = 0) -> Any:
-        return replace(super().repetition(run, begin), routes=True)
-
-
-def test_a_stack_that_moves_what_rested_in_training_names_the_step() -> None:
-    training = Training(mlp(), classification(), steps=6)
-    _, run = training.run()
-    resting = replace(run.steps[3], missing=frozenset({"0.weight"}))
-    run = replace(run, steps=(*run.steps[:3], resting, *run.steps[4:]))
-    with pytest.raises(OwnRouteError, match=r"0\.weight has a gradient without a source at step 4, and had none"):
-        replay_stacked(_Routing(**vars(training)), run)
 
 
 class Late(torch.optim.SGD):

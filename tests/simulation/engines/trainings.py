@@ -1,7 +1,7 @@
 """Training loops written by hand, and the recordings of them that a replay reads."""
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -56,7 +56,7 @@ class Training:
     """A training run by hand: everything that a user's loop would have in it.
 
     schedule: the factor of the learning rate at each step.
-    missing: parameters whose gradient is None at some steps, as (step, name).
+    frozen: parameters that the loop freezes, each with the first and the last step of that.
     leaves_out: whether examples that a run goes without are left out of batches, or have weight 0.
     """
 
@@ -74,6 +74,7 @@ class Training:
     keep: tuple[int, ...] = ()
     leaves_out: bool = False
     fixed_batches: tuple[tuple[list[int], ...], ...] = ()
+    frozen: Mapping[str, tuple[int, int]] = field(default_factory=dict)
 
     def task(self) -> Task:
         return Task(self.model, loss=self.losses, regulariser=self.regulariser)
@@ -110,6 +111,8 @@ class Training:
             if number in (0, *self.keep):
                 states[number], memories[number] = copy_state(model), remember(optimiser, named)
             optimiser.param_groups[0]["lr"] = base * self.schedule(number)
+            for name, (first, last) in self.frozen.items():
+                named[name].requires_grad_(not first <= number <= last)
             step = self._step(model, optimiser, named, micros, 100 + number, without)
             steps.append(step)
         end = copy_state(model)

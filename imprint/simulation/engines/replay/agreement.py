@@ -25,7 +25,8 @@ _JUMP = 30.0  # times more than any step before: no growth of rounding
 _SMALL = 1e-2  # of the largest value so far: values below count as that large
 _STEADY = 0.05  # relative spread of a ratio that is called constant, where it is larger than the next
 _LARGE = 1.5
-_FOUND = "agreement"  # the name of what a snapshot keeps
+_FOUND, _PARTING = "agreement", "parting"  # the names of what a snapshot keeps
+_FIGURES = ("loss", "gradient norm")
 _ASTRAY = 0.5  # of the distance the run travelled: by so much its end may be missed
 
 
@@ -48,6 +49,16 @@ class _Pair:
     recorded: float
     deviation: float
 
+    def pack(self) -> list[float]:
+        """Return the pair as numbers."""
+        return [self.step, _FIGURES.index(self.what), self.replayed, self.recorded, self.deviation]
+
+    @classmethod
+    def unpack(cls, numbers: list[float]) -> "_Pair":
+        """Return the pair that was packed."""
+        step, what, *values = numbers
+        return cls(int(step), _FIGURES[int(what)], *values)
+
 
 class Agreement:
     """Hears what every step of the unperturbed replay shows, and refuses a replay that is not of the recorded run."""
@@ -55,9 +66,10 @@ class Agreement:
     def __init__(self, repetition: Repetition) -> None:
         self._repetition, self._tolerance = repetition, tolerance(repetition)
         self._waiting: list[tuple[int, Seen]] = []
-        self._largest = {"loss": 0.0, "gradient norm": 0.0}
+        self._largest = dict.fromkeys(_FIGURES, 0.0)
         self._first: list[_Pair] = []
         self.worst = 0.0  # relative difference so far
+        self.parting: _Pair | None = None  # the first figure that differs by more than rounding may in a first step
 
     def add(self, number: int, seen: Seen) -> None:
         """Take what a step shows."""
@@ -70,12 +82,17 @@ class Agreement:
         """Compare all steps so far, and return what a snapshot needs to go on from them."""
         if self._waiting:
             self._compare()
-        return {_FOUND: torch.tensor([self.worst, *self._largest.values()], dtype=torch.float64)}
+        parting = [] if self.parting is None else [self.parting.pack()]
+        return {
+            _FOUND: torch.tensor([self.worst, *self._largest.values()], dtype=torch.float64),
+            _PARTING: torch.tensor(parting, dtype=torch.float64),
+        }
 
     def restore(self, found: Parameters) -> None:
         """Go on from what was packed."""
         self.worst, *largest = found[_FOUND].tolist()
         self._largest = dict(zip(self._largest, largest, strict=True))
+        self.parting = next((_Pair.unpack(each) for each in found[_PARTING].tolist()), None)
 
     def _compare(self) -> None:
         """Compare the steps that wait."""
@@ -91,8 +108,23 @@ class Agreement:
             decides = strict or pair.what == "loss" or pair.step not in known  # gradients leap where a run is chaotic
             if decides and not pair.deviation <= allowed * (1 if pair.what == "loss" else 10):
                 raise SimulationError(self._explain(pair))
+            if (
+                decides
+                and self.parting is None
+                and pair.deviation > self._tolerance * (1 if pair.what == "loss" else 10)
+            ):
+                self.parting = pair
             if pair.what == "loss" or not strict:
                 self.worst = max(self.worst, pair.deviation / (1 if pair.what == "loss" else 10))
+
+    def describe_parting(self) -> str:
+        """Say at which step the replay left the recording, in a sentence."""
+        if (pair := self.parting) is None:
+            return f"The steps agree with the recording to {max(self.worst, 1e-16):.1g}."
+        return (
+            f"It parts from the recording at step {pair.step + 1}: the {pair.what} is {pair.replayed:.6g}, and was "
+            f"{pair.recorded:.6g} in training."
+        )
 
     def _pairs(self, number: int, seen: Seen, step: Step) -> list[_Pair]:
         """Return the figures of a step that were recorded."""
@@ -128,7 +160,8 @@ class Agreement:
             return said + (
                 f"Step {begin + 1} agrees, so the loss is right: the optimiser then moved differently, or this batch "
                 "differs. Look for another class or other settings of the optimiser, clipping or a divisor that was "
-                "not recorded, examples that differ, or weights that were changed between steps."
+                "not recorded, examples that differ, a loss that changes from step to step (an annealed weight, a "
+                "teacher), or weights that were changed between steps."
             )
         return said + (
             f"The steps before agree to {max(self.worst, 1e-16):.1g}: look for steps that were not recorded, data that "

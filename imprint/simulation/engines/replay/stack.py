@@ -87,9 +87,11 @@ class Stack:
             objectives.sum().backward()
             total = objectives.detach() if total is None else total + objectives.detach()
         assert total is not None
+        routes = self.repetition.routes
+        withheld, _ = (routes and routes.at(number)) or (step.missing, None)
         for name, p in self.parameters.items():
             if name in step.missing:
-                if self.repetition.routes and p.grad is not None and bool(p.grad.any()):
+                if name not in withheld and p.grad is not None and bool(p.grad.any()):
                     raise OwnRouteError(
                         f"{name} has a gradient without a source at step {number + 1}, and had none in training"
                     )
