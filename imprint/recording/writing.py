@@ -82,6 +82,7 @@ class RunRecorder:
         self._walk = Walk()
         self._forwards = ForwardPasses(self._subject.model, self._subject.parameters)
         self._made = 0  # steps since the recorder was made
+        self._nested = 0  # steps of the optimiser within one of its steps
         self._due = False  # whether the model is to be saved before the next step
         self._seconds, self._since = 0.0, 0.0
         self._recording: Recording | None = None
@@ -246,6 +247,7 @@ class RunRecorder:
         if not self._since:
             self._since = time.monotonic()
         self._subject.mark()
+        self._nested = 0
         self._gradients.clear()
         self._gradients.expected = True
         self._gradients.thorough = self._made < _THOROUGH
@@ -291,6 +293,9 @@ class RunRecorder:
             return
         if self._step is None:
             raise PlanError("the optimiser stepped outside of run.step(): such a step cannot be replayed.")
+        if self._step.inside:  # a class that calls the step of its parent, whose hooks torch calls too
+            self._nested += 1
+            return
         self._subject.refuse_regrouping()
         self._subject.refuse_changes("before the optimiser stepped", buffers=False)
         if not closure:
@@ -299,7 +304,9 @@ class RunRecorder:
 
     def after_optimiser(self) -> None:
         """Called after the optimiser has stepped."""
-        if self._step is not None:
+        if self._nested:
+            self._nested -= 1
+        elif self._step is not None:
             self._step.after_optimiser(describe_groups(self.optimiser))
             self._subject.mark_parameters()
 

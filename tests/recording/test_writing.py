@@ -171,6 +171,27 @@ def test_an_optimiser_that_evaluates_the_loss_itself_is_repeated(tmp_path: Path)
     assert len(remembered.numbers["weight"]["old_dirs"]) > 0  # lists of tensors, kept as such
 
 
+class Halving(torch.optim.SGD):
+    """Halves the gradients in its own step, and leaves the rest to the class it derives from."""
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for parameter in self.param_groups[0]["params"]:
+            parameter.grad.mul_(0.5)
+        super().step(closure)
+
+
+def test_an_optimiser_that_calls_the_step_of_its_parent_makes_one_step(tmp_path: Path) -> None:
+    model = make_model()
+    torch.optim.SGD(model.parameters(), lr=0.1)  # since when torch calls the hooks of both steps
+    optimiser = Halving(model.parameters(), lr=0.1)
+    run = RunRecorder(tmp_path / "run", model, optimiser, n=N)
+    with run.step(range(6)) as step:
+        step.backward(mean_loss(model, torch.arange(6)))
+        norm = torch.nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None])
+        optimiser.step()
+    assert run.finish().steps[0].gradient_norm == pytest.approx(float(norm))
+
+
 def test_parameters_without_a_gradient_are_named(tmp_path: Path) -> None:
     model = nn.ModuleDict({"used": nn.Linear(4, 3), "idle": nn.Linear(2, 2)})
     optimiser = torch.optim.AdamW(model.parameters(), lr=0.1)
