@@ -29,6 +29,7 @@ class Recording:
     >>> with RunRecorder(folder, model, torch.optim.SGD(model.parameters(), lr=0.1)) as run:
     ...     for indices in run.batches(8, 4, epochs=2):
     ...         with run.step(indices) as step:
+    ...             run.optimiser.zero_grad()
     ...             step.backward(model(torch.ones(4, 2)).mean())
     ...             run.optimiser.step()
     >>> recording = Recording(folder)

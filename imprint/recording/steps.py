@@ -146,6 +146,7 @@ class RunStep:
                 f"the optimiser stepped a second time within step {self.number}: use one run.step() for each of its "
                 "steps, with several step.batch(indices) to accumulate gradients."
             )
+        self._gradients.drop_left()
         if not closure:
             self._refuse_changed_gradients()
             if self._clipping is not None and self._passes_at_clipping != self._gradients.passes:
@@ -198,6 +199,7 @@ class RunStep:
         return value
 
     def _before_clipping(self) -> None:
+        self._gradients.drop_left()
         if self._clipping is not None and not self.inside:
             raise PlanError("gradients were clipped twice in one step: a recording keeps one clipping.")
         if not self.inside:
