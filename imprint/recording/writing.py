@@ -235,6 +235,7 @@ class RunRecorder:
                 "run.batches or run.loader."
             )
         self._subject.refuse_untrained()
+        self._subject.refuse_changed_frozen()
         if self._gradients.stray is not None:
             raise PlanError(
                 f"{self._gradients.stray!r} got a gradient outside of run.step(): call backward() within it, or use "
