@@ -179,8 +179,8 @@ def test_losses_need_not_have_been_reported(run: MemoryRun) -> None:
     silent = change_steps(run, change_batches(loss=None, normaliser=4.0))
     with pytest.raises(
         SimulationError,
-        match=r"at step 1: the gradient norm is .* No loss was recorded, .* a sum where training took a mean, or another "
-        r"divisor: the losses of 8 examples are summed and divided by the recorded normaliser 4, .* in another order",
+        match=r"at step 1: the gradient norm is .* No loss was recorded, .* a sum where training took a mean, or "
+        r"another divisor: the losses of 8 examples are summed and divided by the recorded normaliser 4, .* another order",
     ):
         replay(silent)
 
