@@ -180,7 +180,7 @@ def test_losses_need_not_have_been_reported(run: MemoryRun) -> None:
     with pytest.raises(
         SimulationError,
         match=r"at step 1: the gradient norm is .* No loss was recorded, .* a sum where training took a mean, or "
-        r"another divisor: the losses of 8 examples are summed and divided by the recorded normaliser 4, .* another order",
+        r"another divisor: the losses of 8 examples are summed and divided by the recorded normaliser 4, .* order",
     ):
         replay(silent)
 
