@@ -111,8 +111,8 @@ def _check(replays: Sequence[Attribution], estimate: Attribution | None) -> None
     """Refuse results that do not belong together."""
     if len(replays) < (2 if estimate is None else 1):
         raise ReadoutError(
-            f"{count_of(len(replays), 'replay')} without an estimate tell nothing about other seeds: give replays of "
-            "at least two runs, or one and an estimate."
+            f"{count_of(len(replays), 'repeated run')} without an estimate tell nothing about other seeds: give replays "
+            "of at least two runs, or one and an estimate."
         )
     if estimate is not None and estimate.question != "expected":
         raise ReadoutError(

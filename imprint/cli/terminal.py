@@ -86,6 +86,29 @@ def render_store(values: dict[str, Any]) -> RenderableType:
     return Group(head, table, *_render_warnings(values["warnings"]))
 
 
+def render_recording(values: dict[str, Any]) -> RenderableType:
+    """Render what `inspect_recording` returns."""
+    how = values["circumstances"] or {}
+    where = f"{how['device']}{', autocast to ' + how['autocast'] if how['autocast'] else ''}" if how else "–"
+    state = "finished" if values["finished"] else "unfinished: resume the training with RunRecorder(...).resume()"
+    losses = ", then ".join("not recorded" if loss is None else f"{loss:.4g}" for loss in values["losses"])
+    pairs = [
+        ("run", f"{state}, {count_of(values['steps'], 'step')} in {format_duration(values['seconds'])}"),
+        ("identity", (values["recording"] or "–")[:12]),
+        ("data", f"{values['n']:,} training examples{'' if values['data_hashed'] else ', of which no hash was taken'}"),
+        ("optimiser", values["optimiser"]),
+        ("trained", f"{count_of(values['trained'], 'tensor')}, {values['frozen']:,} frozen"),
+        ("first and last loss", losses or "–"),
+        ("checkpoints", f"after {', '.join(map(str, values['checkpoints']))} steps, {format_size(values['bytes'])}"),
+        ("forward passes", where),
+        ("made with", ", ".join(f"{name} {version}" for name, version in values["versions"].items())),
+    ]
+    return Group(
+        render_pairs(f"Recording {values['path']}", pairs),
+        cell(f"To attribute with it: imprint simulate TASK --run {values['path']}"),
+    )
+
+
 def _render_warnings(messages: Iterable[str]) -> list[Text]:
     """Render warnings, one to a line."""
     return [cell(f"warning: {message}", "yellow") for message in messages]

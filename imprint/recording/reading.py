@@ -29,6 +29,7 @@ class Recording:
     >>> with RunRecorder(folder, model, torch.optim.SGD(model.parameters(), lr=0.1)) as run:
     ...     for indices in run.batches(8, 4, epochs=2):
     ...         with run.step(indices) as step:
+    ...             run.optimiser.zero_grad()
     ...             step.backward(model(torch.ones(4, 2)).mean())
     ...             run.optimiser.step()
     >>> recording = Recording(folder)
@@ -156,7 +157,8 @@ class Recording:
             raise TaskError(
                 f"{self.path} was recorded with other values of the {count_of(len(self.frozen), 'frozen parameter')} "
                 f"({name_some(self.frozen, 3)}), or with the same in another precision: build the task from the model "
-                "that was trained."
+                "that was trained, with what was frozen as it was in training. Parameters that changed without the "
+                "optimiser, such as those of a teacher, cannot be replayed."
             )
 
     def _find(self, step: int) -> Kept:

@@ -45,6 +45,7 @@ class RunRecorder:
     >>> run = RunRecorder(tempfile.mkdtemp(), model, optimiser)
     >>> for indices in run.batches(len(x), 8, epochs=2):
     ...     with run.step(indices) as step:
+    ...         optimiser.zero_grad()
     ...         step.backward(model(x[indices]).square().mean())
     ...         _ = step.clip_grad_norm_(1.0)
     ...         optimiser.step()
@@ -83,6 +84,7 @@ class RunRecorder:
         self._walk = Walk()
         self._forwards = ForwardPasses(self._subject.model, self._subject.parameters)
         self._made = 0  # steps since the recorder was made
+        self._warned = False  # that gradients add up
         self._due = False  # whether the model is to be saved before the next step
         self._seconds, self._since = 0.0, 0.0
         self._recording: Recording | None = None
@@ -204,6 +206,7 @@ class RunRecorder:
     def step(self, indices: Indices | None = None, *, normaliser: float | None = None) -> RunStep:
         """Begin a step of the optimiser, with the examples of its batch; use it as `with run.step(indices) as step:`.
 
+        Gradients of earlier steps are cleared (set to None), whatever the loop does.
         Without indices, each `step.batch(indices)` begins a micro-batch: their gradients accumulate.
         normaliser: what the sum of the examples' losses is divided by; by default the number of examples.
         """
@@ -232,6 +235,7 @@ class RunRecorder:
                 "run.batches or run.loader."
             )
         self._subject.refuse_untrained()
+        self._subject.refuse_changed_frozen()
         if self._gradients.stray is not None:
             raise PlanError(
                 f"{self._gradients.stray!r} got a gradient outside of run.step(): call backward() within it, or use "
@@ -272,6 +276,7 @@ class RunRecorder:
         if not succeeded:
             return
         record = step.finish()
+        self._warn_of_accumulation()
         if self._files.require_header().circumstances is None and self._forwards.circumstances is not None:
             self._files.note(self._forwards.circumstances)
         self._walk.take(chain.from_iterable(batch.examples for batch in record.batches))
@@ -281,6 +286,18 @@ class RunRecorder:
         self._subject.mark_buffers()
         self._due = self._files.is_due()
         self._seconds, self._since = self._seconds + time.monotonic() - self._since, time.monotonic()
+
+    def _warn_of_accumulation(self) -> None:
+        """Warn once of a loop that never clears its gradients, which the steps of a recording do."""
+        if self._gradients.accumulates and not self._warned:
+            self._warned = True
+            warnings.warn(
+                "the training loop leaves gradients to add up from step to step, and run.step clears them: recorded, "
+                "every step takes its own gradient, and without the recorder the same loop trains another model. Call "
+                "optimiser.zero_grad() in every step; to accumulate micro-batches, use step.batch(indices) for each.",
+                ReliabilityWarning,
+                stacklevel=4,
+            )
 
     def observe_forward(self) -> None:
         """Called before forward passes of the model: take note how the first of a micro-batch runs."""

@@ -99,7 +99,7 @@ def test_sources_are_paired_by_their_ids() -> None:
 def test_results_that_do_not_belong_together_are_refused() -> None:
     estimate, replays = results()
     for given in ([], replays[:1]):
-        with pytest.raises(ReadoutError, match=f"{len(given)} replays? without an estimate tell nothing about"):
+        with pytest.raises(ReadoutError, match=f"{len(given)} repeated runs? without an estimate tell nothing"):
             combine(given)
     with pytest.raises(ReadoutError, match="the estimate must answer 'expected', and answers 'this_run'"):
         combine(replays, replays[0])

@@ -33,6 +33,7 @@ def record(seed, folder):
     with imprint.RunRecorder(folder, model, optimiser, data=data, seed=seed) as run:
         for indices in run.batches(24, 8, epochs=3):
             with run.step(indices) as step:
+                run.optimiser.zero_grad()
                 step.backward(F.cross_entropy(model(x[indices]), y[indices]))
                 optimiser.step()
 

@@ -32,6 +32,7 @@ def make_recorder(folder: Path, **options: Any) -> RunRecorder:
 def record(run: RunRecorder, indices: Any) -> None:
     """Make a step of these examples, whatever it does to the model."""
     with run.step(indices) as step:
+        run.optimiser.zero_grad()
         step.backward(run.model(X[torch.as_tensor(indices)]).square().mean())
         run.optimiser.step()
 

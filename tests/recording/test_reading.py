@@ -282,6 +282,7 @@ def record_adapted(folder: Path, given: str) -> tuple[Adapted, Recording]:
     run = RunRecorder(folder, model, optimiser)
     for indices in run.batches(N, 6):
         with run.step(indices) as step:
+            run.optimiser.zero_grad()
             step.backward(mean_loss(model, indices))
             optimiser.step()
     return model, run.finish()
@@ -335,6 +336,7 @@ def test_a_fine_tune_by_peft_is_recorded(tmp_path: Path) -> None:
     run = RunRecorder(tmp_path / "run", model, optimiser)
     for indices in run.batches(8, 4, epochs=2):
         with run.step(indices) as step:
+            run.optimiser.zero_grad()
             step.backward(model(input_ids=tokens[indices], labels=tokens[indices]).loss)
             optimiser.step()
     recording = run.finish()

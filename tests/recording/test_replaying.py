@@ -27,6 +27,7 @@ def record(
     run = RunRecorder(folder, model, optimiser, data=DATA)
     for indices in run.batches(N, 6, epochs=3):
         with run.step(indices) as step:
+            run.optimiser.zero_grad()
             losses = nn.functional.cross_entropy(model(DATA[0][indices]), Y[indices], reduction="none")
             kept = torch.tensor([int(index) not in without for index in indices])
             step.backward((losses * kept).sum() / len(indices))

@@ -155,7 +155,7 @@ class Agreement:
         if pair.step == begin and pair.what == "loss":
             return said + (self._explain_ratio() or _WRONG_LOSS)
         if pair.step == begin:
-            return said + _WRONG_GRADIENT
+            return said + (_WRONG_GRADIENT if any(other.what == "loss" for other in self._first) else self._guess(pair))
         if pair.step < begin + _FIRST:
             return said + (
                 f"Step {begin + 1} agrees, so the loss is right: the optimiser then moved differently, or this batch "
@@ -167,6 +167,17 @@ class Agreement:
             f"The steps before agree to {max(self.worst, 1e-16):.1g}: look for steps that were not recorded, data that "
             "changed during training, weights that were changed between steps, or random numbers that do not come from "
             "torch, numpy or random."
+        )
+
+    def _guess(self, pair: _Pair) -> str:
+        """Say what a wrong gradient may come from where no loss was recorded."""
+        batch = self._repetition.run.steps[pair.step].batches[0]
+        return (
+            f"No loss was recorded, which would tell more (step.backward(loss) records it). Look for a sum where "
+            f"training took a mean, or another divisor: the losses of {len(batch.examples)} examples are summed and "
+            f"divided by the recorded normaliser {batch.normaliser:g}, run.step(indices, normaliser=...). Or look for "
+            "other data or data in another order, another loss, augmentation, another model, or gradients that were "
+            "changed before the step."
         )
 
     def _explain_ratio(self) -> str | None:
