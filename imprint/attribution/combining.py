@@ -111,7 +111,7 @@ def _check(replays: Sequence[Attribution], estimate: Attribution | None) -> None
     """Refuse results that do not belong together."""
     if len(replays) < (2 if estimate is None else 1):
         raise ReadoutError(
-            f"{count_of(len(replays), 'repeated run')} without an estimate tell nothing about other seeds: give replays "
+            f"{count_of(len(replays), 'repeated run')} without an estimate tell nothing about other seeds: give those "
             "of at least two runs, or one and an estimate."
         )
     if estimate is not None and estimate.question != "expected":
