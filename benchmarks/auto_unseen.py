@@ -33,13 +33,13 @@ import imprint
 from imprint import Plan, Sources, Task
 from imprint.batches import leaves, map_tensors
 from imprint.benchmarking.gradients import gradient_products
-from imprint.benchmarking.lexical import characters, tf_idf
 from imprint.benchmarking.settings import mnist
 from imprint.benchmarking.settings.characters import CharacterGPT, Shape
 from imprint.benchmarking.settings.shakespeare import read_speeches
 from imprint.data import Data
 from imprint.errors import ImprintError
 from imprint.evaluation import Subsets, Truth, lds, retrain
+from imprint.evaluation.lexical import characters, tf_idf
 from imprint.evaluation.metrics import slope
 from imprint.readout.kernels import gradient_scores, query_gradients
 from imprint.simulation.derivatives import gauss_newton_along, gradient_along

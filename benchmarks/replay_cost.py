@@ -66,6 +66,7 @@ class Case:
             if step_number == self.steps:
                 break
             with run.step(indices) as step:
+                optimiser.zero_grad()
                 step.backward(self.losses(model, data.gather(indices)).mean())
                 optimiser.step()
         recording = run.finish()

@@ -3,7 +3,7 @@
 import dataclasses
 import os
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
@@ -12,8 +12,6 @@ from torch import Tensor
 from imprint.errors import PlanError
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from imprint.data import Collate, HashData
     from imprint.runtime.progress import Advance
     from imprint.sources import Sources
@@ -28,6 +26,8 @@ Question = Literal["this_run", "expected"]
 Tensors = Mapping[str, Tensor] | str | os.PathLike[str]
 State = Tensors | tuple[Tensors, Tensors]
 """A checkpoint: a state dict or a .safetensors file; or a pair of one and of Adam's second moments, given likewise."""
+Checkpoints = Sequence[State | Sequence[State]]
+"""The checkpoints of one training run, or a list of them for each of several runs."""
 _choosers: list[Callable[..., "Plan"]] = []
 
 
@@ -117,12 +117,13 @@ class Settings:
 class Plan:
     """The settings of a simulation.
 
-    `steps`, `lr`, `damping` and `weight` take one value for all checkpoints, or a tuple with one for each. Settings
-    that not every engine uses name theirs; the path engines are "tangent" and "trajectories".
+    `steps`, `lr`, `damping` and `weight` take one value for all checkpoints, or a tuple with one for each, run after
+    run. Settings that not every engine uses name theirs; the path engines are "tangent" and "trajectories".
 
     engine: "tangent" computes the exact response along the path by forward-over-reverse differentiation. "trajectories"
         runs the perturbed descents themselves; it needs only first derivatives, so it works with any model. "spectral"
-        computes the response in closed form from the curvature at the checkpoint, for thousands of sources.
+        computes the response in closed form from the curvature at the checkpoint, for thousands of sources. "replay"
+        repeats a recorded run without each source: exact for that run.
     steps: the number of gradient steps; "spectral" also accepts "infinite".
     lr: the step size; "auto" uses 1/|μ|, where μ is the sharpest curvature along the path.
     damping: added to the curvature that responses see; the path itself stays that of plain training.
@@ -145,6 +146,8 @@ class Plan:
     epsilon: ("trajectories") by how much a source is up- and down-weighted; "auto" takes the most self-consistent.
     keep_pair: ("trajectories") store both perturbed end points, for the `literal` readout.
     start: ("replay") repeat only the steps from this one on, for runs that are too long to repeat in full.
+    stacked: ("replay") repeat the run for many sources at once where that is possible. False takes one source after
+        another, which is slower and rounds just as training did, for runs in half precision.
 
     >>> Plan(steps=(100, 200), lr=0.1).at(1, 2)
     Settings(steps=200, lr=0.1, damping=0.0, weight=1.0)
@@ -169,13 +172,14 @@ class Plan:
     accept_drift: bool = False
     keep_pair: bool = False
     start: int = 0
+    stacked: bool = True
 
     def __post_init__(self) -> None:
         for name, value in vars(self).copy().items():
             object.__setattr__(self, name, _plain(value))
         assert self.rules  # an engine that is not there is refused
         _one_of("variant", self.variant, get_args(Variant))
-        for name in ("dropout", "accept_drift", "keep_pair"):
+        for name in ("dropout", "accept_drift", "keep_pair", "stacked"):
             _require(isinstance(getattr(self, name), bool), name, getattr(self, name), "True or False")
         for steps in _each(self.steps):
             endless = steps == "infinite" and self.rules.infinite
@@ -269,7 +273,7 @@ class Plan:
         task: "Task",
         data: Any,
         sources: "Sources",
-        checkpoints: "Sequence[State] | None" = None,
+        checkpoints: Checkpoints | None = None,
         *,
         run: Any = None,
         batch_size: int | None = None,

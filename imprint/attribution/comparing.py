@@ -6,9 +6,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from imprint.attribution.labels import LAST_STEPS, Labels, Query, describe_query
+from imprint.attribution.labels import LAST_STEPS, LEFT_OUT, OUT_OF_BATCHES, SHARED, Labels, Query, describe_query
 from imprint.display import name_some
 from imprint.errors import ReadoutError
+
+_CARRIED = (LEFT_OUT, SHARED, LAST_STEPS, OUT_OF_BATCHES)
 
 
 def check_comparable(first: Labels, second: Labels, queries: tuple[tuple[Query, ...], tuple[Query, ...]]) -> None:
@@ -62,20 +64,25 @@ def _check_queries(first: tuple[Query, ...], second: tuple[Query, ...]) -> None:
         )
 
 
+def order_sources(first: Labels, second: Labels) -> list[int]:
+    """Return the places of the first result's sources in the second."""
+    places = {identity: place for place, identity in enumerate(second.source_ids)}
+    return [places[identity] for identity in first.source_ids]
+
+
 def subtract(first: Labels, second: Labels, effects: tuple[Tensor, Tensor]) -> tuple[Labels, Tensor]:
     """Return the labels of a difference, and its scores: those whose removal effects are the difference of both.
 
     Sources keep the order, names and sizes of the first result; N is that of the first.
     """
-    places = {identity: place for place, identity in enumerate(second.source_ids)}
-    order = [places[identity] for identity in first.source_ids]
+    order = order_sources(first, second)
     scores = -first.n * (effects[0].double() - effects[1].double()[:, order])
     counts = torch.maximum(first.counts, second.counts[order])
     summed = tuple(counts.tolist()) if first.summed or second.summed else ()
     both = first.fingerprints.keys() & second.fingerprints.keys()
     labels = replace(
         first,
-        details={"first": _describe_origin(first), "second": _describe_origin(second)},
+        details={"first": _describe_origin(first), "second": _describe_origin(second), **_carry_over(first, second)},
         fingerprints={name: first.fingerprints[name] for name in both if _agree(first, second, name)},
         warnings=(*(f"first: {text}" for text in first.warnings), *(f"second: {text}" for text in second.warnings)),
         removes=first.removes or second.removes,
@@ -88,6 +95,12 @@ def subtract(first: Labels, second: Labels, effects: tuple[Tensor, Tensor]) -> t
 
 def _agree(first: Labels, second: Labels, name: str) -> bool:
     return bool(first.fingerprints[name] == second.fingerprints[name])
+
+
+def _carry_over(first: Labels, second: Labels) -> dict[str, int]:
+    """Return what a difference says of its groups and its steps as each of its sides does; of counts, the larger."""
+    counts = {name: max(labels.details.get(name, 0) for labels in (first, second)) for name in _CARRIED}
+    return {name: count for name, count in counts.items() if count}
 
 
 def _describe_origin(labels: Labels) -> dict[str, Any]:

@@ -1,5 +1,6 @@
 """What scores are about: sources, queries, the question they answer, and the measurement with its unit."""
 
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
@@ -8,7 +9,8 @@ from torch import Tensor
 
 from imprint.display import count_of
 from imprint.errors import ReadoutError
-from imprint.plan import Question
+from imprint.plan import Question, Steps
+from imprint.store.checkpoint import Measured
 from imprint.task import Better
 from imprint.validation.verdict import Verdict
 
@@ -17,15 +19,17 @@ Query = int | Literal["mean"]
 
 
 MEANINGS: dict[Question, str] = {
-    "this_run": "this run: had this source had weight 0 in the training that made this model",
+    "this_run": "this run: if this source had had weight 0 in the training run that produced this model",
     "expected": "expected: mean over trainings like this one",
 }
 """What each question asks, in words."""
+_LEFT_OUT = "this run: if this source had been left out of every batch of the training run that produced this model"
 NOT_VALIDATED = (
     "not validated: no removal was really made to compare these effects with; imprint.validate(store, queries) does it"
 )
-LAST_STEPS = "last_steps"
-"""How many steps of a run were replayed, in the `details` of a result, if not all of them were."""
+LAST_STEPS, OUT_OF_BATCHES = "last_steps", "left_out_of_batches"
+"""Of a replayed run, in the `details` of a result: how many steps were replayed, if not all of them were; and whether
+sources were left out of batches instead of being given weight 0, because examples of a batch see each other."""
 LEFT_OUT, SHARED = "sources_in_no_group", "sources_in_several_groups"
 """How many sources a result of groups leaves out or counts in more than one group, in its `details`."""
 
@@ -35,7 +39,8 @@ class Labels:
     """What scores are about: the sources, N, and the measurement F with its direction.
 
     fingerprints: hashes of the "store", of the training "data", of the "sources", and of the "queries" where the scores
-        are of all of them in their order; and the "parameters" by name, with their shapes.
+        are of all of them in their order; the "recording" that was repeated, where one was; and the "parameters" by
+        name, with their shapes.
     warnings: what to know before believing the scores: those of the store, and what the readout has found.
     question: "this_run" for the training that made this model, "expected" for the mean over trainings like it.
     removes: whether the scores are those of finite removals, which do not add up exactly.
@@ -74,11 +79,9 @@ class Labels:
         """The question that the scores answer, in words.
 
         >>> Labels(9, ("a",), ("A",), (3,), "loss", "lower", question="this_run").meaning
-        'this run: had this source had weight 0 in the training that made this model'
+        'this run: if this source had had weight 0 in the training run that produced this model'
         """
-        steps = self.details.get(LAST_STEPS)
-        part = "" if steps is None else f", in its last {count_of(steps, 'step')} only"
-        return MEANINGS[self.question] + part
+        return describe_question(self.question, self.details)
 
     @property
     def standing(self) -> str:
@@ -103,6 +106,19 @@ class Labels:
     def is_estimate(self, source: int) -> bool:
         """Tell whether the score is a sum of finite removals, which only estimates the removal of all of them."""
         return self.removes and bool(self.summed) and self.summed[source] > 1
+
+
+def describe_question(question: Question, details: Mapping[str, Any]) -> str:
+    """Say what a question asks, of a run that was replayed as some details say."""
+    steps = details.get(LAST_STEPS)
+    part = "" if steps is None else f", in its last {count_of(steps, 'step')} only"
+    return (_LEFT_OUT if details.get(OUT_OF_BATCHES) else MEANINGS[question]) + part
+
+
+def describe_replay(measured: Measured, steps: Steps) -> dict[str, Any]:
+    """Return the details of a replayed run, from what was measured at its end and the number of steps."""
+    part = {} if measured.start_lost is None else {LAST_STEPS: steps}
+    return {**part, **({OUT_OF_BATCHES: True} if measured.leaves_out else {})}
 
 
 def validated_slope(labels: Labels) -> float:

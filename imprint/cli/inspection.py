@@ -1,20 +1,24 @@
-"""Describes a store in plain values, for `imprint inspect` and for programs."""
+"""Describes a store, or a recording, in plain values, for `imprint inspect` and for programs."""
 
 import math
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
+from imprint.attribution.labels import describe_question, describe_replay
 from imprint.readout.reader import list_readouts
+from imprint.recording.header import read_header
+from imprint.recording.journal import read_journal
 from imprint.store.reading import Store
 from imprint.validation.record import read_validation
 
 
 def inspect_store(store: Store) -> dict[str, Any]:
     """Return the plan, sizes and figures of a store, and the norms of its imprints, as JSON values."""
-    manifest, found = store.manifest, read_validation(store)
+    manifest, found, first = store.manifest, read_validation(store), store.checkpoints[0]
     checkpoints = []
-    for checkpoint in store.checkpoints:
-        entry = {name: getattr(checkpoint, name) for name in ("weight", "steps", "damping")}
+    for run, checkpoint in zip(manifest.request.runs, store.checkpoints, strict=True):
+        entry = {"run": run} | {name: getattr(checkpoint, name) for name in ("weight", "steps", "damping")}
         decided = None if checkpoint.decided is None else asdict(checkpoint.decided)
         checkpoints.append({**entry, "decided": decided, "measured": asdict(checkpoint.measured)})
     return {
@@ -30,6 +34,7 @@ def inspect_store(store: Store) -> dict[str, Any]:
         "bytes": store.bytes,
         "bytes_per_source": _bytes_per_source(store),
         "question": store.question,
+        "meaning": describe_question(store.question, describe_replay(first.measured, first.steps)),
         "recording": manifest.request.recording,
         "plan": manifest.plan.to_json(),
         "checkpoints": checkpoints,
@@ -46,3 +51,28 @@ def inspect_store(store: Store) -> dict[str, Any]:
 def _bytes_per_source(store: Store) -> int:
     """Return the bytes per source over all checkpoints, without what sources share."""
     return sum(file.bytes for c in store.checkpoints for file in (*c.imprints, *c.midpoints)) // len(store)
+
+
+def inspect_recording(path: Path) -> dict[str, Any]:
+    """Return what a recording holds, finished or not, as JSON values; the class of its optimiser is not needed."""
+    header = read_header(path)
+    steps = [entry.step for entry in read_journal(path, header.groups, header.n)]
+    losses = [[batch.loss for batch in step.batches] for step in (steps[:1] + steps[-1:])]
+    return {
+        "path": str(path),
+        "recording": header.sha256 if header.finished else None,
+        "finished": header.finished,
+        "steps": len(steps),
+        "n": header.n,
+        "data_hashed": header.data is not None,
+        "optimiser": header.optimiser,
+        "trained": len(header.trained),
+        "frozen": len(header.frozen),
+        "losses": [None if None in each else sum(each) for each in losses],
+        "checkpoints": [kept.step for kept in header.checkpoints],
+        "bytes": sum(file.bytes for kept in header.checkpoints for file in kept.files),
+        "circumstances": None if header.circumstances is None else asdict(header.circumstances),
+        "seed": header.seed,
+        "seconds": header.seconds,
+        "versions": header.versions,
+    }

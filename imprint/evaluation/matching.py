@@ -40,10 +40,18 @@ def match_scores(
         raise DataError(f"the scores are of {result.labels.measure!r}, the ground truth measured {measure!r}.")
     known = about.get("fingerprints", {})
     check_origin(result.labels, known)
+    _check_recording(result.labels, about.get("training"))
     scores = require_scores(result.scores, queries, len(subsets.sources))
     check_queries(result, queries, known.get("queries"))
     check_measures(result.labels, about.get("probes", {}).get("measures", []))
     return scores
+
+
+def leave_out_runs(result: Attribution) -> list[Tensor]:
+    """Return the scores of a result without each of its runs in turn; empty where they are of one run, or unknown."""
+    if len(result.replicates) != 1 or result.replicates[0].over != "runs":
+        return []
+    return result.replicates[0].leave_out(result.scores)
 
 
 def question_of(result: Attribution | Tensor) -> Question | None:
@@ -107,6 +115,18 @@ def check_origin(labels: Labels, known: dict[str, Any]) -> None:
         data.warn("the training data of scores and ground truth")
     if difference := _compare_models(mine.get("parameters", {}), known.get("parameters", {})):
         raise DataError(f"the scores are of another model than the ground truth: {difference}.")
+
+
+def _check_recording(labels: Labels, training: Any) -> None:
+    """Refuse scores of one recorded run for ground truth of another; `training` says how the truth was made."""
+    mine = labels.fingerprints.get("recording")
+    theirs = training.get("recording") if isinstance(training, dict) else None
+    if mine and theirs and mine != theirs:
+        raise DataError(
+            f"the scores are of another recorded run (recording {mine[:8]}…) than the ground truth (recording "
+            f"{str(theirs)[:8]}…), and what a removal does to one run says little about another: replay the run that "
+            "the ground truth is of, or make ground truth of the run that the scores are of."
+        )
 
 
 def check_measures(labels: Labels, known: list[float]) -> None:

@@ -43,6 +43,7 @@ def record_training(
             for group in optimiser.param_groups:
                 group["lr"] = float(training.rate(torch.tensor(step, dtype=torch.float64), whole))
             with run.step(indices) as now:
+                optimiser.zero_grad()
                 now.backward(task.loss(model, data.gather(indices)).mean())
                 optimiser.step()
             step += 1

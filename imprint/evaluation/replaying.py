@@ -10,7 +10,7 @@ import logging
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -23,20 +23,22 @@ from torch import Tensor
 from imprint.attribution.scoring import attribute
 from imprint.data import Collate, Data, as_tensors, is_columns, query_batches
 from imprint.errors import DataError, StoreError
+from imprint.evaluation.copies import DistinctRuns
 from imprint.evaluation.requests import describe_request
 from imprint.evaluation.subsets import Subsets, require_whole
 from imprint.evaluation.together import Together
-from imprint.evaluation.trials import SAME, SMALL, root_mean_square, spread
+from imprint.evaluation.trials import SAME, SMALL, spread
 from imprint.evaluation.truth import Truth, TruthFolder, describe_circumstances
 from imprint.plan import Question
 from imprint.recording.reading import Recording
 from imprint.recording.records import Run
 from imprint.recording.writing import RunRecorder
 from imprint.runtime.progress import Advance
-from imprint.simulation.recorded import complete_end, open_run
+from imprint.simulation.recorded import complete_end, one_of_several, open_run
 from imprint.simulation.runner import simulate
 from imprint.sources import Sources
 from imprint.task import Batch, Task, require_task
+from imprint.tensors.vectors import root_mean_square
 
 logger = logging.getLogger(__name__)
 Record = Callable[[int, Path], Any]
@@ -90,7 +92,9 @@ def replay_seeds(
 ) -> Truth:
     """Record a run from each of several seeds and replay it without each set: ground truth of "expected".
 
-    record: a function of (seed, folder) that trains on all data and records the run in the folder; or a `Together`.
+    record: a function of (seed, folder) that trains on all data and records the run in the folder; or a `Together`. It
+        seeds the initialisation, and gives the seed to its `RunRecorder`; runs that are copies of each other, or share
+        the seed of the recorder, are refused.
     runs: how many seeds; they are those of `retrain` with the same `seed`.
     out: the folder for the values. An interrupted call resumes when it is made again, and more runs add to the folder.
         With a function, one finished run is recorded again first, to check that `record` is still the same.
@@ -101,14 +105,14 @@ def replay_seeds(
     work = _Work(task, data, queries, subsets, batch_size, collate_fn, memory, progress)
     request = work.describe(record, "expected", runs=runs, seed=seed)
     with _keep_runs(out, request, work) as kept:
-        missing = [run for run in range(runs) if run not in kept.runs]
+        seeds = {run: subsets.seeds(run, seed)[0] for run in range(runs)}
+        missing = {run: own for run, own in seeds.items() if run not in kept.runs}
+        distinct = DistinctRuns()
         if missing and kept.runs and not isinstance(record, Together):
-            _refuse_changed(record, subsets.seeds(kept.runs[0], seed)[0], work, kept)
-        for run in missing:
-            folder = kept.folder / f"run-{run:03}"
-            opened = record_run(record, subsets.seeds(run, seed)[0], folder)
-            kept.write(run, work.values(opened, kept.folder / f"replay-{run:03}"))
-            shutil.rmtree(folder)
+            _refuse_changed(record, seeds[kept.runs[0]], work, kept, distinct)
+        for run, recorded in _record_in_turn(record, missing, kept.folder, distinct):
+            with one_of_several():
+                kept.write(run, work.values(recorded, kept.folder / f"replay-{run:03}"))
     return kept.truth(runs)
 
 
@@ -238,7 +242,39 @@ def _keep_runs(out: str | os.PathLike[str] | None, request: dict[str, Any], work
         yield kept
 
 
-def record_run(record: Record | Together, seed: int, folder: Path) -> Run:
+def _record_in_turn(
+    record: Record | Together, seeds: Mapping[int, int], place: Path, distinct: DistinctRuns
+) -> Iterator[tuple[int, Recording]]:
+    """Yield a recorded run for each seed, in a folder of the place that is removed afterwards.
+
+    The second one is recorded before the first is replayed, so that copies are refused before that.
+    """
+    folders = {run: place / f"run-{run:03}" for run in seeds}
+    recorded: dict[int, Recording] = {}
+    ahead = list(seeds)[:2]
+    for run in seeds:
+        for each in ahead if run in ahead[:1] else [run]:
+            if each not in recorded:
+                recorded[each] = record_run(record, seeds[each], folders[each])
+                if not isinstance(record, Together):
+                    _refuse_copy(each, recorded, folders, distinct)
+        yield run, recorded.pop(run)
+        shutil.rmtree(folders[run])
+
+
+def _refuse_copy(
+    run: int, recorded: Mapping[int, Recording], folders: Mapping[int, Path], distinct: DistinctRuns
+) -> None:
+    """Refuse a run that is not one of another seed, and remove it, with those that wait, before it is taken again."""
+    try:
+        distinct.add(run, recorded[run])
+    except DataError:
+        for each in recorded:
+            shutil.rmtree(folders[each], ignore_errors=True)
+        raise
+
+
+def record_run(record: Record | Together, seed: int, folder: Path) -> Recording:
     """Record a run in a folder; one that is finished is taken as it is, an unfinished one starts over."""
     if folder.exists():
         with contextlib.suppress(StoreError):
@@ -250,11 +286,13 @@ def record_run(record: Record | Together, seed: int, folder: Path) -> Run:
     return made.finish() if isinstance(made, RunRecorder) else Recording(folder)
 
 
-def _refuse_changed(record: Record, seed: int, work: _Work, kept: _KeptRuns) -> None:
+def _refuse_changed(record: Record, seed: int, work: _Work, kept: _KeptRuns, distinct: DistinctRuns) -> None:
     """Record a finished run again, and refuse a `record` that no longer reproduces it."""
     run = kept.runs[0]
     with tempfile.TemporaryDirectory(prefix="imprint-replays-") as folder:
-        again = work.measure(record_run(record, seed, Path(folder) / "run"))
+        recorded = record_run(record, seed, Path(folder) / "run")
+        distinct.add(run, recorded)
+        again = work.measure(recorded)
     known = kept.values[run]
     moved = root_mean_square(again - known[work.subsets.removed.index(())])
     among = spread(dict(enumerate(known)), len(known)) or 0.0

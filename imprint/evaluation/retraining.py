@@ -27,13 +27,13 @@ from imprint.evaluation.trials import (
     compare_parameters,
     differs,
     distance,
-    root_mean_square,
     spread,
 )
 from imprint.evaluation.truth import Truth, TruthFolder, describe_circumstances, group_models
 from imprint.runtime.progress import Advance, Progress
 from imprint.store.fingerprint import of_data, recognise_data, without_adapter
 from imprint.task import Batch, Task, require_task
+from imprint.tensors.vectors import root_mean_square
 
 logger = logging.getLogger(__name__)
 

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from imprint.display import strip_addresses
 from imprint.store.values import clipped
 from imprint.task import Parameters
+from imprint.tensors.vectors import root_mean_square
 
 SAME = 1e-3  # relative difference of parameters, or of F, up to which two models count as the same
 SMALL = 0.1  # of the spread over subsets; a smaller deviation does not matter
@@ -52,11 +53,6 @@ def distance(first: Parameters, second: Parameters) -> float:
     length = sum(float(a.square().sum()) for a, _ in pairs)
     apart = sum(float((a - b).square().sum()) for a, b in pairs)
     return float((apart / length) ** 0.5) if length else (float("inf") if apart else 0.0)
-
-
-def root_mean_square(values: Tensor) -> float:
-    """Return the root mean square."""
-    return float(values.square().mean().sqrt())
 
 
 def spread(kept: Mapping[int, Tensor], subsets: int) -> float | None:

@@ -20,12 +20,13 @@ from imprint.attribution.scoring import attribute
 from imprint.data import Collate, Data, as_tensors, is_columns, query_batches
 from imprint.display import count_of, for_terminal
 from imprint.errors import DataError, StoreError
+from imprint.evaluation.copies import DistinctRuns
 from imprint.evaluation.replaying import Record, record_run
 from imprint.evaluation.subsets import VALIDATION, derive_seed, require_whole
 from imprint.evaluation.together import Together
 from imprint.recording.records import Run
 from imprint.runtime.progress import Advance
-from imprint.simulation.recorded import Recorded, open_run
+from imprint.simulation.recorded import Recorded, one_of_several, open_run
 from imprint.simulation.runner import register_validator, simulate
 from imprint.sources import Sources
 from imprint.statistics import Array
@@ -237,13 +238,22 @@ class _Work:
 
     def make_witnesses(self, record: Record | Together, runs: int) -> list[Store]:
         """Record a run from each of several seeds and repeat it without each removal."""
-        return [self._make_from(record, run) for run in range(runs)]
+        distinct = DistinctRuns()
+        with one_of_several():
+            return [self._make_from(record, run, distinct) for run in range(runs)]
 
-    def _make_from(self, record: Record | Together, run: int) -> Store:
+    def _make_from(self, record: Record | Together, run: int, distinct: DistinctRuns) -> Store:
         place = self.store.path / WITNESSES / f"recording-{run:03}"
         if (finished := self._find_finished(run)) is not None:
             return finished
         opened = record_run(record, derive_seed(self.seed, VALIDATION, run), place)
+        try:
+            if not isinstance(record, Together):
+                distinct.add(run, opened)
+        except DataError:  # nothing of such a `record` is to be taken again
+            for folder in (place, *(witness_folder(self.store, earlier) for earlier in range(run))):
+                shutil.rmtree(folder, ignore_errors=True)
+            raise
         witness = self.make_witness(run, opened)
         shutil.rmtree(place)
         return witness

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 from torch import Tensor
-from torch.nn.utils import get_total_norm
 
 from imprint.errors import DataError, MissingExtra, PlanError, ReliabilityWarning
 from imprint.language.numbering import NumberedCollator, NumberedData, take_indices
@@ -24,6 +23,7 @@ from imprint.recording.seeding import keep_random_state
 from imprint.recording.steps import RunStep
 from imprint.recording.watching import ForwardHook
 from imprint.recording.writing import RunRecorder
+from imprint.tensors.vectors import total_norm
 
 try:
     from transformers import TrainerCallback
@@ -77,7 +77,7 @@ class TrainerRecorder(TrainerCallback):  # type: ignore[misc]
         self._train, self._train_step, self._load = trainer.train, trainer.training_step, trainer.get_train_dataloader
         trainer.train, trainer.training_step = self._train_or_close, self._record_micro_batch
         trainer.get_train_dataloader = self._number_loader
-        trainer.add_callback(self)
+        trainer.callback_handler.callbacks.insert(0, self)  # so that gradients that others change are seen
 
     def __repr__(self) -> str:
         inner = "not begun" if self._run is None else f"{self._run.steps} steps"
@@ -143,7 +143,7 @@ class TrainerRecorder(TrainerCallback):  # type: ignore[misc]
         self._step.note_loss(loss)
         if self._trainer.accelerator.sync_gradients:  # the last micro-batch of the step
             gradients = [p.grad for p in self._run.model.parameters() if p.grad is not None]
-            self._norm = get_total_norm(gradients)
+            self._norm = total_norm(gradients)
         return loss
 
     # --- what the Trainer calls

@@ -1,6 +1,7 @@
 """The list of a recording's steps: one line of JSON each, which begins with a checksum of its own.
 
-Settings of the optimiser stand in a line only if they differ from those of the step before.
+Settings of the optimiser stand in a line only if they differ from those of the step before, and those that its own step
+changes beside them.
 """
 
 import hashlib
@@ -8,12 +9,13 @@ import json
 import math
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from imprint.errors import PlanError, StoreError
 from imprint.recording.records import Clipping, MicroBatch, Settings, Step
+from imprint.recording.settings import find_changes
 from imprint.store.files import append, refuse_unreadable
 from imprint.store.records import NotNegative, Positive, read
 from imprint.store.values import Value, parsed
@@ -62,6 +64,7 @@ class _Line:
     missing: tuple[str, ...]
     closure: bool
     position: tuple[int, int] | None
+    left: tuple[dict[str, Any], ...] | None
 
 
 @dataclass(frozen=True)
@@ -106,6 +109,7 @@ class Journal:
             "missing": sorted(step.missing),
             "closure": step.closure,
             "position": position,
+            "left": step.left,
         }
         text = json.dumps(line, separators=(",", ":"), allow_nan=False)
         append(self.place, f"{_checksum(text.encode())} {text}\n", durable=False)
@@ -127,11 +131,7 @@ def _compare(before: tuple[Settings, ...], now: tuple[Settings, ...]) -> tuple[S
                 f"the optimiser's parameter group {index} lost its setting {gone[0]!r} during the run, which a "
                 "recording cannot keep: leave the names of its settings as they are."
             )
-    missing = object()
-    return tuple(
-        {name: value for name, value in new.items() if old.get(name, missing) != value}
-        for old, new in zip(before, now, strict=True)
-    )
+    return find_changes(before, now)
 
 
 def read_journal(folder: Path, groups: Sequence[Sequence[str]], n: int) -> list[Entry]:
@@ -159,11 +159,16 @@ def read_journal(folder: Path, groups: Sequence[Sequence[str]], n: int) -> list[
                 break
             raise StoreError(f"{place} is damaged in line {number}: the recording ends before it.")
         value = parsed(text, place)
-        parsed_line = read(_Line, value)
+        parsed_line = read(_Line, _upgrade(value))
         _check(parsed_line, number, names, len(groups), n, value)
         settings = tuple({**old, **new} for old, new in zip(settings, parsed_line.changed, strict=True))
         entries.append(Entry(_make_step(parsed_line, settings), parsed_line.position, end))
     return entries
+
+
+def _upgrade(value: Value) -> Value:
+    """Return a line with what earlier versions did not write."""
+    return replace(value, content={"left": None, **value.content}) if isinstance(value.content, dict) else value
 
 
 def _make_step(line: _Line, settings: tuple[Settings, ...]) -> Step:
@@ -175,6 +180,7 @@ def _make_step(line: _Line, settings: tuple[Settings, ...]) -> Step:
         clipping=None if line.clipping is None else line.clipping.restore(),
         missing=frozenset(line.missing),
         closure=line.closure,
+        left=line.left,
     )
 
 
@@ -188,6 +194,8 @@ def _check(line: _Line, number: int, names: frozenset[str], groups: int, n: int,
         value.fail(f"line {number} has example {largest}, of {n}")
     if len(line.changed) != groups:
         value.fail(f"line {number} has {len(line.changed)} parameter groups, of {groups}")
+    if line.left and len(line.left) != groups:
+        value.fail(f"line {number} has {len(line.left)} parameter groups after its step, of {groups}")
     if unknown := sorted(set(line.missing) - names):
         value.fail(f"line {number} has no gradient of an unknown parameter {unknown[0]!r}")
 

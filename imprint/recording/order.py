@@ -1,6 +1,6 @@
 """The order in which a run takes its training data: reproducible from a seed, and resumable within an epoch."""
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, TypeVar
 
@@ -20,12 +20,46 @@ Order = Callable[[int, int], Iterator[tuple[int, Item]]]
 class Walk:
     """Goes through the epochs of a run, from where a resumed one has stopped.
 
+    A batch is taken when a step of its examples is recorded, however far ahead of the steps batches are read.
+
     position: where the last batch that was taken lies in the order; None before the first one.
     """
 
     def __init__(self) -> None:
         self.position: Position | None = None
+        self._given: deque[tuple[Position, list[int]]] = deque()  # batches that no step has taken yet
         self._epochs = 0  # that were asked for
+
+    def take(self, examples: Iterable[int]) -> None:
+        """Take the batches that a step is made of: its examples are theirs, in any order.
+
+        A step of a part of a batch takes that batch. Other examples than those of the batches that were given do not
+        say which of them are taken: then it is all.
+        """
+        if not self._given:
+            return
+        wanted = Counter(examples)
+        last = self._find_whole(wanted)
+        if last is None:
+            last = next((k for k, (_, each) in enumerate(self._given) if wanted <= Counter(each)), len(self._given) - 1)
+            taken = last  # the rest of it may follow
+        else:
+            taken = last + 1
+        self.position = self._given[last][0]
+        for _ in range(taken):
+            self._given.popleft()
+
+    def _find_whole(self, wanted: "Counter[int]") -> int | None:
+        """Return the last of the first batches in a row that have these examples together, if there are such."""
+        for first in range(len(self._given)):
+            found: Counter[int] = Counter()
+            for last in range(first, len(self._given)):
+                found.update(self._given[last][1])
+                if found == wanted:
+                    return last
+                if found.total() >= wanted.total():
+                    break
+        return None
 
     def follow(self, order: Order[Item], epochs: int) -> Iterator[Item]:
         """Return the items of the next epochs, less those that the run has behind it."""
@@ -38,7 +72,8 @@ class Walk:
             if epoch < first:
                 continue
             for number, item in order(epoch, done if epoch == first else 0):
-                self.position = (epoch, number)
+                given = item[0] if isinstance(item, tuple) else item
+                self._given.append(((epoch, number), torch.as_tensor(given).tolist()))
                 yield item
 
 

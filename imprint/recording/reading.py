@@ -29,6 +29,7 @@ class Recording:
     >>> with RunRecorder(folder, model, torch.optim.SGD(model.parameters(), lr=0.1)) as run:
     ...     for indices in run.batches(8, 4, epochs=2):
     ...         with run.step(indices) as step:
+    ...             run.optimiser.zero_grad()
     ...             step.backward(model(torch.ones(4, 2)).mean())
     ...             run.optimiser.step()
     >>> recording = Recording(folder)
@@ -126,25 +127,38 @@ class Recording:
     def complete(self, task: Task, *steps: int) -> list[Parameters]:
         """Return some of the `checkpoints` with the frozen parameters of the task's model, on its device.
 
-        Refuse a model that has other parameters or buffers than the recorded one, or other values in the frozen ones.
+        Refuse a model that has other parameters or buffers than the recorded one, in another precision, or other values
+        in the frozen ones.
         """
-        self._refuse_other_model(task)
+        states = [self.state(step) for step in steps]
+        self._refuse_other_model(task, states[0])
         parameters = dict(task.model.named_parameters())
         frozen = {name: parameters[name].detach() for name in self.frozen}
-        return [task.complete({**frozen, **self.state(step)}) for step in steps]
+        return [task.complete({**frozen, **state}) for state in states]
 
-    def _refuse_other_model(self, task: Task) -> None:
-        """Refuse a task of another model than the recorded one, as far as its names and frozen parameters tell."""
-        own, recorded = task.state().keys(), {*self._header.trained, *self._header.buffers, *self.frozen}
-        if own != recorded:
-            parts = [f"the recording lacks {name_some(sorted(own - recorded))}"] * bool(own - recorded)
-            parts += [f"the model lacks {name_some(sorted(recorded - own))}"] * bool(recorded - own)
+    def _refuse_other_model(self, task: Task, state: Parameters) -> None:
+        """Refuse a task of another model than the recorded one, as far as names, dtypes and frozen parameters tell.
+
+        state: any state of the run.
+        """
+        own, recorded = task.state(), {*self._header.trained, *self._header.buffers, *self.frozen}
+        if own.keys() != recorded:
+            parts = [f"the recording lacks {name_some(sorted(own.keys() - recorded))}"] * bool(own.keys() - recorded)
+            parts += [f"the model lacks {name_some(sorted(recorded - own.keys()))}"] * bool(recorded - own.keys())
             raise TaskError(f"{self.path} was recorded from another model: {'; '.join(parts)}.")
+        for name, tensor in state.items():
+            if own[name].dtype != tensor.dtype:
+                raise TaskError(
+                    f"{self.path} was recorded in another precision: {name!r} is {tensor.dtype} there and "
+                    f"{own[name].dtype} in the model. Build the task from a model in the precision it was trained in."
+                )
         parameters = dict(task.model.named_parameters())
         if of_tensors({name: parameters[name] for name in self.frozen}) != self._header.frozen_sha256:
             raise TaskError(
                 f"{self.path} was recorded with other values of the {count_of(len(self.frozen), 'frozen parameter')} "
-                f"({name_some(self.frozen, 3)}): build the task from the model that was trained."
+                f"({name_some(self.frozen, 3)}), or with the same in another precision: build the task from the model "
+                "that was trained, with what was frozen as it was in training. Parameters that changed without the "
+                "optimiser, such as those of a teacher, cannot be replayed."
             )
 
     def _find(self, step: int) -> Kept:

@@ -5,6 +5,7 @@ from typing import Any, Literal, Protocol
 
 import torch
 
+from imprint.store.fingerprint import DataPrint
 from imprint.task import Parameters
 
 Settings = dict[str, Any]
@@ -42,6 +43,9 @@ class Step:
     gradient_norm: the Euclidean norm of all gradients before clipping; None if it is unknown (`closure`).
     missing: the optimiser's parameters that had no gradient (None), which a step leaves alone.
     closure: whether the optimiser evaluates the loss itself, several times (such as LBFGS).
+    left: the settings of each parameter group that the optimiser changed itself in this step, as it left them, such as
+        a step size that it adapts: it remembers them, and each run has its own. Empty if there are none; None if that
+        is not known, as in recordings of versions that did not look.
     """
 
     batches: tuple[MicroBatch, ...]
@@ -51,6 +55,7 @@ class Step:
     clipping: Clipping | None = None
     missing: frozenset[str] = frozenset()
     closure: bool = False
+    left: tuple[Settings, ...] | None = None
 
 
 @dataclass(frozen=True)
@@ -83,6 +88,8 @@ class Run(Protocol):
     groups: the names of the parameters in each group of the optimiser.
     checkpoints: after how many steps a whole state was kept; the first is 0, the last is the number of steps.
     sha256: identifies the recording in stores.
+    data: hashes of the training data, as `imprint.store.fingerprint` makes them; None if they are not known.
+    seconds: how long the training took; 0 if that is not known.
     """
 
     @property
@@ -99,6 +106,10 @@ class Run(Protocol):
     def checkpoints(self) -> tuple[int, ...]: ...
     @property
     def sha256(self) -> str: ...
+    @property
+    def data(self) -> DataPrint | None: ...
+    @property
+    def seconds(self) -> float: ...
 
     def state(self, step: int) -> Parameters:
         """Load the trained parameters and the buffers after so many steps, which must be one of `checkpoints`."""

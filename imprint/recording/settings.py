@@ -32,6 +32,19 @@ def describe_groups(optimiser: Optimizer) -> tuple[Settings, ...]:
     )
 
 
+def find_changes(before: Sequence[Settings], now: Sequence[Settings]) -> tuple[Settings, ...]:
+    """Return the settings of each group that are new or other ones.
+
+    >>> find_changes([{"lr": 0.1, "d": 1.0}], [{"lr": 0.1, "d": 2.0, "k": 1}])
+    ({'d': 2.0, 'k': 1},)
+    """
+    missing = object()
+    return tuple(
+        {name: value for name, value in new.items() if old.get(name, missing) != value}
+        for old, new in zip(before, now, strict=True)
+    )
+
+
 def restore_groups(optimiser: Optimizer, settings: Sequence[Settings]) -> None:
     """Give the parameter groups of an optimiser the settings that `describe_groups` has returned."""
     for group, known in zip(optimiser.param_groups, settings, strict=True):

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from imprint.errors import PlanError
 from imprint.recording.records import Clipping, MicroBatch, Settings, Step, micro_seed
 from imprint.recording.seeding import seed_everything
+from imprint.recording.settings import find_changes
 from imprint.recording.watching import Gradients
 
 Indices = Tensor | Sequence[int]
@@ -26,6 +27,7 @@ class RunStep:
     """Records one step of the optimiser; `RunRecorder.step` makes it, and `with` opens and ends it.
 
     number: counts steps from 1.
+    inside: whether the optimiser is making its step; `stepped` whether it has made it.
     owner: is told when a micro-batch begins and when the step ends.
     """
 
@@ -45,9 +47,10 @@ class RunStep:
         self._clipping: Clipping | None = None
         self._passes_at_clipping = 0
         self._groups: tuple[Settings, ...] = ()
+        self._left: tuple[Settings, ...] = ()
         self._missing: frozenset[str] = frozenset()
         self._closure = False
-        self._inside = False
+        self.inside = False
         self.stepped = False
 
     def __enter__(self) -> "RunStep":
@@ -118,7 +121,7 @@ class RunStep:
                 "the step has no examples yet: give their indices, run.step(indices) or step.batch(indices)."
             )
         losses = self._batches[-1][2]
-        if not (self._inside and losses):  # of a closure, the first evaluation counts
+        if not (self.inside and losses):  # of a closure, the first evaluation counts
             losses.append(loss.detach())
 
     def note_clipping(self, clipping: Clipping | None, norm: Tensor | float | None = None) -> None:
@@ -143,6 +146,7 @@ class RunStep:
                 f"the optimiser stepped a second time within step {self.number}: use one run.step() for each of its "
                 "steps, with several step.batch(indices) to accumulate gradients."
             )
+        self._gradients.drop_left()
         if not closure:
             self._refuse_changed_gradients()
             if self._clipping is not None and self._passes_at_clipping != self._gradients.passes:
@@ -155,18 +159,19 @@ class RunStep:
                 )
             if self._norm is None:
                 self._norm = self._gradients.norm()
-        self._groups, self._closure, self._inside = groups, closure, True
+        self._groups, self._closure, self.inside = groups, closure, True
 
-    def after_optimiser(self) -> None:
-        """Take note that the optimiser has made its step."""
+    def after_optimiser(self, groups: tuple[Settings, ...]) -> None:
+        """Take note that the optimiser has made its step, and what it has changed of its own settings."""
+        self._left = find_changes(self._groups, groups)
         if self._closure:
             self._missing, self._norm = self._gradients.missing, None
-        self._inside, self.stepped = False, True
+        self.inside, self.stepped = False, True
 
     @property
     def moved(self) -> bool:
         """Whether the optimiser has begun to move the parameters."""
-        return self.stepped or self._inside
+        return self.stepped or self.inside
 
     def finish(self) -> Step:
         """Return the record of the step, once the optimiser has stepped."""
@@ -185,7 +190,8 @@ class RunStep:
             for examples, normaliser, losses in self._batches
         ]
         norm = None if self._norm is None else self._number(float(self._norm), "gradient norm")
-        return Step(tuple(batches), self.seed, self._groups, norm, self._clipping, self._missing, self._closure)
+        known = (self._clipping, self._missing, self._closure, self._left if any(self._left) else ())
+        return Step(tuple(batches), self.seed, self._groups, norm, *known)
 
     def _number(self, value: float, what: str) -> float:
         if not math.isfinite(value):
@@ -193,9 +199,10 @@ class RunStep:
         return value
 
     def _before_clipping(self) -> None:
-        if self._clipping is not None and not self._inside:
+        self._gradients.drop_left()
+        if self._clipping is not None and not self.inside:
             raise PlanError("gradients were clipped twice in one step: a recording keeps one clipping.")
-        if not self._inside:
+        if not self.inside:
             self._refuse_changed_gradients()
 
     def _refuse_changed_gradients(self) -> None:
@@ -203,7 +210,8 @@ class RunStep:
             raise PlanError(
                 f"the gradient of {name!r} was changed between backward() and the optimiser's step {self.number}: clip "
                 "with step.clip_grad_norm_(limit) or step.clip_grad_value_(limit), so that it is recorded, and call "
-                "zero_grad() before backward() only. Other changes, such as those of a GradScaler, cannot be replayed."
+                "zero_grad() before backward() only. Other changes, such as those of a GradScaler or a callback, "
+                "cannot be replayed."
             )
 
 

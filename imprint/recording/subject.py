@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from imprint.compat import uncompiled
+from imprint.compat import uncompiled, version_of
 from imprint.errors import PlanError, StoreError
 from imprint.recording.checkpoints import (
     load_state,
@@ -48,11 +48,14 @@ class Subject:
         self._frozen = {name: parameter for name, parameter in own.items() if name not in self.parameters}
         self._persistent = persistent_buffers(model).keys()
         self._stamps: dict[str, Stamp] | None = None
+        self._versions: dict[str, int] | None = None  # of the frozen parameters before the first step
 
     # --- changes
 
     def mark(self) -> None:
         """Remember the trained parameters and the buffers as unchanged up to now."""
+        if self._versions is None:
+            self._versions = {name: version_of(parameter) for name, parameter in self._frozen.items()}
         self._stamps = {name: stamp(tensor) for name, tensor in self._kept().items()}
 
     def mark_parameters(self) -> None:
@@ -79,6 +82,16 @@ class Subject:
                 "Evaluate in evaluation mode (model.eval()), load weights before the first step, and leave the model "
                 "on its device."
             )
+
+    def refuse_changed_frozen(self) -> None:
+        """Refuse a frozen parameter that was written to since the first step."""
+        for name, before in (self._versions or {}).items():
+            if version_of(self._frozen[name]) != before:
+                raise PlanError(
+                    f"the frozen parameter {name!r} was changed during training without the optimiser, as that of a "
+                    "teacher is which follows the model: a recording cannot keep that. Train without it, or record "
+                    "the model without the teacher if the loss does not use it."
+                )
 
     def refuse_regrouping(self) -> None:
         """Refuse an optimiser that trains other parameters than when the recording began."""

@@ -7,7 +7,6 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.nn.utils import get_total_norm
 from torch.optim import Optimizer
 
 from imprint.compat import is_scripted, version_of
@@ -15,6 +14,7 @@ from imprint.display import name_some
 from imprint.errors import PlanError, ReliabilityWarning
 from imprint.recording.records import Circumstances
 from imprint.store.fingerprint import sum_of_bits
+from imprint.tensors.vectors import total_norm
 
 Stamp = tuple[int, int]
 """Where a tensor lies, and how often it was written to."""
@@ -63,6 +63,8 @@ class Gradients:
         as a change, and does so in every step: comparing the values of the first few is enough.
     passes: how many gradients were accumulated so far.
     stray: the first parameter that got a gradient while nobody expected one, if any.
+    accumulates: whether the training loop leaves gradients to add up from step to step, which `clear` prevents; None as
+        long as that is not known.
     """
 
     def __init__(self, parameters: Mapping[str, Tensor]) -> None:
@@ -73,19 +75,48 @@ class Gradients:
         self.thorough = False
         self.passes = 0
         self.stray: str | None = None
+        self.accumulates: bool | None = None
+        self._left: tuple[str, Tensor, int] | None = None  # a gradient that shows whether the loop clears gradients
 
     def clear(self) -> None:
         """Forget all gradients, as before the first backward pass of a step; watch what requires one."""
         self._known.clear()
+        self._left = self._leave_one() if self.accumulates is None else None
         for name, parameter in self._parameters.items():
-            parameter.grad = None
+            if self._left is None or name != self._left[0]:
+                parameter.grad = None
             if parameter.requires_grad and name not in self._handles:
                 hook = _AfterGradient(self, name)
                 self._handles[name] = parameter.register_post_accumulate_grad_hook(hook)
 
+    def _leave_one(self) -> tuple[str, Tensor, int] | None:
+        """Return a gradient of the step before, set to 0, with its name and version; None if there is none."""
+        for name, parameter in self._parameters.items():
+            gradient = parameter.grad
+            if gradient is not None and gradient.layout is torch.strided and bool(gradient.any()):
+                gradient.zero_()
+                return name, gradient, version_of(gradient)
+        if self.passes:  # so that there were gradients
+            self.accumulates = False
+        return None
+
+    def drop_left(self) -> None:
+        """Drop the gradient that was left, if no backward pass of the step has added to it."""
+        if self._left is not None and self._is_left(self._left[0]):
+            self._parameters[self._left[0]].grad = None
+        self._left = None
+
+    def _is_left(self, name: str) -> bool:
+        """Tell whether the gradient of a parameter is the one that was left."""
+        return self._left is not None and name == self._left[0] and self._parameters[name].grad is self._left[1]
+
     def notice(self, name: str, parameter: Tensor) -> None:
         """Take note of a gradient that a backward pass has just accumulated."""
         self.passes += 1
+        if self._left is not None and name == self._left[0]:
+            _, gradient, version = self._left
+            self.accumulates = self._is_left(name) and version_of(gradient) == version + 1  # by this pass alone
+            self._left = None
         if self.expected and parameter.grad is not None:
             self._known[name] = self._look(parameter.grad)
         elif self.stray is None:
@@ -102,7 +133,7 @@ class Gradients:
     def find_changed(self) -> str | None:
         """Return the first parameter whose gradient is not what backward passes have left, if any."""
         for name, parameter in self._parameters.items():
-            now = None if parameter.grad is None else self._look(parameter.grad)
+            now = None if parameter.grad is None or self._is_left(name) else self._look(parameter.grad)
             if self._known.get(name) != now:
                 return name
         return None
@@ -118,7 +149,7 @@ class Gradients:
         for name, gradient in found.items():
             if gradient.layout is not torch.strided:
                 raise PlanError(f"the gradient of {name!r} is sparse, which a recording cannot keep: use sparse=False.")
-        return get_total_norm(list(found.values()))
+        return total_norm(list(found.values()))
 
     def release(self) -> None:
         """Stop watching."""

@@ -5,6 +5,7 @@ import os
 import time
 import warnings
 from collections.abc import Iterator
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +45,7 @@ class RunRecorder:
     >>> run = RunRecorder(tempfile.mkdtemp(), model, optimiser)
     >>> for indices in run.batches(len(x), 8, epochs=2):
     ...     with run.step(indices) as step:
+    ...         optimiser.zero_grad()
     ...         step.backward(model(x[indices]).square().mean())
     ...         _ = step.clip_grad_norm_(1.0)
     ...         optimiser.step()
@@ -77,10 +79,12 @@ class RunRecorder:
         self._n = n if examples is None else len(examples)
         self._gradients = Gradients(self._subject.parameters)
         self._step: RunStep | None = None
+        self._depth = 0  # steps of the optimiser under way: one may call that of the class it derives from
         self._broken: str | None = None  # why nothing more can be recorded
         self._walk = Walk()
         self._forwards = ForwardPasses(self._subject.model, self._subject.parameters)
         self._made = 0  # steps since the recorder was made
+        self._warned = False  # that gradients add up
         self._due = False  # whether the model is to be saved before the next step
         self._seconds, self._since = 0.0, 0.0
         self._recording: Recording | None = None
@@ -172,7 +176,8 @@ class RunRecorder:
     ) -> Iterator[Tensor]:
         """Yield the indices of each batch of all epochs, in an order drawn from the recorder's seed.
 
-        A resumed run goes on where it stopped. Another call yields the epochs that follow.
+        A resumed run goes on where it stopped, however far ahead batches were read: one counts as used when a step of
+        its examples is recorded. Another call yields the epochs that follow.
         """
         if n < 1 or batch_size < 1 or epochs < 1:
             raise PlanError(f"n, batch_size and epochs must be at least 1, got {n}, {batch_size} and {epochs}.")
@@ -201,6 +206,7 @@ class RunRecorder:
     def step(self, indices: Indices | None = None, *, normaliser: float | None = None) -> RunStep:
         """Begin a step of the optimiser, with the examples of its batch; use it as `with run.step(indices) as step:`.
 
+        Gradients of earlier steps are cleared (set to None), whatever the loop does.
         Without indices, each `step.batch(indices)` begins a micro-batch: their gradients accumulate.
         normaliser: what the sum of the examples' losses is divided by; by default the number of examples.
         """
@@ -229,6 +235,7 @@ class RunRecorder:
                 "run.batches or run.loader."
             )
         self._subject.refuse_untrained()
+        self._subject.refuse_changed_frozen()
         if self._gradients.stray is not None:
             raise PlanError(
                 f"{self._gradients.stray!r} got a gradient outside of run.step(): call backward() within it, or use "
@@ -263,19 +270,34 @@ class RunRecorder:
     def end_step(self, step: RunStep, succeeded: bool) -> None:
         """Called by a step at its end: append it to the recording, unless it failed."""
         self._step, self._gradients.expected = None, False
+        self._depth = 0  # a step of the optimiser that failed has not ended
         if step.moved:
             self._broken = f"step {step.number} failed after the optimiser had moved the model"
         if not succeeded:
             return
         record = step.finish()
+        self._warn_of_accumulation()
         if self._files.require_header().circumstances is None and self._forwards.circumstances is not None:
             self._files.note(self._forwards.circumstances)
+        self._walk.take(chain.from_iterable(batch.examples for batch in record.batches))
         self._files.add(record, self._walk.position)
         self._broken = None
         self._made += 1
         self._subject.mark_buffers()
         self._due = self._files.is_due()
         self._seconds, self._since = self._seconds + time.monotonic() - self._since, time.monotonic()
+
+    def _warn_of_accumulation(self) -> None:
+        """Warn once of a loop that never clears its gradients, which the steps of a recording do."""
+        if self._gradients.accumulates and not self._warned:
+            self._warned = True
+            warnings.warn(
+                "the training loop leaves gradients to add up from step to step, and run.step clears them: recorded, "
+                "every step takes its own gradient, and without the recorder the same loop trains another model. Call "
+                "optimiser.zero_grad() in every step; to accumulate micro-batches, use step.batch(indices) for each.",
+                ReliabilityWarning,
+                stacklevel=4,
+            )
 
     def observe_forward(self) -> None:
         """Called before forward passes of the model: take note how the first of a micro-batch runs."""
@@ -286,6 +308,9 @@ class RunRecorder:
         """Called before the optimiser steps."""
         if self._recording is not None or self._broken == _CLOSED:
             return
+        if self._depth:
+            self._depth += 1
+            return
         if self._step is None:
             raise PlanError("the optimiser stepped outside of run.step(): such a step cannot be replayed.")
         self._subject.refuse_regrouping()
@@ -293,11 +318,13 @@ class RunRecorder:
         if not closure:
             self._forwards.notice_late(self._step.number)
         self._step.before_optimiser(describe_groups(self.optimiser), closure)
+        self._depth = 1
 
     def after_optimiser(self) -> None:
         """Called after the optimiser has stepped."""
-        if self._step is not None:
-            self._step.after_optimiser()
+        self._depth -= 1
+        if self._step is not None and self._depth == 0:
+            self._step.after_optimiser(describe_groups(self.optimiser))
             self._subject.mark_parameters()
 
     # --- the end

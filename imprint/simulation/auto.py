@@ -39,7 +39,7 @@ from imprint.compat import has_batch_norm
 from imprint.data import Collate, HashData
 from imprint.errors import SimulationError
 from imprint.model.dropout import dropouts
-from imprint.plan import Plan, State, engine_for, register_chooser
+from imprint.plan import Checkpoints, Plan, engine_for, register_chooser
 from imprint.runtime.progress import Advance, Progress
 from imprint.simulation.descent import Descent, FullBatch
 from imprint.simulation.engines import AutoFindings, registered
@@ -100,7 +100,7 @@ def choose_path(descent: Descent, found: Look, time: float | None = None) -> tup
     return steps, size
 
 
-def find_metric(task: Task, checkpoints: Sequence[State] | None) -> Literal["adam"] | None:
+def find_metric(task: Task, checkpoints: Checkpoints | None) -> Literal["adam"] | None:
     """Return the metric of the training: Adam's, where its second moments came with every checkpoint."""
     states = States(task, checkpoints)
     return "adam" if all(states.moments(index) is not None for index in range(len(states))) else None
@@ -111,7 +111,7 @@ def choose_plan(
     task: Task,
     data: Any,
     sources: Sources,
-    checkpoints: Sequence[State] | None,
+    checkpoints: Checkpoints | None,
     run: Recorded | None,
     batch_size: int | None,
     collate_fn: Collate | None,
@@ -137,7 +137,7 @@ def choose_for_checkpoints(
     task: Task,
     data: Any,
     sources: Sources,
-    checkpoints: Sequence[State] | None,
+    checkpoints: Checkpoints | None,
     options: dict[str, Any],
     progress: bool | Advance,
 ) -> Plan:

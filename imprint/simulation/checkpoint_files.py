@@ -6,10 +6,11 @@ from typing import Any, TypeVar
 
 import torch
 
+from imprint.simulation.snapshot import Snapshot
 from imprint.store.checkpoint import File
 from imprint.store.layouts import Layout, layout
 from imprint.store.values import Value
-from imprint.store.writing import Writer
+from imprint.store.writing import SETTLING, Writer
 from imprint.task import Parameters
 
 Result = TypeVar("Result")
@@ -46,6 +47,11 @@ class CheckpointFiles:
     def load(self, name: str, device: torch.device) -> Parameters:
         """Read the tensors of a file."""
         return self.writer.read(self._path(name), device)
+
+    def snapshots(self) -> list[Snapshot]:
+        """Return what may keep the state of an engine that settles the checkpoint; none where nothing outlives it."""
+        places = [self.writer.settling(self.folder, number) for number in range(SETTLING)]
+        return [Snapshot(place, 0, begin=self.writer.begin) for place in places if place is not None]
 
     def _path(self, name: str) -> str:
         return f"{self.folder}/{name}.safetensors"

@@ -3,7 +3,7 @@
 import logging
 import math
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from typing import Any, get_args
@@ -16,7 +16,7 @@ from imprint.compat import has_batch_norm
 from imprint.data import Collate, Data, HashData, spread_examples
 from imprint.errors import DataError, PlanError, ReliabilityWarning, SimulationError
 from imprint.model.dropout import dropouts
-from imprint.plan import Plan, Settings, State
+from imprint.plan import Checkpoints, Plan, Settings
 from imprint.recording.records import Run
 from imprint.runtime.notices import Notices
 from imprint.simulation.curvature_check import report_curvature
@@ -29,6 +29,7 @@ from imprint.simulation.recorded import (
     check_run,
     choose_plan_for,
     complete_end,
+    describe_other_state,
     find_begin,
     find_changed_buffers,
     refuse_both,
@@ -67,7 +68,7 @@ class Inputs:
         data: Any,
         sources: Sources,
         plan: Plan | None,
-        checkpoints: Sequence[State] | None,
+        checkpoints: Checkpoints | None,
         *,
         batch_size: int | None,
         collate_fn: Collate | None,
@@ -107,6 +108,8 @@ class Inputs:
             inputs.notices.add(partial_hash)
         if run is None:  # which was trained in the precision it has
             warn_half_precision(task)
+        elif other_state := describe_other_state(run, task):
+            inputs.notices.add(other_state)
         assert inputs.settings  # a plan with settings for other checkpoints is refused here
         return inputs
 
@@ -231,6 +234,7 @@ class Inputs:
             regulariser=tuple(pulls),
             buffers=self.buffers,
             recording=None if self.run is None else self.run.sha256,
+            runs=self.states.runs,
         )
 
     @cached_property

@@ -28,7 +28,7 @@ def find_reason_against(task: Task, data: Any, sources: Sources, run: Run, **opt
 
     options: of `Inputs.checked`.
     """
-    seconds = getattr(run, "seconds", 0.0) * len(sources)
+    seconds = run.seconds * len(sources)
     if seconds > NIGHT:
         once, many = format_duration(seconds / len(sources)), count_of(len(sources), "source")
         return f"which took {once}: for {many} that would be about {format_duration(seconds)}"

@@ -68,10 +68,19 @@ class Found:
 
 
 class Snapshot:
-    """Keeps the latest state of the chunk of sources that starts at row `start`."""
+    """Keeps the latest state of the chunk of sources that starts at row `start`.
 
-    def __init__(self, path: Path, start: int, clock: Callable[[], float] = time.monotonic) -> None:
-        self._path, self._start, self._clock = path, start, clock
+    begin: called before a state is written.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        start: int,
+        clock: Callable[[], float] = time.monotonic,
+        begin: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._path, self._start, self._clock, self._begin = path, start, clock, begin
         self._last, self._took = clock(), 0.0
         self._used = False
 
@@ -99,6 +108,7 @@ class Snapshot:
         sha256 = _checksum(step, self._start, note, written)
         metadata = {"imprint": json.dumps({"step": step, "start": self._start, "note": note, "sha256": sha256})}
         try:
+            self._begin()
             write_tensors(self._path, written, metadata)
             self._used = True
         except StoreError as error:

@@ -10,6 +10,8 @@ from imprint.store.records import Checksum, Count, NotNegative, Positive, read
 from imprint.store.values import Value
 
 CHAOTIC = 0.3  # chaos figure above which a perturbed start moves F about as a removal does, and results say so
+LEFT_OUT = "so that sources are left out of batches"
+"""How the reason for replaying one by one ends where a source was not given weight 0: `Measured.leaves_out`."""
 INSIDE = re.compile(r"(?!\.)[\w.-]+(/(?!\.)[\w.-]+)*", re.ASCII)  # relative, and of parts that do not begin with a dot
 
 
@@ -106,6 +108,11 @@ class Measured:
     chaos: NotNegative | None = None
     deviation: NotNegative | None = None
     start_lost: NotNegative | None = None
+
+    @property
+    def leaves_out(self) -> bool:
+        """Whether sources were left out of batches, whose examples see each other, instead of given weight 0."""
+        return self.one_by_one is not None and self.one_by_one.endswith(LEFT_OUT)
 
 
 @dataclass(frozen=True)

@@ -24,6 +24,8 @@ from imprint.store.values import read_json
 from imprint.task import Functional, Parameters, Task
 from imprint.tensors.rows import Rows
 
+_RECORDING = "recording.json"  # of `imprint.recording`, which lies above this package
+
 
 class Store:
     """Imprints on disk, opened for reading. Files are checked against their checksums on first use.
@@ -43,6 +45,11 @@ class Store:
             raise StoreError(f"{self.path} cannot be read: {error.strerror or error}.") from error
         if not complete and begun:
             raise StoreError(f"{self.path} holds an unfinished simulation: make the same call again to finish it.")
+        if not complete and (self.path / _RECORDING).is_file():
+            raise StoreError(
+                f"{self.path} is the recording of a training run, not a store: imprint.simulate(..., run=folder), or "
+                "`imprint simulate TASK --run FOLDER`, makes a store from it."
+            )
         if not complete:
             raise StoreError(f"{self.path} holds no store: there is no manifest.json (was the simulation finished?).")
         self.origin: dict[str, Any] = {}

@@ -43,6 +43,8 @@ logger = logging.getLogger(__name__)
 Result = TypeVar("Result")
 CheckChoices = Callable[[Checkpoint, int, Request, Value], None]
 _SNAPSHOT = "snapshot.safetensors"
+SETTLING = 3  # how many states an engine may keep while it settles a checkpoint
+_SETTLING = tuple(f"settling-{number}.safetensors" for number in range(SETTLING))
 SCRATCH = "scratch"  # the name of a file of tensors that is removed once the store is complete
 _CHECKPOINTS = "checkpoint-*"
 _ABOUT = "imprint"  # the name of what is said about a file, in its header
@@ -137,7 +139,15 @@ class Writer:
     def settle(self, index: int, checkpoint: Checkpoint) -> None:
         """Note how a checkpoint is simulated, so that it stays so."""
         self._settled[index] = checkpoint
-        settled = [self._settled.get(k) for k in range(max(self._settled) + 1)]
+        self._write_journal()
+
+    def begin(self) -> None:
+        """Note what is simulated, before anything is kept of it: nothing else is resumed from that."""
+        if not (self.path / JOURNAL).exists():
+            self._write_journal()
+
+    def _write_journal(self) -> None:
+        settled = [self._settled.get(k) for k in range(max(self._settled, default=-1) + 1)]
         checkpoints = [asdict(value) if value else None for value in settled]
         journal = {"schema": SCHEMA, "request": asdict(self.request), "checkpoints": checkpoints}
         write_sealed(self.path / JOURNAL, journal)
@@ -145,6 +155,10 @@ class Writer:
     def snapshot(self, folder: str) -> Path | None:
         """Return the file in which a chunk of sources keeps its state; None where nothing outlives the process."""
         return None if self._temporary else self.path / folder / _SNAPSHOT
+
+    def settling(self, folder: str, number: int) -> Path | None:
+        """Return a file in which a checkpoint keeps its state while it is settled; None where nothing outlives it."""
+        return None if self._temporary else self.path / folder / _SETTLING[number]
 
     def tensors(
         self, name: str, tensors: Parameters, rows: tuple[int, int] | None = None, about: dict[str, Any] | None = None
@@ -237,7 +251,7 @@ class Writer:
     def _scaffolding(self) -> list[Path]:
         """List the files that serve the making of a store, in its own folders."""
         folders = [path for path in self.path.glob(_CHECKPOINTS) if not path.is_symlink()]
-        scratch = [path / name for path in folders for name in (_SNAPSHOT, f"{SCRATCH}.safetensors")]
+        scratch = [path / name for path in folders for name in (_SNAPSHOT, *_SETTLING, f"{SCRATCH}.safetensors")]
         return [*scratch, self.path / JOURNAL, self.path / FILES]
 
     def stop(self, interrupted: bool = False) -> bool:

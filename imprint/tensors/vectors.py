@@ -1,7 +1,7 @@
 """Dictionaries of tensors as vectors, and stacks of them (first dimension: one row per source)."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 import torch
@@ -106,6 +106,33 @@ def over_rows(
     rows = next(iter(stacks[0].values())).shape[0]
     results = [function(*(row(stack, i) for stack in stacks)) for i in range(rows)]
     return tree_map(lambda *values: torch.stack(values), *results)
+
+
+def root_mean_squares(rows: Tensor) -> Tensor:
+    """Return the root mean square of each column, in float64."""
+    return rows.double().square().mean(0).sqrt()
+
+
+def root_mean_square(values: Tensor | Sequence[float]) -> float:
+    """Return the root mean square of all values.
+
+    >>> root_mean_square([3.0, -4.0, 5.0, 0.0])
+    3.5355339059327378
+    """
+    return float(root_mean_squares(torch.as_tensor(values, dtype=torch.float64).flatten()))
+
+
+def total_norm(tensors: Sequence[Tensor]) -> Tensor:
+    """Return the Euclidean norm of all tensors together, such as the gradients of a model; of half precision in full.
+
+    >>> total_norm([torch.tensor([3.0, 0.0]), torch.tensor(4.0)])
+    tensor(5.)
+    """
+    if not tensors:
+        return torch.zeros(())
+    wide = (t.float() if t.dtype.itemsize < 4 else t for t in tensors)
+    total: Tensor = torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(t) for t in wide]))
+    return total
 
 
 def six_digits(values: list[float]) -> list[float]:

@@ -6,7 +6,8 @@ from typing import Any
 import pytest
 import torch
 
-from imprint import Attribution, DataError, ReadoutError
+from imprint import Attribution, DataError, ReadoutError, SourcesError
+from imprint.attribution.labels import LAST_STEPS
 from tests.attribution.results import NOISE, SCORES, make_replayed, make_result
 from tests.evaluation.planted import REMOVALS, attribution, planted, scores_for
 
@@ -47,6 +48,23 @@ def test_differences_of_estimates_are_estimates() -> None:
     groups = {"x": ["ann", "cid"], "y": ["bob"]}
     found = make_replayed().group(groups) - make_replayed(2 * SCORES).group({"x": ["ann"], "y": ["bob"]})
     assert found.labels.summed == (2, 1) and "≈ estimate" in repr(found)
+
+
+def test_a_difference_says_which_sources_its_groups_leave_out_or_share(tmp_path: Path) -> None:
+    uneven = make_result().group({"x": ["ann", "bob"], "y": ["bob"]})
+    found = uneven - make_result(2 * SCORES).group({"x": ["ann"], "y": ["bob"]})
+    notes = ("1 source in no group, left out", "1 source in several groups, which therefore do not add up")
+    assert all(note in repr(uneven) and note in repr(found) for note in notes)
+    with pytest.raises(SourcesError, match="these groups share sources"):
+        found.group({"all": ["x", "y"]})
+    found.save(tmp_path / "found.safetensors")
+    assert Attribution.load(tmp_path / "found.safetensors").labels == found.labels
+
+
+def test_a_difference_of_the_last_steps_of_runs_says_so() -> None:
+    late = make_replayed(details={LAST_STEPS: 10})
+    assert (late - late).labels.meaning == late.labels.meaning
+    assert late.labels.meaning.endswith("in its last 10 steps only")
 
 
 OTHER: list[tuple[Attribution, str]] = [

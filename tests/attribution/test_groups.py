@@ -118,7 +118,7 @@ def test_a_sum_of_removals_is_called_an_estimate_everywhere() -> None:
     result = make_replayed().group({"x": ["ann", "cid"], "y": ["bob"]})
     labels = result.labels
     assert [labels.is_estimate(place) for place in (0, 1)] == [True, False]  # a single removal stays exact
-    words = "≈ estimate: a sum of single removals, in measurements 1 to 2 times the effect of removing all of them"
+    words = "≈ estimate: a sum of single removals, in measurements half to twice the effect of removing all of them"
     assert words in repr(result) and words in result._repr_html_() and words in repr(result.top(2))
     assert "query 0: y +0.6, x ≈-0.35" in repr(result) and "sources.group({...})" in repr(result)
     assert "≈ estimate" in result.plot().get_xlabel()

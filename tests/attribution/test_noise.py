@@ -32,7 +32,9 @@ def test_without_noise_rows_nothing_is_said_of_noise() -> None:
     assert {credit.distinguishable for credits in result.top(3) for credit in credits} == {None}
     assert "~" not in repr(result) and "distinguishable" not in result._repr_html_()
     assert result.top(1).to_json()["noise"] is None
-    with pytest.raises(ReadoutError, match="nothing is known of noise here"):
+    with pytest.raises(
+        ReadoutError, match=r"nothing is known of the errors of these effects.*simulate\(\.\.\., run=\)"
+    ):
         result.to_pandas("distinguishable")
 
 
@@ -129,7 +131,7 @@ def test_chaos_is_the_noise_over_the_effects() -> None:
     for noise, effect in ((0.2, 0.4), (0.2, 0.0)):
         message = describe_chaos(noise, effect)
         assert message is not None and message.startswith("this run is chaotic: a tiny change of its start moves")
-        assert "ask for the expectation over seeds" in message and "checkpoints=run.paths" in message
+        assert "Ask instead for the expectation over seeds" in message and "checkpoints=run.paths" in message
 
 
 def test_chaos_follows_the_queries() -> None:

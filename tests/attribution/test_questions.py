@@ -14,7 +14,7 @@ from tests.evaluation.planted import REMOVALS, attribution, planted, scores_for
 
 FILES = Path(__file__).parent / "files"
 WORDS: dict[Question, str] = {
-    "this_run": "this run: had this source had weight 0 in the training that made this model",
+    "this_run": "this run: if this source had had weight 0 in the training run that produced this model",
     "expected": "expected: mean over trainings like this one",
 }
 
@@ -27,7 +27,7 @@ def test_every_form_of_a_result_says_which_question_it_answers(question: Questio
     assert f"\n{words}\n" in repr(result) and f"\n{words}\n" in repr(top)
     assert f"<br>{words}<br>not validated" in result._repr_html_()
     assert top.to_json()["question"] == question and top.to_json()["meaning"] == words
-    assert result.plot().get_xlabel().endswith(f"\n{words}")
+    assert result.plot().get_xlabel().replace("\n", " ").endswith(f" {words}")  # lines are broken to fit
     for frame in (result.to_pandas(), top.to_pandas()):
         assert (frame.attrs["question"], frame.attrs["meaning"]) == (question, words)
     assert result.to_pandas().columns.name == f"source, {question.replace('_', ' ')}"

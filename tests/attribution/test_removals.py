@@ -50,7 +50,7 @@ def result(store: Store) -> Attribution:
 
 def test_a_result_of_removals_answers_for_this_run(result: Attribution) -> None:
     assert result.question == "this_run" and result.labels.removes
-    assert "this run: had this source had weight 0 in the training that made this model" in repr(result)
+    assert "this run: if this source had had weight 0 in the training run that produced this model" in repr(result)
 
 
 def test_noise_is_read_of_every_query(store: Store, result: Attribution) -> None:
@@ -85,7 +85,7 @@ def test_a_calm_run_is_not_called_chaotic_and_a_chaotic_one_is(
 
     monkeypatch.setattr(Removing, "simulate", simulate_wildly)
     wild = replay(tmp_path / "store")
-    with pytest.warns(ReliabilityWarning, match=r"this run is chaotic: .* ask for the expectation over seeds"):
+    with pytest.warns(ReliabilityWarning, match=r"this run is chaotic: .* Ask instead for the expectation over seeds"):
         found = attribute(make_task(), wild, QUERIES, progress=False)
     assert found.details["chaos"] > 0.3
     assert any(message.startswith("this run is chaotic") for message in found.warnings)

@@ -5,8 +5,9 @@ from collections.abc import Iterator
 import pytest
 from torch import Tensor, nn
 
-from imprint import Plan, PlanError, check
+from imprint import Plan, PlanError, Sources, Task, check
 from imprint.plan import format_plan
+from tests.simulation.engines.trainings import Training, classification, cross_entropy, mlp
 from tests.simulation.removals import SOURCES, HandMadeRun, make_data, make_model, make_plan, make_task, removing_engine
 
 
@@ -24,6 +25,19 @@ def test_a_run_is_tried_and_estimated() -> None:
     assert [(readout.name, readout.works) for readout in found.readouts] == [("removed", True)]
     assert "repeated a few steps of the recorded run" in str(found)
     assert "plan: removing of the recorded run" in str(found)
+
+
+def test_a_run_of_other_data_or_another_loss_is_refused_as_the_simulation_would() -> None:
+    training = Training(mlp(), classification(), steps=4)
+    _, run = training.run()
+    x, y = training.data
+    sources = Sources.by_label([example % 4 for example in range(training.n)])
+    assert check(training.task(), (x, y), sources, run=run).ok
+    smoothed = Task(training.model, loss=lambda model, batch: 0.9 * cross_entropy(model, batch) + 0.1)
+    for task, data in ((training.task(), (x.flip(0), y.flip(0))), (smoothed, (x, y))):
+        found = check(task, data, sources, run=run)
+        assert not found.ok and found.estimate is None
+        assert found.problems[0].startswith("the replay differs from the recording at step 1: the loss is")
 
 
 def test_engines_that_need_a_run_say_so_without_one() -> None:

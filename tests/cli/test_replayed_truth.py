@@ -33,6 +33,7 @@ def record(seed, folder):
     with imprint.RunRecorder(folder, model, optimiser, data=data, seed=seed) as run:
         for indices in run.batches(24, 8, epochs=3):
             with run.step(indices) as step:
+                run.optimiser.zero_grad()
                 step.backward(F.cross_entropy(model(x[indices]), y[indices]))
                 optimiser.step()
 
@@ -77,7 +78,7 @@ def test_a_recorded_run_is_replayed_without_each_source() -> None:
     assert (truth.question, truth.replayed) == ("this_run", True)
     assert sorted(truth.subsets.removed) == [(), (0,), (1,), (2,)]
     shown = run("retrain", "model.py:task", "--run", "recorded", "--out", "this-run")
-    assert "this run: had this source had weight 0" in shown and "replayed from recorded runs once each" in shown
+    assert "this run: if this source had had weight 0" in shown and "replayed from recorded runs once each" in shown
     assert "--runs 2" not in shown
     assert "this_run: the effect on the model of this very run" in shown and "±" not in shown
 
@@ -110,7 +111,7 @@ def test_scores_are_compared_across_questions_only_on_request() -> None:
     with pytest.raises(ImprintError, match=r"the scores answer the question 'expected' .* \(--across\)"):
         run("evaluate", "path", "this-run", *TASK)
     shown = run("evaluate", "path", "this-run", "--across", *TASK)
-    assert "The scores answer expected: mean over" in shown and "the ground truth this run: had this" in shown
+    assert "The scores answer expected: mean over" in shown and "the ground truth this run: if this" in shown
     assert "There is no ceiling" in shown
     found = json.loads(run("evaluate", "path", "this-run", "--across", "--json", *TASK))
     assert found["question"] == "this_run"

@@ -7,6 +7,7 @@ import pytest
 
 from imprint import Recording, Store
 from tests.cli.commands import Command, imprints
+from tests.recording.runs import train
 from tests.simulation.recordings import record
 from tests.simulation.removals import removing_engine
 
@@ -40,7 +41,7 @@ def test_a_run_is_checked_repeated_shown_and_read_out(command: Command) -> None:
     assert values["checkpoints"][0]["measured"]["chaos"] > 0
     shown = command("inspect", "store").out
     for text in (
-        "this run: had this source had weight 0",
+        "this run: if this source had had weight 0",
         "chaos",
         "deviation from the recorded end",
         "removing of the",
@@ -51,6 +52,28 @@ def test_a_run_is_checked_repeated_shown_and_read_out(command: Command) -> None:
     assert found.code == 0 and "this run" in found.out
     refused = command("attribute", "store", "--task", "model.py:task", "--readout", "jvp")
     assert refused.code == 1 and "along a finite removal a derivative is 55 to 130% off" in refused.err
+
+
+def test_a_recording_is_shown_whether_it_is_finished_or_not(command: Command, tmp_path: Path) -> None:
+    train(tmp_path / "run")[1].finish()
+    shown = command("inspect", str(tmp_path / "run")).out
+    recording = Recording(tmp_path / "run")
+    for text in (
+        "finished, 8 steps",
+        recording.sha256[:12],
+        "24 training examples",
+        "AdamW",
+        "after 0, 8 steps",
+        "--run",
+    ):
+        assert text in shown
+    values = command("inspect", str(tmp_path / "run"), "--json").values
+    assert (values["steps"], values["checkpoints"], values["recording"]) == (8, [0, 8], recording.sha256)
+    assert values["losses"] == [recording.steps[0].batches[0].loss, recording.steps[-1].batches[0].loss]
+    train(tmp_path / "part", stop=3)
+    assert "unfinished: resume the training" in command("inspect", str(tmp_path / "part")).out
+    refused = command("attribute", str(tmp_path / "run"), "--task", "model.py:task")
+    assert refused.code == 1 and "is the recording of a training run, not a store" in " ".join(refused.err.split())
 
 
 def test_a_store_names_its_run_and_does_not_load_it(command: Command) -> None:

@@ -1,5 +1,6 @@
 """Ground truth by replays is F under trainings in which the removed examples had weight 0, and nothing else changed."""
 
+import warnings
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -8,7 +9,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from imprint import DataError, Sources, StoreError, attribute, simulate
+from imprint import Attribution, DataError, RunRecorder, Sources, StoreError, attribute, simulate
+from imprint.errors import ReliabilityWarning
 from imprint.evaluation import replaying
 from imprint.evaluation.metrics import evaluate
 from imprint.evaluation.replaying import replay_run, replay_seeds
@@ -75,6 +77,22 @@ def test_single_removals_predict_themselves(run: Recording) -> None:
         assert metric.question == metric.scores_question == "this_run"
 
 
+def test_scores_and_ground_truth_of_two_recordings_are_not_compared(run: Recording, tmp_path: Path) -> None:
+    other = together().record(4, tmp_path / "other")
+    store = simulate(task(), points(N, 0), SOURCES, run=other, progress=False)
+    result = attribute(task(), store, points(QUERIES, 1), progress=False)
+    truth = replay(run, Subsets.without_each(SOURCES))
+    named = rf"another recorded run \(recording {other.sha256[:8]}…\) than the .* \(recording {run.sha256[:8]}…\)"
+    for compare in (lambda: evaluate(result, truth), lambda: result.calibrate(truth)):
+        with pytest.raises(DataError, match=named):
+            compare()
+    result.save(tmp_path / "scores.safetensors")
+    with pytest.raises(DataError, match=named):
+        evaluate(Attribution.load(tmp_path / "scores.safetensors"), truth)
+    unnamed = {name: value for name, value in result.labels.fingerprints.items() if name != "recording"}
+    evaluate(replace(result, labels=replace(result.labels, fingerprints=unnamed)), truth)  # of an earlier version
+
+
 def test_a_folder_keeps_the_values_alone_and_recognises_its_run(run: Recording, tmp_path: Path) -> None:
     first = replay(run, out=tmp_path / "truth")
     kept = Truth.load(tmp_path / "truth")
@@ -136,6 +154,66 @@ def test_a_function_that_records_is_checked_before_runs_are_added(tmp_path: Path
     other.__qualname__ = record.__qualname__
     with pytest.raises(StoreError, match=r"holds runs of another record\(seed, folder\): F under run 0"):
         replay_each_seed(other, tmp_path, runs=3)
+
+
+def record_own(folder: Path, init: int, order: int) -> Recording:
+    """Train as a user's `record` does, from a seed for the initialisation and one for the recorder."""
+    x, y = points(N, 0)
+    torch.manual_seed(init)
+    model = build()
+    optimiser = torch.optim.SGD(model.parameters(), 0.1)
+    with RunRecorder(folder, model, optimiser, data=(x, y), seed=order) as run:
+        for indices in run.batches(N, 6):
+            with run.step(indices) as step:
+                step.backward(nn.functional.cross_entropy(model(x[indices]), y[indices]))
+                optimiser.step()
+    return Recording(folder)
+
+
+@pytest.mark.parametrize(
+    ("record", "says"),
+    [
+        (
+            lambda seed, folder: record_own(folder, 0, 0),
+            r"records the same run for two seeds \(runs 0 and 1\).*seed=seed",
+        ),
+        (
+            lambda seed, folder: record_own(folder, seed, 7),
+            r"the same seed of the recorder, 7: .* Give the recorder the",
+        ),
+    ],
+    ids=["ignores its seed", "seeds the initialisation alone"],
+)
+@pytest.mark.parametrize("earlier", [0, 1])
+def test_runs_that_are_not_of_several_seeds_are_refused(record: Any, says: str, earlier: int, tmp_path: Path) -> None:
+    """Before anything is replayed, and also where an earlier call has made the first of them."""
+    if earlier:
+        replay_each_seed(record, tmp_path, runs=1)
+    for _ in range(2):  # nothing of them is left to be taken again
+        with pytest.raises(DataError, match=says):
+            replay_each_seed(record, tmp_path, runs=3)
+    assert all(path.is_file() for path in tmp_path.iterdir())
+
+
+def test_runs_from_one_start_or_in_one_order_are_named(caplog: pytest.LogCaptureFixture) -> None:
+    replay_each_seed(lambda seed, folder: record_own(folder, 0, seed))
+    assert "start from the same parameters" in caplog.text and "fine-tunes of one pretrained model" in caplog.text
+    assert "in the same order" not in caplog.text
+    caplog.clear()
+    ordered = together(training=replace(TRAINING, shuffle=False))
+    replay_each_seed(lambda seed, folder: ordered.record(seed, folder))
+    assert "take the examples in the same order" in caplog.text and "same parameters" not in caplog.text
+    caplog.clear()
+    replay_each_seed(lambda seed, folder: record_own(folder, seed, seed), runs=3)
+    assert "runs from different seeds" not in caplog.text
+
+
+def test_only_the_run_that_is_asked_about_must_end_in_the_model_of_the_task(run: Recording) -> None:
+    with pytest.warns(ReliabilityWarning, match="neither the start nor the end of the recorded run"):
+        replay(run)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", ReliabilityWarning)
+        replay_each_seed(together())
 
 
 def test_a_killed_recording_starts_over(tmp_path: Path) -> None:

@@ -193,6 +193,14 @@ def test_an_interrupted_validation_takes_over_finished_witnesses(
     np.testing.assert_array_equal(found.actual, again.actual)
 
 
+def test_a_record_that_ignores_its_seed_is_refused_and_leaves_no_witness(run: Recording, tmp_path: Path) -> None:
+    plan, out = Plan(steps=5, lr=0.1), tmp_path / "store"
+    store = simulate(task(), DATA, SOURCES, plan, checkpoints=run.paths[:1], out=out, **QUIET)
+    with pytest.raises(DataError, match=r"records the same run for two seeds \(runs 0 and 1\)"):
+        validate(store, ASKED, record=lambda seed, folder: together().record(3, folder), **QUIET)
+    assert not list(out.rglob("witnesses/*/*.safetensors"))
+
+
 def test_a_reopened_store_asks_for_what_it_was_made_from(replayed: Path, run: Recording, tmp_path: Path) -> None:
     store = copied(replayed, tmp_path)
     with pytest.raises(DataError, match="does not know its task and data and sources: give task=, data=, sources="):

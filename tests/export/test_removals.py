@@ -25,6 +25,7 @@ def fine_tune(folder: Path) -> tuple[Task, Any]:
     run, data = RunRecorder(folder, model, torch.optim.AdamW(trained, lr=0.01)), models.data()
     for indices in run.batches(N, 3, epochs=EPOCHS):
         with run.step(indices) as step:
+            run.optimiser.zero_grad()
             losses = models.loss(model, {name: column[indices] for name, column in data.items()})
             step.backward(losses.mean())
             run.optimiser.step()

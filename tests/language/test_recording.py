@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import GPT2LMHeadModel, Trainer, TrainerCallback
 
-from imprint import DataError, PlanError, StoreError
+from imprint import DataError, PlanError, Sources, StoreError, simulate
 from imprint.errors import ReliabilityWarning
-from imprint.language import recording
+from imprint.language import recording, task
 from imprint.recording.reading import Recording
 from imprint.recording.records import micro_seed
 from imprint.recording.seeding import seed_everything
@@ -152,7 +152,7 @@ def test_a_training_with_an_example_at_weight_0_is_the_repeated_run_without_it(t
     assert (run.state(len(run.steps))["transformer.wte.weight"] - end["transformer.wte.weight"]).abs().max() > 1e-3
 
 
-class _StopsAt(TrainerCallback):  # type: ignore[misc]
+class StopsAt(TrainerCallback):  # type: ignore[misc]
     def __init__(self, step: int) -> None:
         self._step = step
 
@@ -184,7 +184,7 @@ def test_a_resumed_training_is_one_recording(tmp_path: Path) -> None:
     _, whole = record(gpt2().float(), tmp_path / "whole", **options)
     cut = make_trainer(gpt2().float(), tmp_path / "cut", **options)
     recording.attach(cut, tmp_path / "cut" / "run")
-    cut.add_callback(_StopsAt(5))
+    cut.add_callback(StopsAt(5))
     with pytest.raises(KeyboardInterrupt):
         cut.train()
     resumed = make_trainer(gpt2().float(), tmp_path / "cut", **options)
@@ -204,7 +204,7 @@ def test_a_resumed_training_needs_the_steps_before_and_their_model(tmp_path: Pat
         resumed.train(resume_from_checkpoint=str(tmp_path / "trainer" / "checkpoint-4"))
     cut = make_trainer(gpt2().float(), tmp_path)
     recording.attach(cut, tmp_path / "run")
-    cut.add_callback(_StopsAt(3))
+    cut.add_callback(StopsAt(3))
     with pytest.raises(KeyboardInterrupt):
         cut.train()
     other = make_trainer(GPT2LMHeadModel(gpt2().config), tmp_path)
@@ -285,6 +285,34 @@ def test_the_recording_ends_with_the_last_step_not_with_the_best(tmp_path: Path)
     end = run.state(5)
     assert_close(repeat(run, gpt2().float()), end)
     assert any(not torch.equal(end[name], parameter) for name, parameter in model.named_parameters())
+
+
+class _Halves(TrainerCallback):  # type: ignore[misc]
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, model: Any = None, **given: Any) -> None:
+        if state.global_step == 2:
+            model.transformer.wte.weight.grad.mul_(0.5)
+
+
+def test_gradients_that_a_callback_changes_are_refused_in_that_step(tmp_path: Path) -> None:
+    trainer = make_trainer(gpt2().float(), tmp_path)
+    trainer.add_callback(_Halves())
+    recording.attach(trainer, tmp_path / "run")
+    with pytest.raises(
+        PlanError, match=r"the gradient of 'transformer\.wte\.weight' was changed .* step 3: .* callback"
+    ):
+        trainer.train()
+
+
+def test_an_optimiser_that_is_not_of_torch_is_replayed_from_what_was_attached(tmp_path: Path) -> None:
+    model = gpt2().float()
+    trainer = make_trainer(model, tmp_path, optim="adafactor")
+    run = recording.attach(trainer, tmp_path / "run")
+    trainer.train()
+    sources = Sources.by_label([index % 3 for index in range(ROWS)])
+    store = simulate(task(model), rows(), sources, run=run, collate_fn=run.collate_fn, progress=False)
+    assert store.manifest.request.recording == run.finish().sha256
+    with pytest.raises(StoreError, match=r"optimiser transformers\.optimization\.Adafactor, .* give its class"):
+        Recording(run.folder)
 
 
 def test_a_second_training_is_refused_until_another_recording_is_attached(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from transformers import DataCollatorForLanguageModeling
 from imprint import DataError, Sources, Store, attribute, simulate
 from imprint.language import Completions, recording, task
 from tests.language.models import CONTEXT, LABELS, TEXTS, gpt2, tokenizer
-from tests.language.test_recording import OPTIONS, assert_close, record, repeat
+from tests.language.test_recording import OPTIONS, StopsAt, assert_close, record, repeat
 from tests.language.trainings import ROWS, make_trainer, rows
 
 SOURCES = Sources.by_label(["ann", "ben", "cid"] * 3 + ["ann", "ben"])
@@ -62,6 +62,28 @@ def test_replays_end_where_the_run_without_a_source_ends(options: dict[str, Any]
         assert error < (0.1 if "bf16" in options else 1e-5) * effect  # products of a stack round otherwise in half
     deviation = store.checkpoints[0].measured.deviation  # in F, over the effect of a removal
     assert deviation is not None and deviation < (0.1 if "bf16" in options else 1e-4)
+
+
+@pytest.mark.wide
+def test_a_training_that_was_resumed_from_a_checkpoint_is_replayed_as_one(tmp_path: Path) -> None:
+    options = {"save_strategy": "steps", "save_steps": 3, "num_train_epochs": 2, "max_steps": -1}
+    cut = make_trainer(gpt2().float(), tmp_path, **options)
+    recording.attach(cut, tmp_path / "run")
+    cut.add_callback(StopsAt(5))
+    with pytest.raises(KeyboardInterrupt):
+        cut.train()
+    model = gpt2().float()
+    trainer = make_trainer(model, tmp_path, **options)
+    attached = recording.attach(trainer, tmp_path / "run")
+    trainer.train(resume_from_checkpoint=True)
+    run = attached.finish()
+    assert len(run.steps) > 5
+    store, end = replay(model, trainer, run), run.state(len(run.steps))
+    for source in range(len(SOURCES)):
+        without = repeat(run, gpt2().float(), weights_without(source))
+        assert distance(end_without(store, end, source), without) < 1e-5 * distance(without, end)
+    assert store.checkpoints[0].measured.deviation == pytest.approx(0, abs=1e-4)
+    assert not any("neither the start nor the end" in warning for warning in store.warnings)
 
 
 def test_a_fine_tune_is_replayed_in_its_adapter(tmp_path: Path) -> None:

@@ -93,12 +93,25 @@ def test_the_page_stands_alone_and_escapes_what_it_shows() -> None:
 def test_a_completion_of_a_repeated_run_shows_question_noise_and_warnings() -> None:
     found = replace(shown(question="this_run", removes=True, warnings=("take <care>",)), noise_changes=torch.ones(2, 4))
     for text in (repr(found), found.to_html()):
-        assert "this run: had this source had weight 0 in the training that made this model" in text
+        assert "this run: if this source had had weight 0 in the training run that produced this model" in text
         assert "Beta +0.1~" in re.sub("<[^>]*>", " ", text).replace("  ", " ")
         assert "~ not distinguishable from 0" in text
     assert found.completion.noise is not None and found.completion.noise.tolist() == [4.0]
     assert "warning: take <care>" in repr(found) and "warning: take &lt;care&gt;" in found.to_html()
     assert "~" not in repr(shown()) and "expected: mean over trainings like this one" in repr(shown())
+
+
+def test_a_completion_has_the_error_of_its_sum_over_tokens(made: tuple[LanguageTask, Store]) -> None:
+    language, store = made
+    alone = token_scores(language, store, PROMPT, COMPLETION, tokenizer())
+    assert alone.completion.standard_error is None and "standard errors unknown" in repr(alone)
+    later = {name: 1.1 * tensor for name, tensor in language.state().items()}
+    several = simulated(language, documents().columns, checkpoints=[[language.state()], [later]])
+    found = token_scores(language, several, PROMPT, COMPLETION, tokenizer())
+    whole = attribute(language, several, Completions([PROMPT], [COMPLETION], tokenizer()).columns, progress=False)
+    torch.testing.assert_close(found.completion.standard_error, whole.standard_error, rtol=1e-3, atol=1e-7)
+    assert "standard errors over 2 runs" in repr(found)
+    assert " ± " in found.to_html() and "standard errors over 2 runs" in found.to_html()
 
 
 def test_signs_have_their_colours_and_size_their_strength() -> None:

@@ -57,6 +57,7 @@ def train(
             run.close()
             break
         with run.step(indices) as step:
+            optimiser.zero_grad()
             step.backward(mean_loss(model, indices))
             step.clip_grad_norm_(0.5)
             optimiser.step()

@@ -1,6 +1,6 @@
 """The order of the data: drawn from the seed, known to the recorder, and continued where a run stopped."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +32,7 @@ def make_recorder(folder: Path, **options: Any) -> RunRecorder:
 def record(run: RunRecorder, indices: Any) -> None:
     """Make a step of these examples, whatever it does to the model."""
     with run.step(indices) as step:
+        run.optimiser.zero_grad()
         step.backward(run.model(X[torch.as_tensor(indices)]).square().mean())
         run.optimiser.step()
 
@@ -81,6 +82,57 @@ def test_an_order_is_continued_within_an_epoch(done: int, tmp_path: Path) -> Non
     run = make_recorder(tmp_path / "run", step=done)
     rest = take(run, run.batches(N, 10, epochs=2))
     assert as_lists(taken + rest) == expected
+
+
+def read_one_ahead(batches: Iterator[Any]) -> Iterator[Any]:
+    """Prefetch, as loops do that copy the next batch to a device meanwhile."""
+    waiting = next(batches)
+    for batch in batches:
+        yield waiting
+        waiting = batch
+    yield waiting
+
+
+READERS: dict[str, Callable[[Iterator[Any]], Iterator[Any]]] = {
+    "all at once": lambda batches: iter(list(batches)),
+    "one ahead": read_one_ahead,
+    "sorted": lambda batches: (batch.sort().values for batch in list(batches)),
+    "some passed over": lambda batches: (batch for batch in list(batches) if 7 not in batch),
+}
+
+
+@pytest.mark.parametrize("how", READERS)
+def test_batches_that_are_read_ahead_count_as_used_when_their_step_is_recorded(how: str, tmp_path: Path) -> None:
+    read, done = READERS[how], 5
+    expected = as_lists(list(read(make_recorder(tmp_path / "whole").batches(N, 6, epochs=3))))
+    run = make_recorder(tmp_path / "run")
+    taken = take(run, read(run.batches(N, 6, epochs=3)), done)
+    run.close()
+    run = make_recorder(tmp_path / "run", step=done)
+    rest = take(run, read(run.batches(N, 6, epochs=3)))
+    assert as_lists(taken + rest) == expected
+
+
+def test_batches_that_are_accumulated_are_used_together_and_parts_of_one_as_one(tmp_path: Path) -> None:
+    run = make_recorder(tmp_path / "run")
+    first, second, third, *_ = list(run.batches(N, 6))
+    record(run, torch.cat([first, second]))
+    record(run, third[:3])
+    run.close()
+    rest = {step: next(make_recorder(tmp_path / "run", step=step).batches(N, 6)).tolist() for step in (2, 1)}
+    order = as_lists(list(make_recorder(tmp_path / "whole").batches(N, 6)))
+    assert rest == {1: order[2], 2: order[3]}
+
+
+def test_loaders_may_be_read_ahead_too(tmp_path: Path) -> None:
+    loader = DataLoader(TensorDataset(X, IDS), 5, shuffle=True)
+    whole = [indices for indices, _ in make_recorder(tmp_path / "whole").loader(loader, epochs=2)]
+    run = make_recorder(tmp_path / "run")
+    taken = take(run, iter(list(run.loader(loader, epochs=2))), 3)
+    run.close()
+    run = make_recorder(tmp_path / "run", step=3)
+    taken += take(run, run.loader(loader, epochs=2))
+    assert [indices for indices, _ in taken] == whole
 
 
 class Reads(Dataset[tuple[Tensor, Tensor]]):

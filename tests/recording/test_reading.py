@@ -249,6 +249,13 @@ def test_an_optimiser_that_remembers_more_than_its_parameters_is_refused(tmp_pat
         run.step([0])
 
 
+def test_steps_of_versions_that_did_not_look_for_settings_of_the_optimisers_own_are_read(folder: Path) -> None:
+    assert Recording(folder).steps[2].left == ()
+    for line in range(8):
+        rewrite_steps(folder, lambda step: step.pop("left"), line)
+    assert [step.left for step in Recording(folder).steps] == [None] * 8
+
+
 # --- frozen parameters
 
 
@@ -275,6 +282,7 @@ def record_adapted(folder: Path, given: str) -> tuple[Adapted, Recording]:
     run = RunRecorder(folder, model, optimiser)
     for indices in run.batches(N, 6):
         with run.step(indices) as step:
+            run.optimiser.zero_grad()
             step.backward(mean_loss(model, indices))
             optimiser.step()
     return model, run.finish()
@@ -292,6 +300,21 @@ def test_of_a_fine_tune_the_adapter_is_kept_and_a_hash_of_what_is_frozen(tmp_pat
         recording.complete(Task.classifier(Adapted(1)), 4)
     with pytest.raises(TaskError, match=r"another model: the recording lacks 0\.bias.*the model lacks base\.bias"):
         recording.complete(Task.classifier(make_model()), 4)
+
+
+def test_a_model_in_another_precision_is_refused(tmp_path: Path) -> None:
+    _, recording = record_adapted(tmp_path / "run", "all")
+    with pytest.raises(TaskError, match=r"another precision: 'base\.bias' is torch\.float32 there and torch\.bfloat16"):
+        recording.complete(Task.classifier(Adapted().bfloat16()), 4)
+    _, recording = record_adapted(tmp_path / "adapter", "trained")
+    with pytest.raises(
+        TaskError, match=r"another precision: 'down\.weight' is torch\.float32 there and torch\.float64"
+    ):
+        recording.complete(Task.classifier(Adapted().double()), 4)
+    model = Adapted()
+    model.base.bfloat16()
+    with pytest.raises(TaskError, match=r"other values of the 2 frozen parameters .*, or with the same in another pre"):
+        recording.complete(Task.classifier(model), 4)
 
 
 def test_frozen_parameters_in_the_optimiser_are_kept_and_have_no_gradient(tmp_path: Path) -> None:
@@ -313,6 +336,7 @@ def test_a_fine_tune_by_peft_is_recorded(tmp_path: Path) -> None:
     run = RunRecorder(tmp_path / "run", model, optimiser)
     for indices in run.batches(8, 4, epochs=2):
         with run.step(indices) as step:
+            run.optimiser.zero_grad()
             step.backward(model(input_ids=tokens[indices], labels=tokens[indices]).loss)
             optimiser.step()
     recording = run.finish()

@@ -73,7 +73,7 @@ def test_a_grad_scaler_is_refused_at_the_first_step(tmp_path: Path) -> None:
             scaler.scale(mean_loss(recorded.model, INDICES)).backward()
             scaler.step(recorded.optimiser)
 
-    with pytest.raises(PlanError, match="such as those of a GradScaler, cannot be replayed"):
+    with pytest.raises(PlanError, match="such as those of a GradScaler or a callback, cannot be replayed"):
         make_step()
 
 
@@ -206,6 +206,22 @@ def test_another_optimiser_and_other_changes_of_the_model_are_refused(tmp_path: 
     other = torch.optim.SGD(recorded.model.parameters(), lr=0.1)
     with pytest.raises(PlanError, match=r"'0\.weight' was changed before the optimiser stepped"):
         recorded.make_step(lambda recorded, step: other.step())
+
+
+def test_a_teacher_that_follows_the_model_is_refused_once_it_has_moved(tmp_path: Path) -> None:
+    model = nn.ModuleDict({"student": nn.Linear(4, 3), "teacher": nn.Linear(4, 3).requires_grad_(False)})
+    student, teacher = model["student"], model["teacher"]
+    optimiser = torch.optim.SGD(student.parameters(), lr=0.1)
+    run = RunRecorder(tmp_path / "run", model, optimiser, n=N)
+    with run.step(INDICES) as step:
+        step.backward((student(X[INDICES]) - teacher(X[INDICES])).square().mean())
+        optimiser.step()
+    with torch.no_grad():
+        teacher.get_parameter("weight").lerp_(student.get_parameter("weight"), 0.1)
+    with pytest.raises(
+        PlanError, match=r"frozen parameter 'teacher\.weight' was changed during training without the opt"
+    ):
+        run.step(INDICES)
 
 
 def test_an_evaluation_in_training_mode_is_refused_since_it_moves_buffers(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ import copy
 import json
 import math
 import pickle
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -67,6 +68,7 @@ def test_losses_and_gradient_norms_are_those_of_the_training(tmp_path: Path) -> 
     with RunRecorder(tmp_path / "run", model, optimiser) as run:
         for indices in run.batches(N, 6):
             with run.step(indices) as step:
+                run.optimiser.zero_grad()
                 loss = mean_loss(model, indices)
                 step.backward(loss)
                 losses.append(loss.item())
@@ -86,6 +88,7 @@ def test_clipping_by_the_largest_value_is_kept_and_repeated(tmp_path: Path) -> N
     run = RunRecorder(tmp_path / "run", model, optimiser)
     for indices in run.batches(N, 6):
         with run.step(indices) as step:
+            run.optimiser.zero_grad()
             step.backward(mean_loss(model, indices))
             largest = max(float(p.grad.abs().max()) for p in model.parameters() if p.grad is not None)
             assert step.clip_grad_norm_(0.01, norm_type=math.inf).item() == largest > 0.01
@@ -134,6 +137,7 @@ def test_accumulated_gradients_are_repeated_with_their_normalisers(kind: str, tm
     for start in (0, 8):
         parts = [torch.arange(start, start + 3), torch.arange(start + 3, start + 8)]
         with run.step() as step:
+            run.optimiser.zero_grad()
             for indices in parts:
                 step.batch(indices, normaliser=None if kind == "mean" else 8)
                 scale = 0.5 if kind == "mean" else len(indices) / 8
@@ -171,6 +175,61 @@ def test_an_optimiser_that_evaluates_the_loss_itself_is_repeated(tmp_path: Path)
     assert len(remembered.numbers["weight"]["old_dirs"]) > 0  # lists of tensors, kept as such
 
 
+def loop_that(clears: str, folder: Path) -> list[float]:
+    """Train a few steps, and clear gradients in some way; return the norm of each gradient."""
+    torch.manual_seed(0)
+    model = nn.Linear(4, 3)
+    optimiser = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    run = RunRecorder(folder, model, optimiser, n=N)
+    for number in range(4):
+        with run.step(range(6)) as step:
+            if clears in ("to None", "to 0"):
+                optimiser.zero_grad(set_to_none=clears == "to None")
+            for parameter in model.parameters() if clears == "by hand" else ():
+                parameter.grad = None
+            model.weight.requires_grad_(number != 1)  # a step in which one of them gets no gradient
+            step.backward(mean_loss(model, torch.arange(6)))
+            step.clip_grad_norm_(10.0)
+            optimiser.step()
+        if clears == "after the step, to 0":
+            optimiser.zero_grad(set_to_none=False)
+    return [each.gradient_norm or 0.0 for each in run.finish().steps]
+
+
+@pytest.mark.parametrize("clears", ["to None", "to 0", "by hand", "after the step, to 0"])
+def test_a_loop_that_forgets_to_clear_gradients_is_warned_of_it(clears: str, tmp_path: Path) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        expected = loop_that(clears, tmp_path / "clearing")
+    with pytest.warns(
+        ReliabilityWarning, match=r"leaves gradients to add up .* Call optimiser\.zero_grad\(\)"
+    ) as found:
+        norms = loop_that("not", tmp_path / "forgetting")
+    assert norms == expected, "each step takes its own gradient"
+    assert len(found) == 1
+
+
+class Halving(torch.optim.SGD):
+    """Halves the gradients in its own step, and leaves the rest to the class it derives from."""
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for parameter in self.param_groups[0]["params"]:
+            parameter.grad.mul_(0.5)
+        super().step(closure)
+
+
+def test_an_optimiser_that_calls_the_step_of_its_parent_makes_one_step(tmp_path: Path) -> None:
+    model = make_model()
+    torch.optim.SGD(model.parameters(), lr=0.1)  # since when torch calls the hooks of both steps
+    optimiser = Halving(model.parameters(), lr=0.1)
+    run = RunRecorder(tmp_path / "run", model, optimiser, n=N)
+    with run.step(range(6)) as step:
+        step.backward(mean_loss(model, torch.arange(6)))
+        norm = torch.nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None])
+        optimiser.step()
+    assert run.finish().steps[0].gradient_norm == pytest.approx(float(norm))
+
+
 def test_parameters_without_a_gradient_are_named(tmp_path: Path) -> None:
     model = nn.ModuleDict({"used": nn.Linear(4, 3), "idle": nn.Linear(2, 2)})
     optimiser = torch.optim.AdamW(model.parameters(), lr=0.1)
@@ -178,6 +237,7 @@ def test_parameters_without_a_gradient_are_named(tmp_path: Path) -> None:
     before = model.get_parameter("idle.weight").clone()
     for indices in run.batches(N, 12):
         with run.step(indices) as step:
+            run.optimiser.zero_grad()
             step.backward(mean_loss(model["used"], indices))
             optimiser.step()
     recording = run.finish()
@@ -193,6 +253,7 @@ def test_how_forward_passes_ran_is_known(tmp_path: Path) -> None:
     run = RunRecorder(tmp_path / "run", model, optimiser)
     for indices in run.batches(N, 12):
         with run.step(indices) as step:
+            run.optimiser.zero_grad()
             with torch.autocast("cpu", torch.bfloat16):
                 loss = mean_loss(model, indices)
             step.backward(loss)
@@ -214,6 +275,7 @@ def test_a_compiled_model_is_recorded_under_its_own_names(tmp_path: Path) -> Non
     run = RunRecorder(tmp_path / "run", compiled, optimiser)
     for indices in run.batches(N, 12):
         with run.step(indices) as step:
+            run.optimiser.zero_grad()
             with torch.autocast("cpu", torch.bfloat16):
                 loss = mean_loss(compiled, indices)
             step.backward(loss)

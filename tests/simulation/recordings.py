@@ -16,6 +16,7 @@ def record(folder: Path, *, seed: int = 0, epochs: int = 2, every: int | None = 
     model.train()
     for indices in run.batches(N, 8, epochs=epochs):
         with run.step(indices) as step:
+            run.optimiser.zero_grad()
             step.backward(nn.functional.cross_entropy(model(x[indices]), y[indices]))
             run.optimiser.step()
     return run

@@ -66,6 +66,7 @@ class HandMadeRun:
     optimiser: type[torch.optim.Optimizer] = torch.optim.SGD
     circumstances: Circumstances = field(default_factory=lambda: Circumstances("cpu"))
     data: Any = None
+    seconds: float = 0.0
 
     @classmethod
     def of(cls, model: nn.Module) -> "HandMadeRun":

@@ -5,14 +5,15 @@ import shutil
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
 from torch import nn
 
-from imprint import DataError, Plan, PlanError, SimulationError, Store, StoreError, TaskError, simulate
+from imprint import DataError, Plan, PlanError, SimulationError, Store, StoreError, Task, TaskError, simulate
 from imprint.data import Data
+from imprint.errors import ReliabilityWarning
 from imprint.simulation.engines import Chunk
 from imprint.store.fingerprint import of_data
 from imprint.store.values import sealed
@@ -68,6 +69,25 @@ def test_a_store_says_which_question_it_answers_and_how_calm_the_run_is() -> Non
     path = simulate(make_task(), make_data(), SOURCES, Plan(steps=1, lr=0.1), progress=False)
     assert path.question == "expected" and not path.removes
     assert path.checkpoints[0].measured.chaos is None and path.noise(0, torch.device("cpu")) is None
+
+
+def test_a_model_that_was_trained_on_after_the_run_is_named_and_kept_as_a_warning() -> None:
+    run, model = HandMadeRun.of(make_model()), make_model()
+    model.load_state_dict(train(model, run.state(STEPS)))
+    with pytest.warns(ReliabilityWarning, match=r"neither the start nor the end of the recorded run \('0.weight' diff"):
+        store = simulate(make_task(model), make_data(), SOURCES, make_plan(), run=run, progress=False)
+    assert any("describe the model at the recorded end, not this one" in warning for warning in store.warnings)
+
+
+@pytest.mark.parametrize("step", [0, STEPS])
+@pytest.mark.parametrize("saved_as", [torch.float64, torch.float32, torch.bfloat16])
+def test_the_start_and_the_end_of_a_run_are_recognised_however_they_were_saved(
+    step: int, saved_as: torch.dtype
+) -> None:
+    run, model = HandMadeRun.of(make_model()), make_model()
+    model.load_state_dict({n: t.to(saved_as) if t.is_floating_point() else t for n, t in run.state(step).items()})
+    store = simulate(make_task(model), make_data(), SOURCES, make_plan(), run=run, progress=False)
+    assert not store.warnings
 
 
 def test_rows_of_perturbed_starts_are_kept_and_verified(tmp_path: Path) -> None:
@@ -150,6 +170,20 @@ def test_parameters_that_were_trained_but_are_not_selected_are_refused_by_name()
     task = make_task(parameters=["0.*", "1.*"])
     with pytest.raises(TaskError, match=r"the recorded run trained .*3\.bias.*3\.weight.* which the task does not"):
         simulate(task, make_data(), SOURCES, make_plan(), run=HandMadeRun.of(make_model()), progress=False)
+
+
+def test_why_a_task_lacks_trained_parameters_is_said_where_it_can_be_told() -> None:
+    left_frozen = make_model()
+    left_frozen.get_submodule("0").requires_grad_(False)
+    for model, words in (
+        (left_frozen, r"select: 0\.bias, 0\.weight is frozen now. Call model\.requires_grad_\(True\) before building"),
+        (torch.compile(make_model(), backend="eager"), r"is a compiled one.* Build the task from .* model\._orig_mod"),
+    ):
+        with pytest.raises(TaskError, match=words):
+            simulate(
+                Task.classifier(cast(nn.Module, model)),
+                make_data(), SOURCES, make_plan(), run=HandMadeRun.of(make_model()), progress=False,
+            )  # fmt: skip
 
 
 def test_frozen_parameters_come_from_the_task() -> None:

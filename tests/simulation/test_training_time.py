@@ -45,11 +45,19 @@ def test_the_time_of_adam_is_known_in_its_own_metric_only(tmp_path: Path) -> Non
     assert find_training_time(run.paths, "adam") == pytest.approx(0.06)
 
 
-def test_checkpoints_of_no_one_recording_have_no_time(tmp_path: Path) -> None:
+def test_checkpoints_of_no_recording_have_no_time(tmp_path: Path) -> None:
     task, run = record(tmp_path / "one", torch.optim.SGD, lr=0.1)
-    _, other = record(tmp_path / "other", torch.optim.SGD, lr=0.1)
-    for checkpoints in (None, [task.state()], [*run.paths, *other.paths], [tmp_path / "else" / "a.safetensors"]):
+    given: list[Any] = [None, [task.state()], [*run.paths, task.state()], [tmp_path / "else" / "a.safetensors"]]
+    for checkpoints in given:
         assert find_training_time(checkpoints, None) is None
+
+
+def test_checkpoints_of_several_runs_have_the_time_of_the_shortest(tmp_path: Path) -> None:
+    _, run = record(tmp_path / "one", torch.optim.SGD, lr=0.1)
+    _, other = record(tmp_path / "other", torch.optim.SGD, lr=0.1, epochs=1)
+    _, adam = record(tmp_path / "adam", torch.optim.Adam, lr=0.1)
+    assert find_training_time([run.paths, other.paths], None) == pytest.approx(0.3)
+    assert find_training_time([run.paths, adam.paths], None) is None
 
 
 def test_a_short_training_shortens_the_path(tmp_path: Path) -> None:

@@ -39,7 +39,7 @@ from imprint.cli.commands.options import (
 from imprint.cli.commands.repeating import merge_with_store
 from imprint.cli.comparison import render_ways
 from imprint.cli.experiment import NOTE, Experiment, parse_plan
-from imprint.cli.inspection import inspect_store
+from imprint.cli.inspection import inspect_recording, inspect_store
 from imprint.cli.loading import Objects
 from imprint.cli.terminal import (
     console,
@@ -48,11 +48,13 @@ from imprint.cli.terminal import (
     redirect_prints,
     render_attribution,
     render_check,
+    render_recording,
     render_store,
     show_progress,
 )
 from imprint.display import for_csv, for_terminal
 from imprint.errors import ConfigurationError, ReliabilityWarning, StoreError
+from imprint.recording.header import RECORD
 from imprint.store.files import write
 from imprint.store.manifest import JOURNAL, MANIFEST
 from imprint.validation.witnesses import verify_witnesses
@@ -351,13 +353,16 @@ def _write_scores(result: imprint.Attribution, out: Path) -> None:
 def inspect(store: StorePath, json: AsJson = False) -> None:
     """Show what a store holds: its plan, sources, sizes, and the figures measured during the simulation.
 
+    Of a recorded run, show its steps, optimiser and checkpoints.
+
     For example: `imprint inspect runs/news`
     """
-    values = inspect_store(imprint.Store(store))
+    recorded = (store / RECORD).is_file() and not (store / MANIFEST).is_file()
+    values = inspect_recording(store) if recorded else inspect_store(imprint.Store(store))
     if json:
         typer.echo(dumps(values))
     else:
-        console.print(render_store(values))
+        console.print(render_recording(values) if recorded else render_store(values))
 
 
 def verify(store: StorePath, json: AsJson = False) -> None:

@@ -6,7 +6,6 @@ better: how a checkpoint is settled, what all sources share (`prepare`), what it
 what `prepare` made overrides `attempt` and `cost` too, which come before.
 """
 
-import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -29,7 +28,7 @@ from imprint.store.checkpoint import Decided, File, Measured, ShardFigures
 from imprint.store.layouts import Layout, layout
 from imprint.store.request import DTYPES
 from imprint.task import Parameters
-from imprint.tensors.vectors import six_digits
+from imprint.tensors.vectors import root_mean_square, six_digits
 
 _SAMPLE = 16  # sources that are simulated to measure what all of them will take
 
@@ -196,7 +195,7 @@ class Engine(ABC):
         effects = [effect for shard in shards for effect in shard.effects]
         if not effects:
             return measured
-        size = math.sqrt(sum(effect**2 for effect in effects) / len(effects))
+        size = root_mean_square(effects)
 
         def relate(effect: float | None) -> float | None:
             return None if effect is None or size == 0 else six_digits([effect / size])[0]

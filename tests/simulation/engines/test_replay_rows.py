@@ -16,7 +16,7 @@ from imprint.simulation.engines.replay.training import as_recorded, find_regular
 from imprint.simulation.engines.replay.ways import find_way
 from imprint.task import Parameters
 from imprint.tensors.vectors import repeated
-from tests.simulation.engines.trainings import MemoryRun, Training, classification, mlp
+from tests.simulation.engines.trainings import Adapting, Decaying, MemoryRun, Training, classification, mlp
 
 SOURCES: tuple[list[int], ...] = ([], [0, 1, 2, 3, 4, 5], [7, 11, 30], [39])
 
@@ -63,6 +63,17 @@ class Sometimes(nn.Module):
         return x + torch.tanh(self.inner(x)) if torch.rand([]) < 0.5 else x
 
 
+class Tempered(nn.Module):
+    """A layer whose one parameter is a number, such as a temperature."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.temperature = nn.Parameter(torch.tensor(1.5, dtype=torch.float64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.temperature
+
+
 class Words(nn.Module):
     def __init__(self, **options: Any) -> None:
         super().__init__()
@@ -101,9 +112,15 @@ CASES: dict[str, Callable[[], Training]] = {
     "RMSprop": lambda: Training(mlp(), classification(), torch.optim.RMSprop, {"lr": 0.02}),
     "clipping": lambda: Training(mlp(), classification(), clipping=Clipping("norm", 0.3)),
     "clipping by the largest": lambda: Training(mlp(), classification(), clipping=Clipping("norm", 0.1, float("inf"))),
+    "clipping with a single number": lambda: Training(
+        mlp(Tempered()), classification(), clipping=Clipping("norm", 0.3)
+    ),
     "clipping by value": lambda: Training(mlp(), classification(), clipping=Clipping("value", 0.05)),
     "accumulation": lambda: Training(mlp(nn.Dropout(0.3)), classification(), ADAM, {"lr": 0.02}, accumulate=3),
     "schedule": lambda: Training(mlp(), classification(), ADAMW, {"lr": 0.02}, schedule=lambda t: (t + 1) / 6),
+    "settings that the optimiser changes": lambda: Training(
+        mlp(), classification(), Decaying, {"lr": 0.3}, schedule=lambda t: (t + 1) / 6
+    ),
     "regulariser": lambda: Training(mlp(), classification(), regulariser=decay, accumulate=2),
     "dropout": lambda: Training(mlp(nn.Dropout(0.5), nn.AlphaDropout(0.2)), classification(), ADAM, {"lr": 0.02}),
     "no gradients": lambda: Training(
@@ -144,6 +161,17 @@ def test_plain_rows_are_the_trainings_at_weight_0(case: str) -> None:
     check(replay_plainly(training, run), training)
 
 
+def test_what_an_optimiser_changes_of_its_own_settings_each_run_has_for_itself() -> None:
+    """A row that had the step sizes of the recorded run would end elsewhere."""
+    schedule = {"schedule": lambda t: 1.0 if t < 3 else 0.5}
+    training = Training(mlp(), classification(), Adapting, {"lr": 0.3}, steps=12, **schedule)  # type: ignore[arg-type]
+    _, run = training.run()
+    check(replay_plainly(training, run), training)
+    reset = replace(run, steps=tuple(replace(step, left=None) for step in run.steps))
+    held = replay_plainly(training, reset)[1]["0.weight"]
+    assert not torch.allclose(held, training.run(SOURCES[1])[0]["0.weight"], rtol=1e-3)
+
+
 @pytest.mark.parametrize("in_loss", [True, False])
 def test_a_regulariser_is_replayed_only_if_the_loss_of_the_run_contained_it(in_loss: bool) -> None:
     """The other way to train with it is the optimiser's own weight decay, which a replay has anyway."""
@@ -159,17 +187,6 @@ def test_a_regulariser_is_replayed_only_if_the_loss_of_the_run_contained_it(in_l
 def forget_figures(step: Step) -> Step:
     batches = tuple(replace(micro, loss=None) for micro in step.batches)
     return replace(step, batches=batches, gradient_norm=None)
-
-
-class Tempered(nn.Module):
-    """A layer whose one parameter is a number, such as a temperature."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.temperature = nn.Parameter(torch.tensor(1.5, dtype=torch.float64))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x * self.temperature
 
 
 def test_what_an_optimiser_remembers_of_a_single_number_is_stacked_too() -> None:

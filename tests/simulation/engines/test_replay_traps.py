@@ -1,4 +1,4 @@
-"""What would make a replay wrong without a word: routes, state that nobody keeps, optimisers that change their ways."""
+"""What would make a replay wrong without a word: state that nobody keeps, optimisers that change their ways."""
 
 import copy
 from dataclasses import replace
@@ -10,55 +10,11 @@ from torch import Tensor, nn
 
 from imprint.errors import SimulationError
 from imprint.simulation.engines.replay.optimisers import find_why_not_stackable
-from imprint.simulation.engines.replay.training import as_recorded, find_routing
-from imprint.simulation.engines.replay.ways import find_unkept_state
+from imprint.simulation.engines.replay.training import as_recorded
+from imprint.simulation.engines.replay.ways import find_unkept_state, find_way
 from tests.simulation.engines.test_replay_rows import check, replay_plainly
 from tests.simulation.engines.test_replay_ways import SHAPES, settings_of
 from tests.simulation.engines.trainings import Training, classification, mlp
-
-
-class Experts(nn.Module):
-    """Sends each example to one of two layers; one that gets no example gets no gradient."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.gate, self.experts = nn.Linear(4, 2), nn.ModuleList(nn.Linear(4, 3) for _ in range(2))
-        with torch.no_grad():
-            self.gate.bias.copy_(torch.tensor([1.5, 0.0]))
-
-    def forward(self, x: Tensor) -> Tensor:
-        gates = self.gate(x).softmax(1)
-        chosen = gates.argmax(1)
-        out = x.new_zeros(len(x), 3)
-        for index, expert in enumerate(self.experts):
-            mine = (chosen == index).nonzero().flatten()
-            if len(mine):
-                out = out.index_add(0, mine, gates[mine, index, None] * expert(x[mine]))
-        return out
-
-
-def experts() -> nn.Module:
-    torch.manual_seed(3)
-    return Experts().double()
-
-
-def test_a_run_without_a_source_finds_its_own_missing_gradients() -> None:
-    """An expert that rests in the recorded step may be chosen without the source, and must move then."""
-    settings = {"lr": 0.5, "momentum": 0.9, "weight_decay": 0.1}
-    training = Training(experts(), classification(), settings=settings, batch=2, steps=12)
-    _, run = training.run()
-    assert any(step.missing for step in run.steps), "some expert rests in some step"
-    plain = training.repetition(run)
-    assert find_routing(plain)
-    ends = replay_plainly(_Routing(**vars(training)), run)
-    check(ends, training)
-    held = replay_plainly(training, run)
-    assert any(not torch.equal(one[name], other[name]) for one, other in zip(ends, held, strict=True) for name in one)
-
-
-class _Routing(Training):
-    def repetition(self, run: Any, begin: int = 0) -> Any:
-        return replace(super().repetition(run, begin), routes=True)
 
 
 class Late(torch.optim.SGD):
@@ -118,6 +74,32 @@ class Counting(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         self.calls += 1
         return x / self.calls
+
+
+class Annealed(nn.Module):
+    """Scales by how many forward passes training has made, which a buffer counts."""
+
+    passes: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("passes", torch.zeros((), dtype=torch.float64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            self.passes += 1
+        return x / (1 + 0.2 * self.passes)
+
+
+@pytest.mark.parametrize("batch", [1, 3])
+def test_a_buffer_that_counts_passes_leaves_sources_out_of_batches_of_any_size(batch: int) -> None:
+    training = Training(mlp(Annealed()), classification(), batch=batch, steps=30, leaves_out=True)
+    _, run = training.run()
+    with as_recorded(run.circumstances):
+        way = find_way(training.repetition(run))
+    assert way.leaves_out
+    assert way.one_by_one is not None and way.one_by_one.startswith("a forward pass in training changes the buffer")
+    check(replay_plainly(training, run, way.leaves_out), training)
 
 
 def test_a_model_that_counts_its_calls_is_refused_where_batches_are_passed_twice() -> None:

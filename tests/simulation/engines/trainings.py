@@ -1,7 +1,7 @@
 """Training loops written by hand, and the recordings of them that a replay reads."""
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,7 +13,9 @@ from imprint import Task
 from imprint.data import Data
 from imprint.recording.records import Circumstances, Clipping, MicroBatch, OptimiserState, Step, micro_seed
 from imprint.recording.seeding import seed_everything
+from imprint.recording.settings import find_changes
 from imprint.simulation.engines.replay.training import Repetition
+from imprint.store.fingerprint import DataPrint
 from imprint.task import Parameters
 
 Losses = Callable[[nn.Module, Any], Tensor]
@@ -35,6 +37,8 @@ class MemoryRun:
     states: dict[int, Parameters]
     optimiser_states: dict[int, OptimiserState]
     sha256: str = "0" * 64
+    data: DataPrint | None = None
+    seconds: float = 0.0
 
     @property
     def checkpoints(self) -> tuple[int, ...]:
@@ -52,7 +56,7 @@ class Training:
     """A training run by hand: everything that a user's loop would have in it.
 
     schedule: the factor of the learning rate at each step.
-    missing: parameters whose gradient is None at some steps, as (step, name).
+    frozen: parameters that the loop freezes, each with the first and the last step of that.
     leaves_out: whether examples that a run goes without are left out of batches, or have weight 0.
     """
 
@@ -70,6 +74,7 @@ class Training:
     keep: tuple[int, ...] = ()
     leaves_out: bool = False
     fixed_batches: tuple[tuple[list[int], ...], ...] = ()
+    frozen: Mapping[str, tuple[int, int]] = field(default_factory=dict)
 
     def task(self) -> Task:
         return Task(self.model, loss=self.losses, regulariser=self.regulariser)
@@ -106,6 +111,8 @@ class Training:
             if number in (0, *self.keep):
                 states[number], memories[number] = copy_state(model), remember(optimiser, named)
             optimiser.param_groups[0]["lr"] = base * self.schedule(number)
+            for name, (first, last) in self.frozen.items():
+                named[name].requires_grad_(not first <= number <= last)
             step = self._step(model, optimiser, named, micros, 100 + number, without)
             steps.append(step)
         end = copy_state(model)
@@ -150,9 +157,10 @@ class Training:
             nn.utils.clip_grad_norm_(list(named.values()), self.clipping.limit, self.clipping.norm_type)
         elif self.clipping is not None:
             nn.utils.clip_grad_value_(list(named.values()), self.clipping.limit)
-        settings = {k: v for k, v in optimiser.param_groups[0].items() if k != "params"}
+        settings = copy_settings(optimiser)
         optimiser.step()
-        return Step(tuple(reported), seed, (settings,), norm, self.clipping, missing)
+        left = find_changes((settings,), (copy_settings(optimiser),))
+        return Step(tuple(reported), seed, (settings,), norm, self.clipping, missing, left=left)
 
     def _step_with_closure(
         self, model: nn.Module, optimiser: Optimizer, examples: list[int], seed: int, without: Any
@@ -168,10 +176,66 @@ class Training:
             seen.append(float(objective.detach()))
             return objective
 
-        settings = {k: v for k, v in optimiser.param_groups[0].items() if k != "params"}
+        settings = copy_settings(optimiser)
         optimiser.step(closure)  # type: ignore[arg-type]
         micro = MicroBatch(tuple(examples), len(examples), seen[0])
         return Step((micro,), seed, (settings,), closure=True)
+
+
+class Adapting(torch.optim.SGD):
+    """Divides by a running norm of the gradients that it keeps in its parameter group, as Prodigy keeps its step."""
+
+    def __init__(self, params: Any, lr: float = 0.1, d: float = 1.0) -> None:
+        super().__init__(params, lr=lr)
+        for group in self.param_groups:
+            group.setdefault("d", d)
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            squares = sum(float(p.grad.square().sum()) for p in group["params"] if p.grad is not None)
+            group["d"] = 0.7 * group["d"] + 0.3 * float(squares) ** 0.5
+            for p in group["params"]:
+                p.grad.div_(group["d"])
+        super().step(closure)
+
+
+class Decaying(torch.optim.SGD):
+    """Counts its steps in its parameter group, and makes them shorter."""
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            group["k"] = group.get("k", 0) + 1
+            for p in group["params"]:
+                p.grad.div_(group["k"] ** 0.5)
+        super().step(closure)
+
+
+class Counted(torch.optim.SGD):
+    """Counts its steps in an attribute of its own, and makes them shorter."""
+
+    def __init__(self, params: Any, lr: float = 0.1) -> None:
+        super().__init__(params, lr=lr)
+        self.made: Any = 0
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        self.made = self.made + 1
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.grad.div_(float(self.made) ** 0.5)
+        super().step(closure)
+
+
+class CountedByTensor(Counted):
+    """Does the same with a tensor, which a snapshot does not keep."""
+
+    def __init__(self, params: Any, lr: float = 0.1) -> None:
+        super().__init__(params, lr=lr)
+        self.made = torch.zeros(())
+
+
+def copy_settings(optimiser: Optimizer) -> dict[str, Any]:
+    """Copy the settings of the one parameter group."""
+    return {name: value for name, value in optimiser.param_groups[0].items() if name != "params"}
 
 
 def copy_state(model: nn.Module) -> Parameters:

@@ -1,7 +1,8 @@
 """Compares the unperturbed replay with the recording: the loss and the gradient of every step, and the end.
 
 What differs from the first step on, or suddenly, is another loss, other data or another optimiser: it is refused with
-what to look for. What grows slowly is rounding, which is measured and stated.
+what to look for. What grows slowly is rounding, which is measured and stated. Messages count steps from 1, as the
+recorder does.
 """
 
 import math
@@ -24,7 +25,9 @@ _JUMP = 30.0  # times more than any step before: no growth of rounding
 _SMALL = 1e-2  # of the largest value so far: values below count as that large
 _STEADY = 0.05  # relative spread of a ratio that is called constant, where it is larger than the next
 _LARGE = 1.5
-_ASTRAY = 0.5  # of the way that the run went: by so much its end may be missed
+_FOUND, _PARTING = "agreement", "parting"  # the names of what a snapshot keeps
+_FIGURES = ("loss", "gradient norm")
+_ASTRAY = 0.5  # of the distance the run travelled: by so much its end may be missed
 
 
 def tolerance(repetition: Repetition) -> float:
@@ -46,6 +49,16 @@ class _Pair:
     recorded: float
     deviation: float
 
+    def pack(self) -> list[float]:
+        """Return the pair as numbers."""
+        return [self.step, _FIGURES.index(self.what), self.replayed, self.recorded, self.deviation]
+
+    @classmethod
+    def unpack(cls, numbers: list[float]) -> "_Pair":
+        """Return the pair that was packed."""
+        step, what, *values = numbers
+        return cls(int(step), _FIGURES[int(what)], *values)
+
 
 class Agreement:
     """Hears what every step of the unperturbed replay shows, and refuses a replay that is not of the recorded run."""
@@ -53,10 +66,10 @@ class Agreement:
     def __init__(self, repetition: Repetition) -> None:
         self._repetition, self._tolerance = repetition, tolerance(repetition)
         self._waiting: list[tuple[int, Seen]] = []
-        self._largest = {"loss": 0.0, "gradient norm": 0.0}
+        self._largest = dict.fromkeys(_FIGURES, 0.0)
         self._first: list[_Pair] = []
-        self._compared = False
         self.worst = 0.0  # relative difference so far
+        self.parting: _Pair | None = None  # the first figure that differs by more than rounding may in a first step
 
     def add(self, number: int, seen: Seen) -> None:
         """Take what a step shows."""
@@ -65,6 +78,22 @@ class Agreement:
         if len(self._waiting) == (_FIRST if at_first else _BLOCK) or number == self._repetition.steps[-1]:
             self._compare()
 
+    def pack(self) -> Parameters:
+        """Compare all steps so far, and return what a snapshot needs to go on from them."""
+        if self._waiting:
+            self._compare()
+        parting = [] if self.parting is None else [self.parting.pack()]
+        return {
+            _FOUND: torch.tensor([self.worst, *self._largest.values()], dtype=torch.float64),
+            _PARTING: torch.tensor(parting, dtype=torch.float64),
+        }
+
+    def restore(self, found: Parameters) -> None:
+        """Go on from what was packed."""
+        self.worst, *largest = found[_FOUND].tolist()
+        self._largest = dict(zip(self._largest, largest, strict=True))
+        self.parting = next((_Pair.unpack(each) for each in found[_PARTING].tolist()), None)
+
     def _compare(self) -> None:
         """Compare the steps that wait."""
         waiting, self._waiting = self._waiting, []
@@ -72,9 +101,6 @@ class Agreement:
         pairs = list(chain.from_iterable(self._pairs(number, seen, steps[number]) for number, seen in waiting))
         if waiting[0][0] == self._repetition.begin:
             self._first = pairs
-        elif not self._compared:  # a resumed replay: what has grown until here was accepted before
-            self.worst = max((pair.deviation for pair in pairs), default=0.0)
-        self._compared = True
         known = {pair.step for pair in pairs if pair.what == "loss"}
         for pair in pairs:
             strict = pair.step < self._repetition.begin + _FIRST
@@ -82,8 +108,23 @@ class Agreement:
             decides = strict or pair.what == "loss" or pair.step not in known  # gradients leap where a run is chaotic
             if decides and not pair.deviation <= allowed * (1 if pair.what == "loss" else 10):
                 raise SimulationError(self._explain(pair))
+            if (
+                decides
+                and self.parting is None
+                and pair.deviation > self._tolerance * (1 if pair.what == "loss" else 10)
+            ):
+                self.parting = pair
             if pair.what == "loss" or not strict:
                 self.worst = max(self.worst, pair.deviation / (1 if pair.what == "loss" else 10))
+
+    def describe_parting(self) -> str:
+        """Say at which step the replay left the recording, in a sentence."""
+        if (pair := self.parting) is None:
+            return f"The steps agree with the recording to {max(self.worst, 1e-16):.1g}."
+        return (
+            f"It parts from the recording at step {pair.step + 1}: the {pair.what} is {pair.replayed:.6g}, and was "
+            f"{pair.recorded:.6g} in training."
+        )
 
     def _pairs(self, number: int, seen: Seen, step: Step) -> list[_Pair]:
         """Return the figures of a step that were recorded."""
@@ -108,23 +149,35 @@ class Agreement:
         """Say at which step the replay leaves the recording, and what to look for."""
         begin = self._repetition.begin
         said = (
-            f"the replay differs from the recording at step {pair.step}: the {pair.what} is {pair.replayed:.6g}, and "
-            f"was {pair.recorded:.6g} in training. "
+            f"the replay differs from the recording at step {pair.step + 1}: the {pair.what} is {pair.replayed:.6g}, "
+            f"and was {pair.recorded:.6g} in training (a relative difference of {pair.deviation:.1g}). "
         )
         if pair.step == begin and pair.what == "loss":
             return said + (self._explain_ratio() or _WRONG_LOSS)
         if pair.step == begin:
-            return said + _WRONG_GRADIENT
+            return said + (_WRONG_GRADIENT if any(other.what == "loss" for other in self._first) else self._guess(pair))
         if pair.step < begin + _FIRST:
             return said + (
-                f"Step {begin} agrees, so that the loss is right, and the optimiser went elsewhere from there or this "
-                "batch is another: look for another class or other settings of the optimiser, clipping or a divisor "
-                "that was not recorded, examples that differ, or weights that were changed between steps."
+                f"Step {begin + 1} agrees, so the loss is right: the optimiser then moved differently, or this batch "
+                "differs. Look for another class or other settings of the optimiser, clipping or a divisor that was "
+                "not recorded, examples that differ, a loss that changes from step to step (an annealed weight, a "
+                "teacher), or weights that were changed between steps."
             )
         return said + (
             f"The steps before agree to {max(self.worst, 1e-16):.1g}: look for steps that were not recorded, data that "
             "changed during training, weights that were changed between steps, or random numbers that do not come from "
             "torch, numpy or random."
+        )
+
+    def _guess(self, pair: _Pair) -> str:
+        """Say what a wrong gradient may come from where no loss was recorded."""
+        batch = self._repetition.run.steps[pair.step].batches[0]
+        return (
+            f"No loss was recorded, which would tell more (step.backward(loss) records it). Look for a sum where "
+            f"training took a mean, or another divisor: the losses of {len(batch.examples)} examples are summed and "
+            f"divided by the recorded normaliser {batch.normaliser:g}, run.step(indices, normaliser=...). Or look for "
+            "other data or data in another order, another loss, augmentation, another model, or gradients that were "
+            "changed before the step."
         )
 
     def _explain_ratio(self) -> str | None:
@@ -156,7 +209,7 @@ _WRONG_GRADIENT = (
 
 
 def compare_end(repetition: Repetition, end: Parameters, agreement: Agreement) -> float:
-    """Return how far the unperturbed replay ends from the recorded end, relative to the way the run went.
+    """Return how far the unperturbed replay ends from the recorded end, relative to the distance the run travelled.
 
     A far end after losses that agreed is refused: the weights were changed after the last step.
     """
@@ -165,9 +218,9 @@ def compare_end(repetition: Repetition, end: Parameters, agreement: Agreement) -
     missed = norm(minus(_trained(repetition, end), recorded)) / way if way else 0.0
     if missed > _ASTRAY and agreement.worst < _JUMP * tolerance(repetition):
         raise SimulationError(
-            f"the replay misses the recorded end by {missed:.0%} of the way that the run went, although its losses "
-            f"agree to {max(agreement.worst, 1e-16):.1g}: look for weights that were averaged, restored or changed "
-            "after the last recorded step."
+            f"the replay misses the recorded end by {missed:.0%} of the distance the run travelled, although its "
+            f"losses agree to {max(agreement.worst, 1e-16):.1g}: look for weights that were averaged, restored or "
+            "changed after the last recorded step."
         )
     return missed
 
@@ -201,6 +254,6 @@ class Watch:
         for name, step in zip(self._names, steps, strict=True):
             if step >= 0:
                 raise SimulationError(
-                    f"the loss of {name} is not finite at step {step}: it diverges there. Train with a smaller "
+                    f"the loss of {name} is not finite at step {step + 1}: it diverges there. Train with a smaller "
                     "learning rate or with clipping, so that the run survives small changes, and record it again."
                 )

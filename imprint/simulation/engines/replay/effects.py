@@ -6,6 +6,7 @@ from torch import Tensor
 from imprint.data import Data, spread_examples
 from imprint.sources import Members
 from imprint.task import Functional, Parameters
+from imprint.tensors.vectors import root_mean_square
 
 _EXAMPLES = 256
 
@@ -38,4 +39,4 @@ class Effects:
             counted = ~torch.isin(self._examples, torch.from_numpy(without))
         if not bool(counted.any()):  # the source is all there is
             counted[:] = True
-        return float((one - two)[counted].square().mean().sqrt())
+        return root_mean_square((one - two)[counted])

@@ -5,57 +5,55 @@ of b is u_b = N(θ − θ₋b), with θ the recorded end; of parameters, and of 
 
 First the run is replayed as it was (`settle`), and compared with the recording step by step. Then come the rows:
 stacked where the model and the optimiser allow it, otherwise one by one (`ways.py`). With the first sources go two runs
-from slightly other starts, which say how much of an effect is chaos.
+from slightly perturbed starts, which say how much of an effect is chaos.
 """
 
 import logging
-import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import cached_property
+from functools import cached_property, partial
 from statistics import median
 from typing import ClassVar
 
 import torch
 
+from imprint.errors import SimulationError
 from imprint.plan import EngineRules, Plan, Settings
 from imprint.recording.records import Run
 from imprint.runtime.memory import Peak, activation_bytes, budget, most_that_fit, tensor_bytes
 from imprint.runtime.timing import measure_seconds
 from imprint.simulation.descent import Descent
 from imprint.simulation.engines.protocol import Chunk, Cost, Engine, Work
-from imprint.simulation.engines.replay.agreement import Agreement, Watch, compare_end
-from imprint.simulation.engines.replay.effects import Effects
-from imprint.simulation.engines.replay.rows import (
-    NOISE_ROWS,
-    Keeping,
-    Lineup,
-    follow,
-    replay_one_by_one,
-    replay_together,
+from imprint.simulation.engines.replay.agreement import Agreement
+from imprint.simulation.engines.replay.deviation import (
+    MATERIAL,
+    Deviation,
+    describe_missed,
+    describe_stacked,
+    refuse_unexplained,
 )
+from imprint.simulation.engines.replay.effects import Effects
+from imprint.simulation.engines.replay.rows import NOISE_ROWS, Lineup, replay_one_by_one, replay_together
 from imprint.simulation.engines.replay.stack import OwnRouteError, Stack
 from imprint.simulation.engines.replay.training import (
     Repetition,
-    Seen,
     Training,
     as_recorded,
     compute_losses,
     find_regularised,
-    find_routing,
 )
+from imprint.simulation.engines.replay.unperturbed import Unperturbed, replay_unperturbed, withholds
 from imprint.simulation.engines.replay.ways import Way, find_dependence, find_unkept_state, find_way, leave_out
 from imprint.simulation.path import Hooks
 from imprint.simulation.recorded import find_begin
+from imprint.simulation.snapshot import Snapshot
 from imprint.sources import Sources
 from imprint.store.checkpoint import CHAOTIC, Decided, Measured, ShardFigures
 from imprint.task import Parameters
-from imprint.tensors.vectors import minus, norm, repeated, scale, six_digits
+from imprint.tensors.vectors import minus, norm, repeated, root_mean_square, scale, six_digits
 
 logger = logging.getLogger(__name__)
-_DEVIATES = 0.02  # of a removal's effect: by so much the unperturbed replay may miss the recorded end without a warning
-_ROUNDED = 0.1  # the same where training computed in half precision
 _LOST = 0.3  # of a removal's effect: by so much a later start may change it without a warning
 _SPREAD = 2  # sources that are replayed from step 0 too, where a plan starts later
 _STEPS = 6  # measured, of which the first two, which warm up, do not count
@@ -65,7 +63,7 @@ class Replay(Engine):
     """The recorded run without each source, for few sources and any training that can be repeated."""
 
     name = "replay"
-    rules = EngineRules(frozenset({"start"}), second_order=False, question="this_run", removes=True)
+    rules = EngineRules(frozenset({"start", "stacked"}), second_order=False, question="this_run", removes=True)
     unit: ClassVar[str] = "source-steps"
 
     def __init__(self, work: Work) -> None:
@@ -86,15 +84,13 @@ class Replay(Engine):
 
     def repetition_from(self, begin: int) -> Repetition:
         """Return the repetition of the run from one of its checkpoints on."""
-        return Repetition(self.descent.task.task, self.descent.data, self.run, begin, *self._found_first)
+        return Repetition(self.descent.task.task, self.descent.data, self.run, begin, self._regularised)
 
     @cached_property
-    def _found_first(self) -> tuple[bool, bool]:
-        """What the first step tells: whether the loss was regularised, and whether rows find their own routes."""
+    def _regularised(self) -> bool:
+        """Whether the loss was regularised, as the first step tells."""
         begin = find_begin(self.run, self.plan.start)
-        plain = Repetition(self.descent.task.task, self.descent.data, self.run, begin)
-        regularised = find_regularised(plain)
-        return regularised, find_routing(replace(plain, regularised=regularised))
+        return find_regularised(Repetition(self.descent.task.task, self.descent.data, self.run, begin))
 
     @cached_property
     def effects(self) -> Effects:
@@ -112,8 +108,15 @@ class Replay(Engine):
     def settle(self) -> None:
         """Choose how rows are replayed, replay the run as it was and compare it with the recording."""
         self.choose_way()
-        deviation = self.measure_deviation()
-        lost = self.measure_start_lost() if self.repetition.begin else None
+        snapshots = self.work.files.snapshots() if self.work.files else []
+        try:
+            self.unperturbed = self._replay_unperturbed(*snapshots[:1])
+            lost = self.measure_start_lost(*snapshots[1:]) if self.repetition.begin else None
+        except SimulationError:  # which would come again
+            _clear(snapshots)
+            raise
+        _clear(snapshots)
+        deviation = self.unperturbed.deviation  # `conclude` relates it to the effect of a removal
         self.measured = Measured(one_by_one=self.way.one_by_one, deviation=deviation, start_lost=lost)
         rows = self.rows_that_fit()
         rate = self.run.steps[self.repetition.begin].groups[0].get("lr")
@@ -128,7 +131,7 @@ class Replay(Engine):
     def choose_way(self) -> None:
         """Find out how rows can be replayed."""
         with as_recorded(self.run.circumstances):
-            self._way = find_way(self.repetition)
+            self._way = find_way(self.repetition, stacks=self.plan.stacked)
             self._unkept = find_unkept_state(self.repetition, twice=self._way.leaves_out)
 
     def take_over(self, decided: Decided, measured: Measured) -> None:
@@ -142,53 +145,48 @@ class Replay(Engine):
                 self._way = Way(False, measured.one_by_one)
             self._unkept = find_unkept_state(self.repetition, twice=False)
         if measured.norms is not None:  # of a finished store, whose deviation is relative to the effects already
-            self.measured = replace(measured, deviation=self.measure_deviation())
+            self.measured = replace(measured, deviation=self.unperturbed.deviation)
 
-    def measure_deviation(self) -> float:
-        """Replay the run as it was; return the root mean square difference of F between its end and the recorded.
+    @cached_property
+    def unperturbed(self) -> Unperturbed:
+        """The run as it was, replayed and compared with the recording."""
+        return self._replay_unperturbed()
 
-        `conclude` relates it to the effect of a removal, once that is known.
-        """
-        repetition = self.repetition
-        agreement, training = Agreement(repetition), Training(repetition)
-        watch = Watch(("the unperturbed replay",))
-
-        def hear(number: int, seen: Seen) -> None:
-            agreement.add(number, seen)
-            self.work.advance(0)
-
-        follow(training, Keeping(), hear, watch=watch, measure=True)  # nothing is kept before the journal is there
-        missed = compare_end(repetition, training.state(), agreement)
-        deviation = self.effects.change(self._displaced(training.state()))
-        logger.info(
-            "the unperturbed replay misses the recorded end by %.2g of the way and F there by %.2g (losses by %.2g)",
-            *(missed, deviation, agreement.worst),
+    def _replay_unperturbed(self, snapshot: Snapshot | None = None) -> Unperturbed:
+        return replay_unperturbed(
+            self.repetition,
+            advance=lambda: self.work.advance(0),
+            compare=lambda end: self.effects.change(self._displaced(end)),
+            snapshot=snapshot,
         )
-        return six_digits([deviation])[0]
 
-    def measure_start_lost(self) -> float:
+    def measure_start_lost(self, late_snapshot: Snapshot | None = None, snapshot: Snapshot | None = None) -> float:
         """Return how much of a removal's effect a later start loses: rms change of F over the rms effect."""
-        few = self.descent.sources.spread(_SPREAD)
-        late = self._replay(self.repetition, Lineup(few), Hooks())
-        early = self._replay(self.repetition_from(0), Lineup(few), Hooks())
+        few, hear = self.descent.sources.spread(_SPREAD), lambda rows: self.work.advance(0)
+        late = self._replay(self.repetition, Lineup(few), Hooks(hear, snapshot=late_snapshot))
+        early = self._replay(self.repetition_from(0), Lineup(few), Hooks(hear, snapshot=snapshot))
         changes, effects = [], []
         for members, one, other in zip(few.members, late, early, strict=True):
             changes.append(self.effects.compare(self._displaced(one), self._displaced(other), members))
             effects.append(self.effects.change(self._displaced(other), members))
-        return six_digits([_rms(changes) / _rms(effects)])[0] if any(effects) else 0.0
+        return six_digits([root_mean_square(changes) / root_mean_square(effects)])[0] if any(effects) else 0.0
 
     # --- rows
 
     def simulate(self, descent: Descent, hooks: Hooks) -> Chunk:
-        """Replay the run without each of some sources; with the first ones, from slightly other starts too."""
+        """Replay the run without each of some sources; with the first ones, from slightly perturbed starts too."""
         stacked, sources = self.way.one_by_one is None, descent.sources
         lineup = Lineup(sources, self.plan.seed if hooks.first else None, control=hooks.first and stacked)
         ends = [self._displaced(end) for end in self._replay(self.repetition, lineup, hooks)]
         own, others = ends[: len(sources)], ends[len(sources) :]
         effects = [self.effects.change(e, members) for e, members in zip(own, sources.members, strict=True)]
         noise, control = others[: NOISE_ROWS if hooks.first else 0], others[NOISE_ROWS:]
-        deviation = max([self.measured.deviation or 0.0, *map(self.effects.change, control)])
         unperturbed = control[0] if control else descent.start  # what a perturbed start is compared with
+        moved = root_mean_square([self.effects.compare(end, unperturbed) for end in noise])
+        missed = max(map(self.effects.change, control), default=0.0)
+        deviation = Deviation(self.measured.deviation or 0.0, missed, moved, root_mean_square(effects))
+        if hooks.first and deviation.plain > MATERIAL * deviation.effect:
+            refuse_unexplained(deviation, self.unperturbed, self.repetition)
         start = {**descent.start, **self._displaced(self.repetition.start())}
         return Chunk(
             base=descent.start,
@@ -196,11 +194,13 @@ class Replay(Engine):
             drift=norm(minus(descent.start, start)) / scale(descent.start, descent.task),
             noise=self._rows(noise, unperturbed) if noise else None,
             effects=effects,
-            noise_effect=_rms([self.effects.compare(end, unperturbed) for end in noise]) if noise else None,
-            deviation=deviation if hooks.first else None,
+            noise_effect=moved if noise else None,
+            deviation=deviation.largest if hooks.first else None,
         )
 
     def _replay(self, repetition: Repetition, lineup: Lineup, hooks: Hooks) -> list[Parameters]:
+        if withholds(self.repetition):
+            repetition = replace(repetition, routes=self.unperturbed.routes)
         if self.way.one_by_one is None:
             try:
                 return replay_together(repetition, lineup, hooks, plain_attention=self.way.plain_attention)
@@ -245,18 +245,14 @@ class Replay(Engine):
                 f"{self.way.fresh_draws}: where a source is left out of a batch, the other examples get other random "
                 "numbers than in training, which every effect contains, and which the noise does not show."
             )
-        rounded = self.run.circumstances.autocast is not None or self.descent.dtype.itemsize < 4
-        if measured.deviation is not None and measured.deviation > (_ROUNDED if rounded else _DEVIATES):
-            notice(
-                f"the replay misses the recorded end: predictions differ by {measured.deviation:.2g} times what "
-                "removing a source does, which every effect contains. Look for weights that were averaged or restored "
-                "before the recording was finished, and for an optimiser of your own that treats values together. "
-                "Rounding grows where a run is chaotic, and some GPU kernels do not repeat: "
-                "torch.use_deterministic_algorithms(True) in training and replay helps."
-            )
+        if measured.deviation is not None and measured.deviation > MATERIAL:
+            if (shards[0].deviation or 0.0) > 2 * (self.measured.deviation or 0.0):  # that of the unperturbed replay
+                notice(describe_stacked(measured.deviation, self.repetition))
+            else:
+                notice(describe_missed(measured.deviation, measured.chaos, self.unperturbed.agreement))
         if measured.start_lost is not None and measured.start_lost > _LOST:
             notice(
-                f"a replay from step {self.repetition.begin} on differs from one of the whole run by "
+                f"a replay that begins after {self.repetition.begin} steps differs from one of the whole run by "
                 f"{measured.start_lost:.2g} of a removal's effect: replay from an earlier start= for exact effects."
             )
         return measured
@@ -342,11 +338,14 @@ class Replay(Engine):
         return replace(found, scratch=total * ends + memory, memory=held)
 
     def _time_plain(self) -> float:
-        """Measure a step of a plain training."""
-        training, taken = Training(self.repetition, leaves_out=self.way.leaves_out), []
+        """Measure a step of a plain training; refuse the first ones if they differ from the recording."""
+        training, agreement = Training(self.repetition, leaves_out=self.way.leaves_out), Agreement(self.repetition)
+
+        def step(number: int) -> None:
+            agreement.add(number, training.step(number, measure=True))
+
         with as_recorded(self.run.circumstances):
-            for number in self.repetition.steps[:_STEPS]:
-                taken.append(self._measure(lambda number=number: training.step(number, measure=True)))  # type: ignore[misc]
+            taken = [self._measure(partial(step, number)) for number in self.repetition.steps[:_STEPS]]
         return median(taken[2:] or taken)
 
     def _time_steps(self, sources: Sources, count: int, rows: int | None = None) -> float:
@@ -359,10 +358,7 @@ class Replay(Engine):
             plain_attention=self.way.plain_attention,
         )
         with as_recorded(self.run.circumstances):
-            taken = [
-                self._measure(lambda number=number: stack.step(number))  # type: ignore[misc]
-                for number in self.repetition.steps[:count]
-            ]
+            taken = [self._measure(partial(stack.step, number)) for number in self.repetition.steps[:count]]
         return median(taken[2:] or taken)
 
     def _measure(self, call: Callable[[], object]) -> float:
@@ -373,5 +369,6 @@ class Replay(Engine):
         return time.monotonic() - begin
 
 
-def _rms(values: Sequence[float]) -> float:
-    return math.sqrt(sum(value**2 for value in values) / len(values)) if values else 0.0
+def _clear(snapshots: Sequence[Snapshot]) -> None:
+    for snapshot in snapshots:
+        snapshot.clear()

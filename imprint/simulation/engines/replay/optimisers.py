@@ -41,7 +41,7 @@ def _make(
 
 
 def set_settings(optimiser: Optimizer, settings: Sequence[Settings]) -> None:
-    """Give each parameter group the settings that it had at a step."""
+    """Give each parameter group some settings; it keeps the others."""
     for group, values in zip(optimiser.param_groups, settings, strict=True):
         group.update(_plain(values))
 

@@ -1,4 +1,4 @@
-"""Replays the rows of a line-up to their end: the run without each source, and runs from slightly other starts.
+"""Replays the rows of a line-up to their end: the run without each source, and runs from slightly perturbed starts.
 
 Interrupted, they resume from their last snapshot. A row's end holds the trained parameters and all buffers.
 """
@@ -6,15 +6,14 @@ Interrupted, they resume from their last snapshot. A row's end holds the trained
 import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from imprint.errors import PlanError, StoreError, first_line
-from imprint.recording.memory import give_memory, pack_memory, take_memory, unpack_memory
 from imprint.simulation.engines.replay.agreement import Watch
+from imprint.simulation.engines.replay.remembering import pack_optimiser, restore_optimiser
 from imprint.simulation.engines.replay.stack import Rows, Stack
 from imprint.simulation.engines.replay.training import Excluded, Repetition, Seen, Training, as_recorded, load_tensors
 from imprint.simulation.path import Hooks
@@ -45,7 +44,7 @@ class Lineup:
         nothing = np.zeros(0, dtype=np.int64)
         extra = NOISE_ROWS * (self.seed is not None)
         names = [f"the run without source {identity!r}" for identity in self.sources.ids]
-        names += ["the run from a slightly other start"] * extra + ["the unperturbed run"] * self.control
+        names += ["the run from a slightly perturbed start"] * extra + ["the unperturbed run"] * self.control
         return Rows((*self.sources.members, *[nothing] * (extra + self.control)), tuple(names))
 
     def starts(self, start: Parameters, trained: tuple[str, ...]) -> list[Parameters]:
@@ -87,20 +86,17 @@ def replay_together(repetition: Repetition, lineup: Lineup, hooks: Hooks, *, pla
 
 
 def _pack_stack(stack: Stack) -> tuple[Parameters, str]:
-    memory, text = _pack_memory(stack)
-    return {**memory, **{f"rows/{name}": p.detach() for name, p in stack.parameters.items()}}, text
+    return _pack_with_memory(stack, {f"rows/{name}": p.detach() for name, p in stack.parameters.items()})
 
 
-def _pack_memory(trained: Stack | Training) -> tuple[Parameters, str]:
-    tensors, text = pack_memory(take_memory(trained.optimiser, trained.parameters))
-    return {f"memory/{name}": tensor for name, tensor in tensors.items()}, text
-
-
-def _restore_memory(trained: Stack | Training, found: Found) -> None:
-    """Let an optimiser remember what was packed; StoreError if that is something else."""
-    tensors = _named(found.tensors, "memory/")
-    memory = unpack_memory(tensors, found.note, trained.parameters.keys(), Path("a snapshot"))
-    give_memory(trained.optimiser, trained.parameters, memory)
+def _pack_with_memory(trained: Stack | Training, state: Parameters) -> tuple[Parameters, str]:
+    """Return a state with what its optimiser remembers; nothing if that cannot be kept."""
+    try:
+        tensors, text = pack_optimiser(trained)
+    except PlanError as error:
+        logger.info("what is interrupted here will start over: %s", error)
+        return {}, ""
+    return {**state, **{f"memory/{name}": tensor for name, tensor in tensors.items()}}, text
 
 
 def _restore_stack(stack: Stack, snapshot: Snapshot | None) -> int:
@@ -109,10 +105,10 @@ def _restore_stack(stack: Stack, snapshot: Snapshot | None) -> int:
     if found is None or snapshot is None:
         return 0
     rows = _named(found.tensors, "rows/")
-    if _shapes(rows) != _shapes(stack.parameters) or found.step > len(stack.repetition.steps):
+    if not found.note or _shapes(rows) != _shapes(stack.parameters) or found.step > len(stack.repetition.steps):
         return 0
     try:
-        _restore_memory(stack, found)
+        restore_optimiser(stack, _named(found.tensors, "memory/"), found.note)
     except StoreError as error:
         snapshot.refuse(first_line(error))
         return 0
@@ -151,11 +147,13 @@ class Keeping:
     """Where the state of a plain training is kept meanwhile, with the ends of the rows before it.
 
     left: what an earlier run has left of this training.
+    beside: returns what else is kept, under names that nothing else has.
     """
 
     snapshot: Snapshot | None = None
     ends: list[Parameters] = field(default_factory=list)
     left: Found | None = None
+    beside: Callable[[], Parameters] = dict
 
 
 def follow(
@@ -174,20 +172,16 @@ def follow(
             hear(number, seen)
             if snapshot:
                 made = len(keeping.ends) * len(repetition.steps) + number + 1 - repetition.begin
-                snapshot.keep_tensors(made, lambda: _pack_training(training, keeping.ends))
+                snapshot.keep_tensors(made, lambda: _pack_training(training, keeping))
         watch.check()
     return done
 
 
-def _pack_training(training: Training, ends: list[Parameters]) -> tuple[Parameters, str]:
+def _pack_training(training: Training, keeping: Keeping) -> tuple[Parameters, str]:
     """Return the state of a training, with the ends of the rows before it."""
-    kept = {f"ends/{index}/{name}": tensor for index, end in enumerate(ends) for name, tensor in end.items()}
-    try:
-        memory, text = _pack_memory(training)
-    except PlanError as error:  # its row starts over
-        logger.info("the training that was interrupted will start over: %s", error)
-        return kept, ""
-    return {**kept, **memory, **{f"now/{name}": tensor for name, tensor in training.state().items()}}, text
+    ends = {f"ends/{index}/{name}": tensor for index, end in enumerate(keeping.ends) for name, tensor in end.items()}
+    now, text = _pack_with_memory(training, {f"now/{name}": tensor for name, tensor in training.state().items()})
+    return {**ends, **now, **keeping.beside()}, text
 
 
 def restore_ends(repetition: Repetition, rows: int, snapshot: Snapshot | None) -> tuple[list[Parameters], Found | None]:
@@ -218,7 +212,7 @@ def _restore_training(training: Training, left: Found | None) -> int:
     if _shapes(now) != _shapes(training.state()):
         return 0
     try:
-        _restore_memory(training, left)
+        restore_optimiser(training, _named(left.tensors, "memory/"), left.note)
     except StoreError:
         return 0
     load_tensors(training.model, now)

@@ -79,7 +79,7 @@ class Stack:
     def step(self, number: int) -> Tensor:
         """Make a step of the recorded run with every row; return the loss of each."""
         step = self.repetition.run.steps[number]
-        set_settings(self.optimiser, step.groups)
+        set_settings(self.optimiser, self.repetition.find_settings(number))
         self.optimiser.zero_grad()
         total: Tensor | None = None
         for index, micro in enumerate(step.batches):
@@ -87,11 +87,13 @@ class Stack:
             objectives.sum().backward()
             total = objectives.detach() if total is None else total + objectives.detach()
         assert total is not None
+        routes = self.repetition.routes
+        withheld, _ = (routes and routes.at(number)) or (step.missing, None)
         for name, p in self.parameters.items():
             if name in step.missing:
-                if self.repetition.routes and p.grad is not None and bool(p.grad.any()):
+                if name not in withheld and p.grad is not None and bool(p.grad.any()):
                     raise OwnRouteError(
-                        f"{name} has a gradient without a source at step {number}, and had none in training"
+                        f"{name} has a gradient without a source at step {number + 1}, and had none in training"
                     )
                 p.grad = None
             elif p.grad is None:
@@ -162,7 +164,7 @@ def clip_rows_(gradients: Sequence[Tensor], clipping: Clipping) -> None:
         for gradient in gradients:
             gradient.clamp_(-clipping.limit, clipping.limit)
         return
-    each = [torch.linalg.vector_norm(g.flatten(1), clipping.norm_type, dim=1) for g in gradients]
+    each = [torch.linalg.vector_norm(g.reshape(len(g), -1), clipping.norm_type, dim=1) for g in gradients]
     norms = torch.linalg.vector_norm(torch.stack(each), clipping.norm_type, dim=0)
     factors = (clipping.limit / (norms + 1e-6)).clamp(max=1.0)
     for gradient in gradients:

@@ -5,7 +5,7 @@ The unperturbed replay is one; where rows cannot be stacked, the run without eac
 
 import functools
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 
@@ -13,18 +13,22 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_
+from torch.optim import Optimizer
 
 from imprint.batches import is_columnar, map_tensors, own_containers
 from imprint.compat import trains_batch_norm, users_attention
 from imprint.data import Data
-from imprint.errors import ImprintError, TaskError, first_line
+from imprint.errors import ImprintError, SimulationError, TaskError, first_line
 from imprint.model.draws import UncapturableDraws, capture_draws, substitute_draws
 from imprint.model.replica import make_private
 from imprint.recording.memory import give_memory
-from imprint.recording.records import Circumstances, MicroBatch, Run, Step, micro_seed
+from imprint.recording.records import Circumstances, MicroBatch, Run, Settings, micro_seed
 from imprint.recording.seeding import keep_random_state, seed_everything
+from imprint.recording.settings import describe_groups, find_changes
 from imprint.simulation.engines.replay.optimisers import make_optimiser, set_settings
+from imprint.simulation.engines.replay.routes import Names, Routes
 from imprint.task import Batch, Parameters, Task, require_one_each
+from imprint.tensors.vectors import total_norm
 
 logger = logging.getLogger(__name__)
 Excluded = np.ndarray[tuple[int], np.dtype[np.bool_]]
@@ -36,8 +40,8 @@ class Repetition:
     """A recorded run, with the task and the data that it is repeated on, from the checkpoint at step `begin` on.
 
     regularised: whether the loss of the run contained the task's regulariser (see `find_regularised`).
-    routes: whether gradients are missing where the loss itself leaves them out, so that a run without a source may miss
-        others than the recorded one, such as those of experts that other examples are sent to (see `find_routing`).
+    routes: which gradients are missing in every run, where one without a source may miss others than the recorded one
+        did, such as those of experts; by default the recorded ones.
     """
 
     task: Task
@@ -45,7 +49,7 @@ class Repetition:
     run: Run
     begin: int = 0
     regularised: bool = True
-    routes: bool = False
+    routes: Routes | None = None
 
     @property
     def steps(self) -> range:
@@ -61,6 +65,20 @@ class Repetition:
     def trained(self) -> tuple[str, ...]:
         """The names of the parameters that the optimiser moves."""
         return tuple(name for group in self.run.groups for name in group)
+
+    def find_settings(self, number: int) -> Sequence[Settings]:
+        """Return the settings of each parameter group that a step of the run began with and its optimiser did not set.
+
+        What the optimiser itself has left in its groups, such as a step size that it adapts, is a part of its memory:
+        each row keeps its own.
+        """
+        steps = self.run.steps
+        before = steps[number - 1] if number > self.begin else None
+        if before is None or before.left is None:
+            return steps[number].groups
+        changes = before.left or ({},) * len(before.groups)
+        left = [{**given, **changed} for given, changed in zip(before.groups, changes, strict=True)]
+        return find_changes(left, steps[number].groups)
 
     def start(self) -> Parameters:
         """Load the trained parameters and the buffers where the repetition begins, on the device of the data."""
@@ -123,10 +141,14 @@ def compute_losses(
 
 @dataclass(frozen=True)
 class Seen:
-    """What a step of a training shows: its loss and the norm of its gradient, None where they are not asked for."""
+    """What a step of a training shows: its loss, and the norm of its gradient, None where it is not asked for.
+
+    missing: the parameters that its loss has no gradient of.
+    """
 
     loss: Tensor
     gradient_norm: Tensor | None = None
+    missing: Names = frozenset()
 
 
 class Training:
@@ -150,17 +172,9 @@ class Training:
 
     def measure_first(self) -> tuple[float, float]:
         """Return the loss and the norm of the gradient where the repetition begins."""
-        loss, norm = self._backward(self.repetition.run.steps[self.repetition.begin], measure=True)
-        assert norm is not None
-        return float(loss), float(norm)
-
-    def find_missing(self) -> frozenset[str]:
-        """Name the parameters that have no gradient where the repetition begins, whatever was recorded."""
-        step = self.repetition.run.steps[self.repetition.begin]
-        self.model.zero_grad()
-        for index, micro in enumerate(step.batches):
-            self._objective(micro, micro_seed(step.seed, index)).backward()
-        return frozenset(name for name, p in self.parameters.items() if p.grad is None)
+        seen = self._backward(self.repetition.begin, measure=True)
+        assert seen.gradient_norm is not None
+        return float(seen.loss), float(seen.gradient_norm)
 
     def state(self) -> Parameters:
         """Return the trained parameters and all buffers, not copied."""
@@ -170,30 +184,35 @@ class Training:
     def step(self, number: int, *, measure: bool = False) -> Seen:
         """Make a step of the recorded run; `measure` asks for the norm of the gradient."""
         step = self.repetition.run.steps[number]
-        set_settings(self.optimiser, step.groups)
+        set_settings(self.optimiser, self.repetition.find_settings(number))
+        before = describe_groups(self.optimiser) if measure and step.left is None else None
         if step.closure:
-            return self._step_with_closure(step)
-        loss, norm = self._backward(step, measure=measure)
-        self.optimiser.step()
-        return Seen(loss, norm)
+            seen = self._step_with_closure(number)
+        else:
+            seen = self._backward(number, measure=measure)
+            self.optimiser.step()
+        if before is not None:
+            _refuse_own_settings(type(self.optimiser), find_changes(before, describe_groups(self.optimiser)))
+        return seen
 
-    def _step_with_closure(self, step: Step) -> Seen:
+    def _step_with_closure(self, number: int) -> Seen:
         """Let the optimiser evaluate the loss itself, as often as it wants; the first value is what was recorded."""
         losses: list[Tensor] = []
 
         def closure() -> Tensor:
             with torch.enable_grad():
-                losses.append(self._backward(step, measure=False, seeds=not losses)[0])
+                losses.append(self._backward(number, measure=False, seeds=not losses).loss)
             return losses[-1]
 
         self.optimiser.step(closure)  # type: ignore[arg-type]
         return Seen(losses[0])
 
-    def _backward(self, step: Step, *, measure: bool, seeds: bool = True) -> tuple[Tensor, Tensor | None]:
-        """Leave the gradient of a step, clipped, in the parameters; return its loss, and the norm before clipping.
+    def _backward(self, number: int, *, measure: bool, seeds: bool = True) -> Seen:
+        """Leave the gradient of a step, clipped, in the parameters; return what it shows, its norm before clipping.
 
         seeds: whether micro-batches are seeded, as they are once in a step.
         """
+        step = self.repetition.run.steps[number]
         self.model.zero_grad()
         loss: Tensor = torch.zeros((), device=self.repetition.data.device)
         emptied = True
@@ -206,19 +225,25 @@ class Training:
                 emptied = False
             loss = loss + objective.detach()
         parameters = list(self.parameters.values())
-        for name, p in self.parameters.items():
-            if self.repetition.routes and not emptied:
-                continue
-            if name in step.missing:
-                p.grad = None
-            elif p.grad is None:
-                p.grad = torch.zeros_like(p)
+        missing = frozenset(name for name, p in self.parameters.items() if p.grad is None)
+        self._settle_missing(number, emptied)
         norm = total_norm([p.grad for p in parameters if p.grad is not None]) if measure else None
         if step.clipping is not None and step.clipping.kind == "norm":
             clip_grad_norm_(parameters, step.clipping.limit, step.clipping.norm_type)
         elif step.clipping is not None:
             clip_grad_value_(parameters, step.clipping.limit)
-        return loss, norm
+        return Seen(loss, norm, missing)
+
+    def _settle_missing(self, number: int, emptied: bool) -> None:
+        """Have the gradients missing that are missing in every run; `emptied` if no example is left in the step."""
+        step, routes = self.repetition.run.steps[number], self.repetition.routes
+        found = None if routes is None or emptied else routes.at(number)
+        withheld, filled = found or (step.missing, self.parameters.keys() - step.missing)
+        for name, p in self.parameters.items():
+            if name in withheld:
+                p.grad = None
+            elif p.grad is None and name in filled:
+                p.grad = torch.zeros_like(p)
 
     def _objective(self, micro: MicroBatch, seed: int | None) -> Tensor:
         """Return the objective of a micro-batch: the sum of its losses, divided by the recorded normaliser."""
@@ -301,13 +326,13 @@ def find_regularised(repetition: Repetition) -> bool:
     return with_it < without_it
 
 
-def find_routing(repetition: Repetition) -> bool:
-    """Tell whether the first gradients are missing just where the recording says, so that rows can find their own."""
-    step = repetition.run.steps[repetition.begin]
-    if step.closure or not any(each.missing for each in repetition.run.steps):
-        return False
-    with as_recorded(repetition.run.circumstances):
-        return Training(repetition).find_missing() == step.missing
+def _refuse_own_settings(kind: type[Optimizer], changed: Sequence[Settings]) -> None:
+    """Refuse an optimiser that changes its own settings, where the recording does not tell which these are."""
+    if names := sorted({repr(name) for group in changed for name in group}):
+        raise SimulationError(
+            f"{kind.__name__} changes {', '.join(names)} of its parameter groups in its own steps, and the recording "
+            "is of a version that did not tell this from a schedule: record the run again."
+        )
 
 
 @functools.cache
@@ -317,10 +342,3 @@ def _warn_of_single(reason: str) -> None:
         "for nothing there (%s)",
         reason,
     )
-
-
-def total_norm(gradients: list[Tensor]) -> Tensor:
-    """Return the Euclidean norm of all gradients together."""
-    wide = (g.float() if g.dtype.itemsize < 4 else g for g in gradients)
-    total: Tensor = torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(g) for g in wide]))
-    return total

@@ -18,6 +18,7 @@ from imprint.simulation.engines.replay.agreement import tolerance
 from imprint.simulation.engines.replay.optimisers import find_why_not_stackable
 from imprint.simulation.engines.replay.stack import Rows, Stack
 from imprint.simulation.engines.replay.training import Excluded, Repetition, Training, compute_losses
+from imprint.store.checkpoint import LEFT_OUT
 from imprint.task import Parameters
 from imprint.tensors.batching import attempt
 from imprint.tensors.vectors import repeated
@@ -42,9 +43,11 @@ class Way:
     fresh_draws: str | None = None
 
 
-def find_way(repetition: Repetition) -> Way:
-    """Find out how the runs without a source can be made."""
+def find_way(repetition: Repetition, *, stacks: bool = True) -> Way:
+    """Find out how the runs without a source can be made; `stacks` if many of them may be made at once."""
     dependence = find_dependence(repetition)
+    if dependence is None and not stacks:
+        return Way(False, "the plan has stacked=False")
     way = leave_out(repetition, dependence) if dependence is not None else _try_stack(repetition)
     if way.one_by_one is not None:
         logger.warning("runs are replayed one by one: %s", way.one_by_one)
@@ -66,10 +69,9 @@ def find_dependence(repetition: Repetition) -> str | None:
     """Return why the loss of an example depends on which others are in its batch; None if it does not."""
     model, run = repetition.make_model(), repetition.run
     if trains_batch_norm(model):
-        return "batch normalisation lets examples of a batch see each other, so that sources are left out of batches"
-    step, index, micro = next(_larger_batches(repetition), (0, 0, None))
-    if micro is None:
-        return None
+        return f"batch normalisation lets examples of a batch see each other, {LEFT_OUT}"
+    first = repetition.begin, 0, run.steps[repetition.begin].batches[0]
+    step, index, micro = next(_larger_batches(repetition), first)
     examples, batch = repetition.gather(micro)
     count, seed = len(examples), micro_seed(run.steps[step].seed, index)
 
@@ -82,7 +84,9 @@ def find_dependence(repetition: Repetition) -> str | None:
     plain = losses(batch)
     for name, buffer in model.named_buffers():
         if not torch.equal(buffer, before[name]):
-            return f"a forward pass in training changes the buffer {name!r}, so that sources are left out of batches"
+            return f"a forward pass in training changes the buffer {name!r}, {LEFT_OUT}"
+    if len(set(micro.examples)) == 1:  # as in every batch of the run: nobody is there to be seen
+        return None
     places = torch.arange(count)
     places[-1] = 0  # in place of the last example the first one again
     if is_columnar(batch, count):
@@ -91,7 +95,7 @@ def find_dependence(repetition: Repetition) -> str | None:
         other = repetition.data.gather(examples[places])
     change = (losses(other) - plain)[:-1].abs().max()
     if float(change) > tolerance(repetition) * float(plain.abs().mean()):
-        return "the loss of an example depends on the others in its batch, so that sources are left out of batches"
+        return f"the loss of an example depends on the others in its batch, {LEFT_OUT}"
     return None
 
 
@@ -176,7 +180,7 @@ def _find_why_not_computed(repetition: Repetition, *, plain_attention: bool) -> 
     if missed is None:
         return f"vmap does not support this model: {reason}", slow
     if missed > 10 * tolerance(repetition):
-        return f"a row of a stack has other losses than a plain training, by {missed:.1g} in {_TRIED} steps", slow
+        return f"losses differ between stacked and plain training, by {missed:.1g} in {_TRIED} steps", slow
     return None, slow
 
 
