@@ -28,11 +28,11 @@ from torch import Tensor
 from torch.func import grad, vmap
 
 from imprint import Plan, Task, attribute, language, simulate
-from imprint.benchmarking.lexical import bm25, characters, size_only, tf_idf
 from imprint.benchmarking.settings import shakespeare
 from imprint.benchmarking.settings.shakespeare import Shakespeare, Size
 from imprint.data import Data
 from imprint.evaluation import Metric, Subsets, Truth, lds, retrain
+from imprint.evaluation.lexical import bm25, characters, size_only, tf_idf
 from imprint.evaluation.metrics import removal
 from imprint.evaluation.training import measure_stack, record_together, train_together
 from imprint.runtime.progress import Progress

@@ -30,10 +30,10 @@ from torch import Tensor
 from imprint import Attribution, Plan, Sources, Task, attribute, simulate
 from imprint.attribution.combining import weigh
 from imprint.benchmarking.gradients import gradient_products
-from imprint.benchmarking.lexical import characters as stretches
-from imprint.benchmarking.lexical import tf_idf
 from imprint.benchmarking.settings import characters, digits, mnist
 from imprint.evaluation import Subsets, Together, Training, Truth, evaluate, replay_run, replay_seeds
+from imprint.evaluation.lexical import characters as stretches
+from imprint.evaluation.lexical import tf_idf
 from imprint.evaluation.subsets import derive_seed
 from imprint.recording.reading import Recording
 from imprint.runtime.threads import set_threads

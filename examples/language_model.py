@@ -33,11 +33,13 @@ tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, unk_token="?")
 documents = language.Documents(texts, tokenizer)
 data = documents.columns
 sources = documents.sources(publishers)
-queries = language.Completions(
+completions = language.Completions(
     ["the old pear tree", "the old council", "the early ferry"],
     [" ripens in the orchard", " debates in the hall", " departs with the tide"],
     tokenizer,
-).columns
+)
+queries = completions.columns
+query_texts, example_texts = completions.texts, documents.texts  # what reports show, and guess from
 plan = imprint.Plan(steps=30, lr=1e-3, preconditioner="adam")
 
 torch.manual_seed(0)

@@ -4,7 +4,7 @@ import logging
 import os
 import shutil
 import warnings
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -21,7 +21,7 @@ from imprint.data import Collate, HashData, as_tensors, is_columns, query_batche
 from imprint.display import format_size
 from imprint.errors import ImprintError, SimulationError, first_line
 from imprint.evaluation.together import Together, Train
-from imprint.plan import Plan, State, format_plan
+from imprint.plan import Checkpoints, Plan, format_plan
 from imprint.readout.base import Base
 from imprint.readout.kernels import ReadoutName, forward_only
 from imprint.readout.reader import Reader
@@ -137,7 +137,7 @@ def check(
     plan: Plan | Literal["auto"] | None = None,
     *,
     queries: Any = None,
-    checkpoints: Sequence[State] | None = None,
+    checkpoints: Checkpoints | None = None,
     run: Recorded | None = None,
     out: str | os.PathLike[str] | None = None,
     batch_size: int | None = None,

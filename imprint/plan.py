@@ -3,7 +3,7 @@
 import dataclasses
 import os
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
@@ -12,8 +12,6 @@ from torch import Tensor
 from imprint.errors import PlanError
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from imprint.data import Collate, HashData
     from imprint.runtime.progress import Advance
     from imprint.sources import Sources
@@ -28,6 +26,8 @@ Question = Literal["this_run", "expected"]
 Tensors = Mapping[str, Tensor] | str | os.PathLike[str]
 State = Tensors | tuple[Tensors, Tensors]
 """A checkpoint: a state dict or a .safetensors file; or a pair of one and of Adam's second moments, given likewise."""
+Checkpoints = Sequence[State | Sequence[State]]
+"""The checkpoints of one training run, or a list of them for each of several runs."""
 _choosers: list[Callable[..., "Plan"]] = []
 
 
@@ -117,8 +117,8 @@ class Settings:
 class Plan:
     """The settings of a simulation.
 
-    `steps`, `lr`, `damping` and `weight` take one value for all checkpoints, or a tuple with one for each. Settings
-    that not every engine uses name theirs; the path engines are "tangent" and "trajectories".
+    `steps`, `lr`, `damping` and `weight` take one value for all checkpoints, or a tuple with one for each, run after
+    run. Settings that not every engine uses name theirs; the path engines are "tangent" and "trajectories".
 
     engine: "tangent" computes the exact response along the path by forward-over-reverse differentiation. "trajectories"
         runs the perturbed descents themselves; it needs only first derivatives, so it works with any model. "spectral"
@@ -273,7 +273,7 @@ class Plan:
         task: "Task",
         data: Any,
         sources: "Sources",
-        checkpoints: "Sequence[State] | None" = None,
+        checkpoints: Checkpoints | None = None,
         *,
         run: Any = None,
         batch_size: int | None = None,
@@ -284,7 +284,8 @@ class Plan:
         """Choose a plan with settings for each checkpoint, from curvature and gradients there; see `simulation.auto`.
 
         The arguments are those of `simulate`. Sources of one example each get the spectral engine, groups the path
-        of the tangent engine, with dropout if the model has some. A recorded run is repeated where that takes no more
+        of the tangent engine, with dropout if the model has some, and in Adam's metric if its second moments came with
+        every checkpoint. A recorded run is repeated where that takes no more
         than a night and the run is calm; otherwise the plan is for the checkpoints of the run.
         """
         return _choosers[-1](task, data, sources, checkpoints, run, batch_size, collate_fn, hash_data, progress)

@@ -4,9 +4,13 @@ Against ground truth averaged over R runs, whose single runs correlate r with ea
 about √(R·r / (1 + (R − 1)·r)). This is an upper estimate where queries differ in noise: the formula is concave in r, so
 at the mean r it lies above the mean over the r of each query (Jensen). What the mean of the other runs reaches against
 one run is the lower estimate.
+
+Runs share their error over all queries, so a figure over queries that rests on several runs is resampled on two levels:
+runs first, then queries. Their variances add up.
 """
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -38,7 +42,9 @@ class Estimate:
         return f"{self.value:.{digits}f} [{self.low:.{digits}f}, {self.high:.{digits}f}]"
 
 
-def jackknife(count: int, statistic: Callable[[Chosen], float], *, correlation: bool = False) -> Estimate:
+def jackknife(
+    count: int, statistic: Callable[[Chosen], float], *, correlation: bool = False, runs: Sequence[Array] = ()
+) -> Estimate:
     """Estimate a statistic of `count` independent items, with an interval from leaving each of them out in turn.
 
     With θ₍ᵢ₎ the value without item i, the interval is θ ± t·se, t Student's quantile, lengthened on one side by the
@@ -47,6 +53,9 @@ def jackknife(count: int, statistic: Callable[[Chosen], float], *, correlation: 
     so percentiles lie above the estimate, reflected ones below it, and BCa is undefined.
 
     correlation: the statistic is one, so the interval is symmetric after Fisher's arctanh.
+    runs: the statistic of all items with each run left out in turn: one array for each set of runs that it rests on,
+        such as those of the ground truth. The variances over runs and over items add up. An array of one value says
+        nothing, and is left out.
     """
     everyone = np.arange(count, dtype=np.int64)
     value = statistic(everyone)
@@ -56,7 +65,9 @@ def jackknife(count: int, statistic: Callable[[Chosen], float], *, correlation: 
         return Estimate(value, _NAN, _NAN)
     to, back = (_fisher, np.tanh) if correlation else (np.asarray, np.asarray)
     centre, others, n = float(to(value)), to(left), len(folds)
-    error = student_quantile(n - 1) * np.sqrt((n - 1) * others.var())
+    error = _add_levels([_leave_out(others), *(_leave_out(to(each)) for each in runs if len(each) > 1)])
+    if not np.isfinite(error):
+        return Estimate(value, _NAN, _NAN)
     unbiased = centre - (n - 1) * (others.mean() - centre)
     low, high = back(min(centre, unbiased) - error), back(max(centre, unbiased) + error)
     return Estimate(
@@ -68,44 +79,84 @@ def _fisher(values: Array | float) -> Array:
     return np.asarray(np.arctanh(np.clip(values, -1 + 1e-15, 1 - 1e-15)))
 
 
-def student_quantile(freedom: int) -> float:
-    """Return the 97.5% quantile of Student's t, by its expansion in 1/freedom around the normal quantile.
+_Level = tuple[float, int]
+"""The variance of a figure by sampling on one level, and the degrees of freedom it is known with."""
+
+
+def _leave_out(left: Array) -> _Level:
+    """Return the jackknife's variance, from the values without each item."""
+    return float((len(left) - 1) * left.var()), len(left) - 1
+
+
+def _add_levels(levels: Sequence[_Level]) -> float:
+    """Return half the length of the 95% interval of a figure whose independent variances add up.
+
+    The quantile is Cochran's, the mean of Student's weighted with the variances. Where a variance is known from two
+    runs, Welch's interval covers in 88% of cases, this one in 94% or more.
+    """
+    variance = sum(each for each, _ in levels)
+    if not variance > 0:
+        return variance  # 0, or NaN where a value is undefined
+    return sum(each * student_quantile(freedom) for each, freedom in levels) / math.sqrt(variance)
+
+
+def student_quantile(freedom: int, level: float = 0.95) -> float:
+    """Return the t that Student's distribution stays within, on both sides, with this probability.
+
+    With t = √ν·tan φ, the probability of |T| < t is ∝ ∫₀^φ cos^(ν−1), where φ goes up to π/2.
 
     >>> [round(student_quantile(freedom), 2) for freedom in (1, 2, 3, 10, 100)]
     [12.71, 4.3, 3.18, 2.23, 1.98]
     """
-    if freedom < 3:
-        return {1: 12.706205, 2: 4.302653}[freedom]
-    z = _NORMAL
-    terms = (
-        z,
-        (z**3 + z) / 4,
-        (5 * z**5 + 16 * z**3 + 3 * z) / 96,
-        (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / 384,
-        (79 * z**9 + 776 * z**7 + 1482 * z**5 - 1920 * z**3 - 945 * z) / 92160,
-    )
-    return float(sum(term / freedom**power for power, term in enumerate(terms)))
+    if not 0 < level < 1 or freedom < 1:
+        raise ValueError(f"a quantile needs a level between 0 and 1 and some freedom, got {level} and {freedom}.")
+    whole = math.sqrt(math.pi) * math.exp(math.lgamma(freedom / 2) - math.lgamma((freedom + 1) / 2))
+    low, high = 0.0, math.pi / 2
+    for _ in range(60):
+        middle = (low + high) / 2
+        inside = middle * float(np.cos(middle * (1 + _NODES) / 2) ** (freedom - 1) @ _WEIGHTS)
+        low, high = (middle, high) if inside < level * whole else (low, middle)
+    return math.sqrt(freedom) * math.tan((low + high) / 2)
 
 
-def mean_estimate(values: Array | list[float], within: tuple[float, float] = (-np.inf, np.inf)) -> Estimate:
+_NODES, _WEIGHTS = np.polynomial.legendre.leggauss(96)  # of Gauss's quadrature on [-1, 1]
+
+
+def mean_estimate(
+    values: Array | list[float], within: tuple[float, float] = (-np.inf, np.inf), *, runs: Sequence[Array] = ()
+) -> Estimate:
     """Average independent values, leaving out NaN, with Student's interval.
 
     A single value has no interval. Equal values, as of rank correlations over few sources, show no spread: n of them
     show that at most a share 1 - 0.025^(1/n) of all values differs, which may lie anywhere `within` the range.
 
     within: the range of a value, such as (-1, 1) for a correlation.
+    runs: the mean with each run left out in turn, as in `jackknife`.
     """
     array = np.asarray(values, dtype=np.float64)
     array = array[~np.isnan(array)]
     if len(array) < 2:
         return Estimate(float(array[0]) if len(array) else _NAN, _NAN, _NAN)
     mean = float(array.mean())
-    error = student_quantile(len(array) - 1) * float(array.std(ddof=1)) / np.sqrt(len(array))
+    between = [_leave_out(each) for each in runs if len(each) > 1]
+    error = _add_levels([(float(array.var(ddof=1)) / len(array), len(array) - 1), *between])
+    if not np.isfinite(error):
+        return Estimate(mean, _NAN, _NAN)
     low, high = within
     if bool(is_constant(array)[0]) and np.isfinite(within).all():
-        other = 1 - 0.025 ** (1 / len(array))
-        return Estimate(mean, mean - other * (mean - low), mean + other * (high - mean))
+        other, more = 1 - 0.025 ** (1 / len(array)), _add_levels(between) if between else 0.0
+        low, high = (
+            max(low, mean - math.hypot(other * (mean - low), more)),
+            min(high, mean + math.hypot(other * (high - mean), more)),
+        )
+        return Estimate(mean, min(mean, low), max(mean, high))
     return Estimate(mean, min(mean, max(low, mean - error)), max(mean, min(high, mean + error)))
+
+
+def mean_defined(values: Array) -> float:
+    """Average values, leaving out NaN; NaN where there is no other."""
+    defined = values[~np.isnan(values)]
+    return float(defined.mean()) if len(defined) else _NAN
 
 
 def pearson(x: Array, y: Array) -> float:

@@ -17,6 +17,7 @@ from pathlib import Path
 from packaging.metadata import Metadata
 
 ROOT = Path(__file__).parent.parent
+PAGES = [f"imprint/evaluation/reports/{name}" for name in ("report.html.j2", "parts.html.j2", "report.css")]
 COMMANDS = ("demo", "check", "simulate", "attribute", "inspect", "verify", "export", "retrain", "evaluate", "bench")
 EXTRAS = {"report", "language", "bench", "all"}
 MODEL = """
@@ -63,7 +64,7 @@ def check_wheel(path: Path, version: str) -> None:
     package = {name for name in tracked() if name.startswith("imprint/")}
     different = {name for name in files if ".dist-info/" not in name} ^ package
     assert not different, f"{path.name} and imprint/ differ by {sorted(different)[:8]}"
-    assert {"imprint/py.typed", "imprint/benchmarking/demo/report.html.j2"} <= files
+    assert {"imprint/py.typed", *PAGES} <= files
     assert str(metadata.version) == version and set(metadata.provides_extra or ()) == EXTRAS
     assert metadata.description_content_type == "text/markdown" and metadata.license_files == ["LICENSE"]
     assert f"## {version}\n" in (ROOT / "CHANGELOG.md").read_text(), f"CHANGELOG.md has no section {version}"

@@ -230,3 +230,78 @@ def test_what_is_undefined_is_left_out_of_a_mean() -> None:
 
 def test_an_estimate_reads_as_a_number_with_its_interval() -> None:
     assert str(Estimate(0.5, 0.25, 0.75)) == "0.50 [0.25, 0.75]"
+
+
+def test_quantiles_of_other_levels_are_students_too() -> None:
+    for freedom in (1, 2, 3, 7, 200, 100_000):
+        for level in (0.5, 0.9, 0.99, 0.999):
+            assert student_quantile(freedom, level) == pytest.approx(t.ppf((1 + level) / 2, freedom), rel=1e-6)
+    for wrong in ((0, 0.95), (3, 0.0), (3, 1.0)):
+        with pytest.raises(ValueError, match="a level between 0 and 1"):
+            student_quantile(*wrong)
+
+
+# --- runs, then queries
+
+
+def planted_runs(draw: np.random.Generator, runs: int, shared: float) -> tuple[Array, Array]:
+    """True effects of 30 queries and 12 sources, and runs of them with an error that all queries share."""
+    truth = np.linspace(-2, 2, 12) + draw.normal(size=(30, 12))
+    return truth, truth + shared * draw.normal(size=(runs, 1, 12)) + 0.3 * draw.normal(size=(runs, 30, 12))
+
+
+FIGURES = ("slope", "mean_slope", "correlation", "rank_correlation")
+
+
+def count_covered(runs: int, shared: float) -> dict[str, tuple[float, float]]:
+    """How often intervals over runs and queries contain the mean of the figure in 200 draws, and those over queries."""
+    draw = np.random.default_rng(runs)
+    checks = [RemovalCheck(*planted_runs(draw, runs, shared)) for _ in range(200)]
+    naive = [RemovalCheck(check.predicted, check.truth[None]) for check in checks]
+
+    def share(found: list[RemovalCheck], figure: str, mean: float) -> float:
+        intervals = [getattr(check, figure) for check in found]
+        return float(np.mean([each.low <= mean <= each.high for each in intervals]))
+
+    means = {figure: float(np.mean([getattr(check, figure).value for check in checks])) for figure in FIGURES}
+    return {figure: (share(checks, figure, mean), share(naive, figure, mean)) for figure, mean in means.items()}
+
+
+@pytest.mark.wide
+@pytest.mark.parametrize("runs", [2, 3, 5])
+def test_figures_cover_over_runs_and_queries_and_over_queries_alone_they_do_not(runs: int) -> None:
+    covered = count_covered(runs, shared=1.0)
+    assert all(0.9 <= both <= 0.99 for both, _ in covered.values()), covered
+    assert all(queries < 0.75 for _, queries in covered.values()), covered
+
+
+def test_a_figure_of_one_run_has_the_interval_over_queries() -> None:
+    values, figure = drawn(1, False, 50), lambda chosen: float(values[chosen].mean())
+    for single in (np.empty(0), np.array([0.3])):
+        assert jackknife(50, figure, runs=[single]) == jackknife(50, figure)
+        assert mean_estimate(values, runs=[single]) == mean_estimate(values)
+
+
+def test_runs_that_agree_leave_an_interval_as_it_is_and_others_widen_it() -> None:
+    values = drawn(1, False, 50)
+    plain, mean = mean_estimate(values), float(values.mean())
+    same = mean_estimate(values, runs=[np.full(4, mean)])
+    assert (same.low, same.high) == pytest.approx((plain.low, plain.high))
+    apart = mean_estimate(values, runs=[mean + np.array([-1.0, 1.0]) * values.std()])
+    assert apart.low < plain.low < plain.high < apart.high
+    both = jackknife(
+        50, lambda chosen: float(values[chosen].mean()), runs=[mean + np.array([-1.0, 1.0]) * values.std()]
+    )
+    assert (both.low, both.high) == pytest.approx((apart.low, apart.high))
+
+
+def test_equal_values_are_no_certainty_where_runs_differ() -> None:
+    ones = np.ones(30)
+    alone, apart = (mean_estimate(ones, (-1, 1), runs=runs) for runs in ([], [np.array([1.0, 0.8, 0.9])]))
+    assert apart.low < alone.low and apart.high == alone.high == 1.0
+
+
+def test_a_run_that_leaves_a_figure_undefined_leaves_no_interval() -> None:
+    undefined = [np.array([0.5, float("nan")])]
+    for found in (mean_estimate([0.3, 0.5], runs=undefined), jackknife(5, lambda chosen: 0.5, runs=undefined)):
+        assert np.isnan([found.low, found.high]).all() and np.isfinite(found.value)

@@ -1,7 +1,7 @@
-"""Combines an estimate of the expectation over seeds with replays of a few runs: `imprint.combine`.
+"""Combines replays of several runs into the effects expected over seeds: `imprint.combine`.
 
-A path imprint p orders sources well but is off in size. The mean m of k replays has the right size but carries the luck
-of k seeds. With c the slope of m on p, pooled over queries and centred per query over the sources,
+The mean m of k replays has the right size but carries the luck of k seeds. A path imprint p orders sources well but is
+off in size. With c the slope of m on p, pooled over queries and centred per query over the sources,
 
     c·p + w·(m − c·p),    w = ω² / (ω² + σ²/k),
 
@@ -16,47 +16,75 @@ import torch
 from torch import Tensor
 
 from imprint.attribution.comparing import check_same_subject
+from imprint.attribution.labels import Labels
+from imprint.attribution.replicates import Replicates, describe_replicates
 from imprint.attribution.result import Attribution
+from imprint.attribution.uncertainty import ERROR
 from imprint.display import count_of
 from imprint.errors import ReadoutError
 from imprint.runtime.notices import Notices
 
 _ALONE = 0.25  # the weight of a single replay
+_NO_ERROR = "standard errors unknown: how far the estimate is off on average is not in the spread of runs"
 
 
-def combine(estimate: Attribution, replays: Sequence[Attribution]) -> Attribution:
-    """Return the effects expected over seeds, from an estimate and the replays of one or more recorded runs.
+def combine(replays: Sequence[Attribution], estimate: Attribution | None = None) -> Attribution:
+    """Return the effects expected over seeds, from replays of several recorded runs and an estimate, if there is one.
 
-    estimate: scores that answer "expected", such as those of a path plan.
     replays: scores that answer "this_run", each of a run with another seed, on the same queries and sources.
+    estimate: scores that answer "expected", such as those of a path plan. Without one, the result is the mean of at
+        least two replays, with standard errors over runs.
     """
-    _check(estimate, replays)
-    order = [{name: i for i, name in enumerate(each.labels.source_ids)} for each in replays]
-    ids = estimate.labels.source_ids
-    runs = torch.stack(
-        [
-            each.removal_effect.double()[:, [places[name] for name in ids]]
-            for each, places in zip(replays, order, strict=True)
-        ]
-    )
+    _check(replays, estimate)
+    runs = _stack(replays, (estimate or replays[0]).labels.source_ids)
+    labels = _describe(replays, estimate)
+    if estimate is None:
+        mean = runs.mean(0)
+        names = tuple(
+            each.labels.fingerprints.get("recording") or each.labels.fingerprints["store"] for each in replays
+        )
+        deviations, shares = -labels.n * (runs - mean), (1 / len(runs),) * len(runs)
+        replicates = (Replicates(deviations, shares, names),)
+        labels.details[ERROR] = describe_replicates(replicates)
+        return Attribution(labels, -labels.n * mean, replays[0].queries, replicates=replicates)
     effects, slope, weight = weigh(estimate.removal_effect.double(), runs)
     if not slope > 0:
         raise ReadoutError(
             f"estimate and replays do not rise together (slope {slope:.3g}), so that one of them is wrong: validate "
             "both with imprint.validate before combining them."
         )
-    notices = Notices(estimate.warnings)
+    labels.details.update({"combined_slope": slope, "combined_weight": weight, ERROR: _NO_ERROR})
+    return Attribution(labels, -labels.n * effects, estimate.queries)
+
+
+def _stack(replays: Sequence[Attribution], ids: Sequence[str]) -> Tensor:
+    """Return the effects of each replay, with sources in the order of these ids; shape (runs, queries, sources)."""
+    effects = []
+    for each in replays:
+        places = {name: place for place, name in enumerate(each.labels.source_ids)}
+        effects.append(each.removal_effect.double()[:, [places[name] for name in ids]])
+    return torch.stack(effects)
+
+
+def _describe(replays: Sequence[Attribution], estimate: Attribution | None) -> Labels:
+    """Return the labels of a combination: those of the estimate, or of the first replay without what is of one run."""
+    first = estimate or replays[0]
+    notices = Notices(first.warnings)
     for each in replays:
         for warning in each.warnings:
             notices.add(warning)
-    details = {"combined_replays": len(replays), "combined_slope": slope, "combined_weight": weight}
-    labels = replace(
-        estimate.labels,
-        details={**estimate.details, **details},
+    kept = {name: value for name, value in first.details.items() if estimate is not None or name == "readout"}
+    prints = dict(first.labels.fingerprints)
+    for name in ("store", "recording") if estimate is None else ():
+        prints.pop(name, None)
+    return replace(
+        first.labels,
+        question="expected",
+        details={**kept, "combined_replays": len(replays)},
+        fingerprints=prints,
         warnings=notices.messages,
         validation=None,
     )
-    return Attribution(labels, -estimate.labels.n * effects, estimate.queries)
 
 
 def weigh(estimate: Tensor, runs: Tensor) -> tuple[Tensor, float, float]:
@@ -79,22 +107,23 @@ def _centre(values: Tensor) -> Tensor:
     return values - values.mean(-1, keepdim=True)
 
 
-def _check(estimate: Attribution, replays: Sequence[Attribution]) -> None:
+def _check(replays: Sequence[Attribution], estimate: Attribution | None) -> None:
     """Refuse results that do not belong together."""
-    if not replays:
-        raise ReadoutError("there are no replays to combine with: attribute the same queries with a store of a replay.")
-    if estimate.question != "expected":
+    if len(replays) < (2 if estimate is None else 1):
         raise ReadoutError(
-            f"the first result must estimate the expectation over seeds, and answers {estimate.question!r}: give that "
-            "of a store that was simulated from checkpoints."
+            f"{count_of(len(replays), 'repeated run')} without an estimate tell nothing about other seeds: give those "
+            "of at least two runs, or one and an estimate."
         )
+    if estimate is not None and estimate.question != "expected":
+        raise ReadoutError(
+            f"the estimate must answer 'expected', and answers {estimate.question!r}: give that of a store that was "
+            "simulated from checkpoints."
+        )
+    first = estimate or replays[0]
     for place, each in enumerate(replays):
         if each.question != "this_run":
             raise ReadoutError(f"replay {place} answers {each.question!r}: give results of stores that repeat a run.")
-        check_same_subject(estimate.labels, each.labels, (estimate.queries, each.queries))
-    stores = [each.labels.fingerprints.get("recording") for each in replays]
-    known = [store for store in stores if store is not None]
+        check_same_subject(first.labels, each.labels, (first.queries, each.queries))
+    known = [found for each in replays if (found := each.labels.fingerprints.get("recording")) is not None]
     if len(set(known)) < len(known):
-        raise ReadoutError(
-            f"the {count_of(len(replays), 'replay')} must be of different runs, and two are of the same recording."
-        )
+        raise ReadoutError("the replays must be of different runs, and two are of the same recording.")

@@ -64,13 +64,18 @@ def _check_queries(first: tuple[Query, ...], second: tuple[Query, ...]) -> None:
         )
 
 
+def order_sources(first: Labels, second: Labels) -> list[int]:
+    """Return the places of the first result's sources in the second."""
+    places = {identity: place for place, identity in enumerate(second.source_ids)}
+    return [places[identity] for identity in first.source_ids]
+
+
 def subtract(first: Labels, second: Labels, effects: tuple[Tensor, Tensor]) -> tuple[Labels, Tensor]:
     """Return the labels of a difference, and its scores: those whose removal effects are the difference of both.
 
     Sources keep the order, names and sizes of the first result; N is that of the first.
     """
-    places = {identity: place for place, identity in enumerate(second.source_ids)}
-    order = [places[identity] for identity in first.source_ids]
+    order = order_sources(first, second)
     scores = -first.n * (effects[0].double() - effects[1].double()[:, order])
     counts = torch.maximum(first.counts, second.counts[order])
     summed = tuple(counts.tolist()) if first.summed or second.summed else ()

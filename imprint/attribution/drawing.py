@@ -9,6 +9,7 @@ from torch import Tensor
 from imprint.attribution.labels import Labels, describe_groups
 from imprint.attribution.noise import INDISTINGUISHABLE
 from imprint.attribution.top import ESTIMATE
+from imprint.attribution.uncertainty import describe_error
 from imprint.display import for_picture
 from imprint.errors import MissingExtra
 
@@ -21,9 +22,18 @@ _LINE = 80  # characters
 
 
 def draw_effects(
-    labels: Labels, effect: Tensor, distinguishable: Tensor | None, title: str, k: int, ax: "Axes | None"
+    labels: Labels,
+    effect: Tensor,
+    distinguishable: Tensor | None,
+    ends: Tensor | None,
+    title: str,
+    k: int,
+    ax: "Axes | None",
 ) -> "Axes":
-    """Draw the k largest effects, shape (sources,); faint bars are those that do not stand out from the noise."""
+    """Draw the k largest effects, shape (sources,); faint bars are those that are not distinguishable from 0.
+
+    ends: of the 95% intervals, shape (2, sources), drawn as lines.
+    """
     try:
         from matplotlib import pyplot as plt
     except ImportError as error:
@@ -35,13 +45,18 @@ def draw_effects(
     sign = -1 if labels.better == "higher" else 1
     colours = [_HELPS if sign * float(effect[i]) >= 0 else _HARMS for i in order]
     bars = ax.barh(range(len(names)), effect[order].tolist(), color=colours, tick_label=names)
+    if ends is not None:
+        lengths = (effect.double() - ends).abs()[:, order].numpy()
+        ax.errorbar(effect[order].tolist(), range(len(names)), xerr=lengths, fmt="none", ecolor="0.3", elinewidth=1)
     faint = [distinguishable is not None and not bool(distinguishable[i]) for i in order]
     for bar, pale in zip(bars, faint, strict=True):
         bar.set_alpha(_FAINT if pale else None)
     ax.axvline(0, color="0.3", linewidth=0.8)
     notes = [
         *(for_picture(labels.unit), labels.meaning),
-        *[f"faint: {INDISTINGUISHABLE}"] * any(faint),
+        *[f"faint: {INDISTINGUISHABLE[labels.question]}"] * any(faint),
+        *["lines: 95% intervals"] * (ends is not None),
+        *map(for_picture, describe_error(labels)),
         *[f"≈ {ESTIMATE}"] * any(map(labels.is_estimate, order)),
         *describe_groups(labels),
     ]

@@ -16,8 +16,8 @@ JOINT = 4  # sources that a validation of removals removes together, at most: la
 Groups = Mapping[Any, Any] | Sequence[Any] | Tensor | Sources
 
 
-def sum_scores(labels: Labels, scores: Tensor, groups: Groups) -> tuple[Labels, Tensor]:
-    """Return the labels and the scores of unions of sources, shape (queries, groups)."""
+def unite(labels: Labels, groups: Groups) -> tuple[Labels, list[Tensor]]:
+    """Return the labels of unions of sources, and the places of the sources of each; `add_up` sums their scores."""
     if labels.details.get(SHARED):
         raise SourcesError(
             "these groups share sources, whose scores would be counted twice in a group of groups: group the result "
@@ -52,7 +52,12 @@ def sum_scores(labels: Labels, scores: Tensor, groups: Groups) -> tuple[Labels, 
         details={**labels.details, **_count_uneven(places, len(labels.source_ids))},
         fingerprints={name: value for name, value in labels.fingerprints.items() if name != "sources"},
     )
-    return united, torch.stack([scores[:, each].double().sum(1) for each in places], dim=1)
+    return united, places
+
+
+def add_up(scores: Tensor, places: list[Tensor]) -> Tensor:
+    """Sum scores of shape (…, sources) over unions of sources: (…, groups)."""
+    return torch.stack([scores[..., each].double().sum(-1) for each in places], dim=-1)
 
 
 def _count_uneven(places: list[Tensor], sources: int) -> dict[str, int]:

@@ -3,17 +3,29 @@
 The runs of the noise rows differ from the recorded one by a tiny change of their start alone. What they change of F is
 what a removal may change of it without any meaning: an effect below twice their root mean square is not distinguishable
 from 0, and a run whose noise is as large as its effects is chaotic.
+
+The root mean square is known from few runs, so the interval of an effect has Student's quantile with one degree of
+freedom per run. It holds or is too long: the noise and all effects have the recorded run in common, so that they grow
+together. With two runs it contained the effect without chance in 96% of draws, and of effects that are nothing but
+chance 16% exceeded twice the noise: the mark is a first look, the interval is the claim.
 """
 
 import torch
 from torch import Tensor
 
+from imprint.display import count_of
+from imprint.plan import Question
+from imprint.statistics import student_quantile
 from imprint.store.checkpoint import CHAOTIC
 from imprint.tensors.vectors import root_mean_square
 
 _TIMES = 2.0  # an effect must exceed the noise this many times
 
-INDISTINGUISHABLE = "not distinguishable from 0: less than twice the change of F by a tiny change of the run's start"
+INDISTINGUISHABLE: dict[Question, str] = {
+    "this_run": "not distinguishable from 0: less than twice the change of F by a tiny change of the run's start",
+    "expected": "not distinguishable from 0: its 95% interval contains 0",
+}
+"""What the mark of an effect means, by the question that it answers."""
 
 
 def widen(noise: Tensor, counts: Tensor) -> Tensor:
@@ -32,11 +44,27 @@ def stands_out(effects: Tensor, noise: Tensor) -> Tensor:
 
 
 def combine(first: Tensor | None, second: Tensor | None) -> Tensor | None:
-    """Return changes by noise, (runs, queries), whose mean square is the sum of both mean squares; None if unknown."""
+    """Return changes by noise, (runs, queries), whose mean square is the sum of both mean squares; None if unknown.
+
+    Half of the runs are of the first result, half of the second; what one has more is left out.
+    """
     if first is None or second is None:
         return None
-    runs = len(first) + len(second)
-    return torch.cat([(runs / len(changes)) ** 0.5 * changes.double() for changes in (first, second)])
+    runs = min(len(first), len(second))
+    return 2**0.5 * torch.cat([changes[:runs].double() for changes in (first, second)])
+
+
+def find_noise_quantile(changes: Tensor, level: float, *, difference: bool = False) -> float:
+    """Return Student's quantile for noise that is known from some runs.
+
+    difference: whether `combine` made the changes of those of two results, each with half of the runs.
+    """
+    return student_quantile(max(1, len(changes) // 2) if difference else len(changes), level)
+
+
+def describe_noise(runs: int) -> str:
+    """Say what the standard errors of removals are from."""
+    return f"standard errors from {count_of(runs, 'repetition')} of the run with a tiny change of its start"
 
 
 def measure_chaos(noise: float, effect: float) -> float | None:

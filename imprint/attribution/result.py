@@ -1,7 +1,7 @@
 """The result: labelled scores of queries and sources, with sign and units."""
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
@@ -9,11 +9,12 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
-from imprint.attribution.comparing import check_comparable, subtract
+from imprint.attribution.comparing import check_comparable, order_sources, subtract
 from imprint.attribution.drawing import draw_effects
-from imprint.attribution.grouping import Groups, sum_scores
+from imprint.attribution.grouping import Groups, add_up, unite
 from imprint.attribution.labels import Labels, Query, describe_groups, describe_query, validated_slope
-from imprint.attribution.noise import combine, measure_chaos, stands_out, widen
+from imprint.attribution.noise import combine, find_noise_quantile, measure_chaos, widen
+from imprint.attribution.replicates import Replicates, find_quantiles, subtract_replicates
 from imprint.attribution.saved import load_scores, save_scores
 from imprint.attribution.top import (
     Credit,
@@ -22,9 +23,19 @@ from imprint.attribution.top import (
     describe_table,
     describe_warnings,
     explain_marks,
+    gather_sources,
     import_pandas,
     limit_top,
     rank_scores,
+)
+from imprint.attribution.uncertainty import (
+    ERROR,
+    describe_error,
+    explain_errors,
+    find_distinguishable,
+    find_errors,
+    require_errors,
+    require_level,
 )
 from imprint.display import count_of, for_html, for_terminal
 from imprint.errors import ReadoutError
@@ -34,6 +45,8 @@ from imprint.tensors.vectors import root_mean_square, root_mean_squares
 if TYPE_CHECKING:
     import pandas as pd
     from matplotlib.axes import Axes
+
+_ONE_UNKNOWN = "unknown: those of one result are, or the results have some runs in common and others not"
 
 
 @runtime_checkable
@@ -49,12 +62,15 @@ class Attribution:
 
     noise_changes: the change of F(q) in runs that differ from this one by a tiny change of their start alone, shape
         (runs, queries); None where there are none.
+    replicates: how the scores of several runs deviate from their mean; of a difference, those of each result. Empty
+        where there is nothing to compare. Standard errors of means, sums and differences are found from them.
     """
 
     labels: Labels
     scores: Tensor
     queries: tuple[Query, ...] = ()
     noise_changes: Tensor | None = None
+    replicates: tuple[Replicates, ...] = ()
 
     def __post_init__(self) -> None:
         if not self.queries:
@@ -86,12 +102,36 @@ class Attribution:
         return None if self.noise_changes is None else root_mean_squares(self.noise_changes)
 
     @property
-    def distinguishable(self) -> Tensor | None:
-        """Which effects are more than twice the noise, shape (queries, sources); None where it was not measured.
+    def standard_error(self) -> Tensor | None:
+        """The standard error of each removal effect, shape (queries, sources); None where nothing is known of it.
 
-        The noise of a sum of k removals is √(k(k + 1)/2) times that of one.
+        Of this run: how far chance moves F(q); that of a sum of k removals is √(k(k + 1)/2) times that of one. Of
+        expected effects: their spread over runs, or over the checkpoints of a single run, a lower bound. `details`
+        says which, under "error". It is the error by chance: whether effects are right on average, only a comparison
+        with removals that were really made tells.
         """
-        return None if self.noise is None else stands_out(self.removal_effect, self._widened(self.noise))
+        return find_errors(self.labels, self.labels.counts, self.noise, self.replicates)
+
+    def interval(self, level: float = 0.95) -> tuple[Tensor, Tensor]:
+        """Return the ends of an interval around each removal effect, each of shape (queries, sources).
+
+        level: how often such intervals contain the effect that repetitions would have on average. With Student's t,
+            of k runs with k − 1 degrees of freedom, of the noise of a run with one for each run that it is known from.
+        """
+        level, error = require_level(level), require_errors(self.labels, self.standard_error)
+        if self.noise_changes is not None:
+            half = error * find_noise_quantile(self.noise_changes, level, difference=self.labels.difference)
+        else:
+            half = error * find_quantiles(self.replicates, level)
+        return self.removal_effect.double() - half, self.removal_effect.double() + half
+
+    @property
+    def distinguishable(self) -> Tensor | None:
+        """Which effects are distinguishable from 0, shape (queries, sources); None where nothing is known of errors.
+
+        Of this run: those above twice the noise. Of expected effects: those whose 95% interval excludes 0.
+        """
+        return find_distinguishable(self.removal_effect, self.standard_error, self.noise, self.replicates)
 
     def _widened(self, noise: Tensor) -> Tensor:
         """Return the noise of each effect, shape (queries, sources)."""
@@ -103,11 +143,14 @@ class Attribution:
     def __getitem__(self, queries: int | slice | Sequence[int] | Tensor) -> "Attribution":
         """Return the attribution of some of the queries, which keep their numbers."""
         chosen = _places(queries, len(self))
-        noise = None if self.noise_changes is None else self.noise_changes[:, chosen]
-        return self._of_queries(self.scores[chosen], tuple(self.queries[i] for i in chosen.tolist()), noise)
+        numbers = tuple(self.queries[i] for i in chosen.tolist())
+        return self._of_queries(lambda values: values.index_select(-2, chosen), numbers)
 
-    def _of_queries(self, scores: Tensor, queries: tuple[Query, ...], noise: Tensor | None) -> "Attribution":
-        """Return other queries with the same labels; the fingerprint of all queries in order fits no others."""
+    def _of_queries(self, choose: Callable[[Tensor], Tensor], queries: tuple[Query, ...]) -> "Attribution":
+        """Return other queries with the same labels; the fingerprint of all queries in order fits no others.
+
+        choose: returns these queries of values of shape (…, queries, columns).
+        """
         if queries == self.queries:
             return self
         prints = {
@@ -115,7 +158,12 @@ class Attribution:
         }
         verdict = None if self.labels.validation is None else replace(self.labels.validation, own=False)
         labels = replace(self.labels, fingerprints=prints, validation=verdict)
-        return Attribution(labels, scores, queries, noise)._with_chaos()
+        noise = None if self.noise_changes is None else choose(self.noise_changes[..., None])[..., 0]
+        replicates = self._change_replicates(choose)
+        return Attribution(labels, choose(self.scores), queries, noise, replicates)._with_chaos()
+
+    def _change_replicates(self, linear: Callable[[Tensor], Tensor]) -> tuple[Replicates, ...]:
+        return tuple(each.change(linear) for each in self.replicates)
 
     def _with_chaos(self) -> "Attribution":
         """Return the same with the chaos figure of these queries and sources in its details."""
@@ -133,7 +181,8 @@ class Attribution:
         """
         k = limit_top(k, self.scores.shape[1])
         indices = rank_scores(self.scores, by).topk(k, dim=1).indices
-        return Top(self.labels, indices, self.scores.gather(1, indices), self.queries, self.noise)
+        replicates = self._change_replicates(lambda values: gather_sources(values, indices))
+        return Top(self.labels, indices, self.scores.gather(1, indices), self.queries, self.noise, replicates)
 
     def calibrate(self, truth: Calibrator | None = None) -> "Attribution":
         """Return scores scaled to removals that were really made: times the slope of actual on predicted effects.
@@ -154,12 +203,12 @@ class Attribution:
         noise = None if self.noise_changes is None else slope * self.noise_changes
         verdict = None if self.labels.validation is None else self.labels.validation.rescaled(slope)
         labels = replace(self.labels, details=details, validation=verdict)
-        return replace(self, scores=slope * self.scores, labels=labels, noise_changes=noise)
+        replicates = self._change_replicates(lambda values: slope * values)
+        return replace(self, scores=slope * self.scores, labels=labels, noise_changes=noise, replicates=replicates)
 
     def mean(self) -> "Attribution":
         """Return the mean over queries, as an attribution of one query that is called "mean"."""
-        noise = None if self.noise_changes is None else self.noise_changes.mean(1, keepdim=True)
-        return self._of_queries(self.scores.mean(0, keepdim=True), ("mean",), noise)
+        return self._of_queries(lambda values: values.mean(-2, keepdim=True), ("mean",))
 
     def group(self, groups: Groups) -> "Attribution":
         """Return the scores of unions of sources: the sums of their scores, without a new simulation.
@@ -171,8 +220,9 @@ class Attribution:
         The sum is exact for derivatives. Of a store of removals it is an estimate, which the result says: half to twice
         the effect of removing all at once. For the exact value, simulate the unions: `sources.group(groups)`.
         """
-        labels, scores = sum_scores(self.labels, self.scores, groups)
-        return replace(self, labels=labels, scores=scores)._with_chaos()
+        labels, places = unite(self.labels, groups)
+        replicates = self._change_replicates(lambda values: add_up(values, places))
+        return replace(self, labels=labels, scores=add_up(self.scores, places), replicates=replicates)._with_chaos()
 
     def __sub__(self, other: "Attribution") -> "Attribution":
         """Return how much larger the removal effects are here than in another result, of another store or model.
@@ -184,8 +234,11 @@ class Attribution:
             return NotImplemented
         check_comparable(self.labels, other.labels, (self.queries, other.queries))
         labels, scores = subtract(self.labels, other.labels, (self.removal_effect, other.removal_effect))
-        noise = combine(self.noise_changes, other.noise_changes)
-        return Attribution(labels, scores, self.queries, noise)._with_chaos()
+        noise, order = combine(self.noise_changes, other.noise_changes), order_sources(self.labels, other.labels)
+        theirs = other._change_replicates(lambda values: self.labels.n / other.labels.n * values[..., order])
+        replicates = subtract_replicates(self.replicates, theirs)
+        labels.details[ERROR] = explain_errors(None if noise is None else self.noise_changes, replicates, _ONE_UNKNOWN)
+        return Attribution(labels, scores, self.queries, noise, replicates)._with_chaos()
 
     def __repr__(self) -> str:
         queries, sources = self.scores.shape
@@ -199,41 +252,45 @@ class Attribution:
     def _repr_html_(self) -> str:
         sources, shown, rows = self.scores.shape[1], list[Credit](), []
         for credits in self[: min(10, len(self))].top(min(5, sources)):
-            cells = "".join(f"<td>{for_html(c.name)} <b>{c.format_effect()}</b></td>" for c in credits)
+            cells = "".join(
+                f"<td>{for_html(c.name)} <b>{c.format_effect()}</b>{c.format_error(' ± ')}</td>" for c in credits
+            )
             rows.append(f"<tr><th>{for_html(describe_query(credits[0].query))}</th>{cells}</tr>")
             shown += credits
         more = [f"{len(self) - 10} more queries"] if len(self) > 10 else []
-        notes = [*more, *explain_marks(shown), *describe_groups(self.labels)]
+        notes = [*more, *explain_marks(shown), *describe_error(self.labels), *describe_groups(self.labels)]
         under = "".join(f"<p>{for_html(note)}</p>" for note in notes)
         warned = "".join(f"<p><b>warning:</b> {for_html(message)}</p>" for message in self.warnings)
         caption = f"{for_html(self.labels.unit)}<br>{for_html(self.labels.meaning)}<br>{for_html(self.labels.standing)}"
         return f"<table><caption>{caption}</caption>{''.join(rows)}</table>{under}{warned}"
 
     def to_pandas(
-        self, values: Literal["removal_effect", "scores", "distinguishable"] = "removal_effect"
+        self, values: Literal["removal_effect", "scores", "standard_error", "distinguishable"] = "removal_effect"
     ) -> "pd.DataFrame":
         """Return queries × sources as a table with the sources' ids as columns.
 
-        values: the effects, the scores, or which effects are "distinguishable" from 0.
+        values: the effects, the scores, the standard errors of the effects, or which effects are "distinguishable"
+            from 0.
 
         The name of the columns says which question the numbers answer; `attrs` has it in words, with the unit.
         """
-        if (found := getattr(self, values)) is None:
-            raise ReadoutError(
-                "nothing is known of noise here: it is measured where a recorded run is repeated (simulate(..., run=))."
-            )
-        table = found.numpy()
+        table = require_errors(self.labels, getattr(self, values)).numpy()
         frame: pd.DataFrame = import_pandas().DataFrame(table, list(self.queries), list(self.labels.source_ids))
         frame.attrs.update(describe_table(self.labels))
         return frame.rename_axis(index="query", columns=f"source, {self.question.replace('_', ' ')}")
 
     def plot(self, query: int | None = None, k: int = 12, ax: "Axes | None" = None) -> "Axes":
-        """Plot the k largest removal effects as bars: of the query with this number, or of the mean of all."""
+        """Plot the k largest removal effects as bars: of the query with this number, or of the mean of all.
+
+        Where standard errors are known, lines show the 95% intervals.
+        """
         if query is not None and query not in self.queries:
             raise ReadoutError(f"there is no query {query}: the attribution has {_numbers(self.queries)}.")
         shown = self.mean() if query is None else self[self.queries.index(query)]
         marks = None if shown.distinguishable is None else shown.distinguishable[0]
-        return draw_effects(self.labels, shown.removal_effect[0], marks, describe_query(shown.queries[0]), k, ax)
+        ends = None if shown.standard_error is None else torch.cat(shown.interval())
+        title = describe_query(shown.queries[0])
+        return draw_effects(self.labels, shown.removal_effect[0], marks, ends, title, k, ax)
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write to one .safetensors file, with a checksum of scores and labels."""
@@ -242,7 +299,7 @@ class Attribution:
                 f"an attribution is saved as .safetensors, got {os.fspath(path)!r}: for a table, "
                 "result.to_pandas().to_csv(...), or `imprint attribute --out scores.csv`."
             )
-        save_scores(Path(path), self.labels.to_json(), self.scores, self.queries, self.noise_changes)
+        save_scores(Path(path), self.labels.to_json(), self.scores, self.queries, self.noise_changes, self.replicates)
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> "Attribution":
@@ -251,8 +308,8 @@ class Attribution:
         Files of versions that wrote no checksum are read, and the log says so. Those that name no question are of
         versions that knew one only: "expected".
         """
-        about, scores, queries, noise = load_scores(Path(path), {each.name for each in fields(Labels)})
-        return cls(Labels.from_json(about), scores, queries, noise)  # type: ignore[arg-type]
+        about, scores, queries, noise, replicates = load_scores(Path(path), {each.name for each in fields(Labels)})
+        return cls(Labels.from_json(about), scores, queries, noise, replicates)  # type: ignore[arg-type]
 
 
 def _places(queries: int | slice | Sequence[int] | Tensor, count: int) -> Tensor:

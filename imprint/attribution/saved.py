@@ -17,8 +17,11 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from imprint.attribution.labels import LAST_STEPS, LEFT_OUT, OUT_OF_BATCHES, SHARED
+from imprint.attribution.replicates import Replicates
+from imprint.attribution.uncertainty import ERROR
 from imprint.errors import StoreError, first_line
 from imprint.plan import Question
+from imprint.readout.units import Over
 from imprint.store.files import write
 from imprint.store.fingerprint import of_tensors
 from imprint.store.records import read
@@ -26,20 +29,36 @@ from imprint.store.values import Value, parsed, sealed
 from imprint.validation.verdict import Verdict
 
 logger = logging.getLogger(__name__)
-SCHEMA = 3  # the first had no checksum, the second no noise
-_CHECKED = 2  # the first schema with a checksum
-_ABOUT, _SCORES, _NOISE = "imprint", "scores", "noise"
-Saved = tuple[dict[str, Any], Tensor, tuple[int | str, ...], Tensor | None]
+SCHEMA = 4  # the first had no checksum, the second no noise, the third no replicates
+_CHECKED, _NOISY = 2, 3  # the first schema with a checksum, and with noise
+_ABOUT, _SCORES, _NOISE, _REPLICATES = "imprint", "scores", "noise", "replicates"
+_DEVIATIONS = "deviations-0", "deviations-1"  # of the runs of a result; of a difference, of both
+Saved = tuple[dict[str, Any], Tensor, tuple[int | str, ...], Tensor | None, tuple[Replicates, ...]]
 
 
 def save_scores(
-    path: Path, labels: dict[str, Any], scores: Tensor, queries: Sequence[int | str], noise: Tensor | None = None
+    path: Path,
+    labels: dict[str, Any],
+    scores: Tensor,
+    queries: Sequence[int | str],
+    noise: Tensor | None = None,
+    replicates: Sequence[Replicates] = (),
 ) -> None:
-    """Write scores of shape (queries, sources), their labels, and changes by noise, (runs, queries), to a file."""
-    given = {_SCORES: scores} if noise is None else {_SCORES: scores, _NOISE: noise}
+    """Write scores of shape (queries, sources), their labels, changes by noise, (runs, queries), and replicates."""
+    if len(replicates) > len(_DEVIATIONS):
+        raise StoreError(f"could not write {path}: a result has at most two sets of runs, not {len(replicates)}.")
+    given = {_SCORES: scores, **({} if noise is None else {_NOISE: noise})}
+    given |= {name: each.deviations for name, each in zip(_DEVIATIONS, replicates, strict=False)}
     tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in given.items()}
     checksums = {name: of_tensors({name: tensor}) for name, tensor in tensors.items()}
-    values = {"schema": SCHEMA, "labels": labels, "queries": list(queries), _NOISE: None, **checksums}
+    values = {
+        **{"schema": SCHEMA, "labels": labels, "queries": list(queries)},
+        **{_SCORES: checksums[_SCORES], _NOISE: checksums.get(_NOISE)},
+        _REPLICATES: [
+            {"sha256": checksums[name], "shares": each.shares, "names": each.names, "over": each.over}
+            for name, each in zip(_DEVIATIONS, replicates, strict=False)
+        ],
+    }
     try:
         text = json.dumps(sealed(values))
     except (TypeError, ValueError) as error:
@@ -47,17 +66,18 @@ def save_scores(
     about = _read_labels(parsed(text.encode(), path), set(labels))
     _check_whole(*about, tensors[_SCORES])  # what could not be read is not written
     _check_noise(about[1], tensors.get(_NOISE), path)
+    _read_replicates(parsed(text.encode(), path), tensors, tuple(tensors[_SCORES].shape))
     write(path, lambda beside: save_file(tensors, beside, {_ABOUT: text}))
 
 
 def load_scores(path: Path, names: set[str]) -> Saved:
-    """Read what `save_scores` wrote: the labels, with these names or some of them, scores, queries and noise."""
+    """Read what `save_scores` wrote: the labels, with these names or some of them, scores, queries, noise and runs."""
     try:
         if not stat.S_ISREG(path.stat().st_mode):  # a pipe would be waited for
             raise StoreError(f"{path} is not a saved attribution: it is no regular file.")
         with safe_open(path, framework="pt") as file:
             text = (file.metadata() or {}).get(_ABOUT)
-            if text is None or not {_SCORES} <= set(file.keys()) <= {_SCORES, _NOISE}:
+            if text is None or not {_SCORES} <= set(file.keys()) <= {_SCORES, _NOISE, *_DEVIATIONS}:
                 raise StoreError(f"{path} is not a saved attribution: it holds other tensors.")
             # tensors are mapped from their file, and may change with it
             tensors = {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118 (no mapping)
@@ -70,17 +90,53 @@ def load_scores(path: Path, names: set[str]) -> Saved:
         logger.warning("%s was saved without a checksum, so damage would not be seen: save it again", path)
     else:
         value = value.unsealed()
-        for name in (_SCORES, _NOISE):
-            found = of_tensors({name: tensors[name]}) if name in tensors else None
-            if value.content.get(name) != found:
-                raise StoreError(f"{path} was changed after it was written: its {name} has another checksum.")
+        _check_unchanged(value, tensors)
         value = Value({**value.content, "sha256": None}, path)
     labels, queries = _read_labels(value, names)
     scores, noise = tensors[_SCORES], tensors.get(_NOISE)
     _check_whole(labels, queries, scores)
     _check_noise(queries, noise, path)
     about = {name: _LABELS[name](item) if name == "validation" else item.content for name, item in labels.items()}
-    return about, scores, tuple(item.content for item in queries), noise
+    replicates = _read_replicates(value, tensors, tuple(scores.shape))
+    return about, scores, tuple(item.content for item in queries), noise, replicates
+
+
+def _check_unchanged(value: Value, tensors: dict[str, Tensor]) -> None:
+    """Refuse tensors that are not those of the header."""
+    runs = value.mapping().get(_REPLICATES)
+    sealed_as = {_SCORES: value.content.get(_SCORES), _NOISE: value.content.get(_NOISE)}
+    for name, each in zip(_DEVIATIONS, runs.items() if runs is not None else (), strict=False):
+        sealed_as[name] = each.mapping().get("sha256", each).content
+    for name in {*sealed_as, *tensors}:
+        found = of_tensors({name: tensors[name]}) if name in tensors else None
+        if sealed_as.get(name) != found:
+            raise StoreError(f"{value.file} was changed after it was written: its {name} has another checksum.")
+
+
+def _read_replicates(value: Value, tensors: dict[str, Tensor], shape: tuple[int, ...]) -> tuple[Replicates, ...]:
+    """Return the deviations of runs from scores of this shape, once they are checked; none in files without."""
+    listed = value.mapping().get(_REPLICATES)
+    entries = [] if listed is None else listed.items()
+    if len(entries) > len(_DEVIATIONS):
+        value.fail(f"{_REPLICATES} has {len(entries)} entries, a result has at most {len(_DEVIATIONS)}")
+    found = []
+    for name, entry in zip(_DEVIATIONS, entries, strict=False):
+        about = entry.record("sha256", "shares", "names", "over")
+        about["sha256"].checksum()
+        shares, names = about["shares"].numbers(), about["names"].texts()
+        if about["over"].content not in get_args(Over):
+            about["over"].refuse(" or ".join(get_args(Over)))
+        if len(shares) < 2 or min(shares) <= 0 or abs(sum(shares) - 1) > 1e-6:
+            about["shares"].refuse("at least two positive numbers that add up to 1")
+        if len(names) != len(shares):
+            about["names"].refuse(f"{len(shares)} texts, one for each share")
+        deviations = tensors[name]
+        if tuple(deviations.shape) != (len(shares), *shape):
+            entry.fail(f"its {name} have shape {tuple(deviations.shape)}, expected {(len(shares), *shape)}")
+        if not deviations.is_floating_point() or not bool(deviations.isfinite().all()):
+            entry.fail(f"its {name} must be finite numbers")
+        found.append(Replicates(deviations, tuple(shares), tuple(names), about["over"].content))
+    return tuple(found)
 
 
 def _read_labels(value: Value, names: set[str]) -> tuple[dict[str, Value], list[Value]]:
@@ -91,7 +147,7 @@ def _read_labels(value: Value, names: set[str]) -> tuple[dict[str, Value], list[
         schema = fields["schema"].whole(_CHECKED) if "schema" in fields else SCHEMA
         if schema > SCHEMA:
             value.fail(f"its schema is {schema}, this version reads up to {SCHEMA}: upgrade imprint")
-        newer = ("schema", _SCORES, "sha256", *[_NOISE] * (schema > _CHECKED))
+        newer = ("schema", _SCORES, "sha256", *[_NOISE] * (schema >= _NOISY), *[_REPLICATES] * (schema > _NOISY))
     values = value.record("labels", "queries", *newer)
     known = {name: read for name, read in _LABELS.items() if name in names}
     given = values["labels"].mapping()
@@ -153,6 +209,8 @@ def _check_details(value: Value) -> None:
             item.whole(1)
         if name == OUT_OF_BATCHES:
             item.flag()
+        if name == ERROR:
+            item.text()
 
 
 def _check_question(value: Value) -> None:

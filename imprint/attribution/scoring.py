@@ -10,14 +10,17 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from imprint.attribution.collecting import Collected
 from imprint.attribution.labels import Labels, describe_replay
 from imprint.attribution.noise import assess_noise
 from imprint.attribution.result import Attribution
-from imprint.attribution.top import Order, Top, limit_top, merge_best, rank_scores
+from imprint.attribution.top import Order, Top, limit_top, rank_scores
+from imprint.attribution.uncertainty import ERROR, LACKING, explain_errors
 from imprint.data import Collate, Data, query_batches
 from imprint.errors import ReadoutError
 from imprint.readout.kernels import ReadoutName
 from imprint.readout.reader import Reader
+from imprint.runtime.memory import budget
 from imprint.runtime.notices import Notices
 from imprint.runtime.progress import Advance, Progress
 from imprint.runtime.turns import settle_child
@@ -90,32 +93,41 @@ def attribute(
     count, batch = max(batches, key=lambda pair: pair[0])
     chunks = reader.chunks(batch, count)
     bar = Progress("attributing", sum(count for count, _ in batches) * len(store), "scores", progress)
-    parts: list[list[Tensor]] = [[] for _ in batches]
-    best: list[tuple[Tensor, Tensor] | None] = [None for _ in batches]
     firsts = [0, *accumulate(count for count, _ in batches)]
-    squares = 0.0
+    lacking = _find_lacking(reader, firsts[-1] * (k or len(store)), memory)
+    found = Collected(len(batches), None if lacking else reader.units, k, by)
+    read = reader.block_with_deviations if found.units else lambda *given: (reader.block(*given), None)
     try:
         for (start, stop), index in _order_blocks(reader, chunks, len(batches)):
             count, batch = batches[index]
-            block = reader.block(start, stop, batch, count, firsts[index]).cpu()
-            squares += float(block.double().square().sum())
-            if k is None:
-                parts[index].append(block)
-            else:
-                best[index] = merge_best(best[index], block, start, k, by)
+            block, deviations = read(start, stop, batch, count, firsts[index])
+            found.add(index, start, block.cpu(), None if deviations is None else deviations.cpu())
             bar.advance(count * (stop - start))
     finally:
         bar.close()
-    noise = _read_noise(reader, batches)
-    effect = (squares / (firsts[-1] * len(store))) ** 0.5 / store.n
+    noise, scores, replicates = _read_noise(reader, batches), found.scores, found.replicates
+    effect = (found.squares / (firsts[-1] * len(store))) ** 0.5 / store.n
     labels = _make_labels(task, reader, batches, noise, effect)
+    labels.details[ERROR] = explain_errors(noise, replicates, lacking)
     if k is None:
-        result = Attribution(labels, torch.cat([torch.cat(blocks, dim=1) for blocks in parts]), noise_changes=noise)
+        result = Attribution(labels, scores, noise_changes=noise, replicates=replicates)
         return _with_verdict(result, task, store, batches, memory)
-    kept = [entry for entry in best if entry is not None]
-    scores = torch.cat([scores for _, scores in kept])
     rms = None if noise is None else root_mean_squares(noise)
-    return Top(labels, torch.cat([indices for indices, _ in kept]), scores, tuple(range(len(scores))), rms)
+    return Top(labels, found.indices, scores, tuple(range(len(scores))), rms, replicates)
+
+
+def _find_lacking(reader: Reader, scores: int, memory: int | str | None) -> str:
+    """Say why there will be no deviations of runs from so many scores; empty if there will be."""
+    if reader.units is None:
+        return LACKING[reader.store.question]
+    wanted, allowed = 8 * scores * len(reader.units), budget(memory, reader.task.device)
+    if wanted <= allowed:
+        return ""
+    return (
+        f"not kept: all scores of {len(reader.units)} {reader.units.over} take {wanted / 1e9:.2g} GB, more than the "
+        f"{allowed / 1e9:.2g} GB allowed. Ask for the first sources (top=), attribute fewer queries at a time, or give "
+        "memory="
+    )
 
 
 def _with_verdict(

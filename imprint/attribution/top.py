@@ -9,7 +9,9 @@ import torch
 from torch import Tensor
 
 from imprint.attribution.labels import Labels, Query, describe_groups, describe_query
-from imprint.attribution.noise import INDISTINGUISHABLE, stands_out, widen
+from imprint.attribution.noise import INDISTINGUISHABLE
+from imprint.attribution.replicates import Replicates
+from imprint.attribution.uncertainty import describe_error, find_distinguishable, find_errors
 from imprint.display import for_terminal
 from imprint.errors import MissingExtra, ReadoutError
 from imprint.plan import Question
@@ -27,8 +29,9 @@ ESTIMATE = (
 class Credit(NamedTuple):
     """What one source does to one query; `removal_effect` is the predicted change of F without the source.
 
-    distinguishable: whether the effect stands out from the noise of the run; None where that was not measured.
+    distinguishable: whether the effect is distinguishable from 0; None where nothing is known of its error.
     estimate: whether the effect is a sum of single removals, which only estimates the removal of all of them.
+    standard_error: of the removal effect, by chance alone; None where nothing is known of it.
     """
 
     query: Query
@@ -39,6 +42,7 @@ class Credit(NamedTuple):
     question: Question
     distinguishable: bool | None
     estimate: bool
+    standard_error: float | None = None
 
     def format_effect(self, digits: int = 3) -> str:
         """Format the removal effect with its marks, which `explain_marks` explains.
@@ -48,13 +52,18 @@ class Credit(NamedTuple):
         """
         return f"{'≈' * self.estimate}{self.removal_effect:+.{digits}g}{'~' * (self.distinguishable is False)}"
 
+    def format_error(self, before: str = "") -> str:
+        """Format the standard error with two digits, after some text; empty where it is unknown."""
+        return "" if self.standard_error is None else f"{before}{self.standard_error:.2g}"
+
 
 @dataclass(frozen=True)
 class Top:
     """The first sources of each query: `indices` and `scores` have shape (queries, k).
 
     Indexing and iterating give lists of `Credit`, one list for each query; `queries` are their numbers. `noise` has the
-    root mean square of what chance changes of F, (queries,), or is None.
+    root mean square of what chance changes of F, (queries,), or is None; `replicates` are those of an `Attribution`,
+    for these sources.
     """
 
     labels: Labels
@@ -62,6 +71,7 @@ class Top:
     scores: Tensor
     queries: tuple[Query, ...]
     noise: Tensor | None = None
+    replicates: tuple[Replicates, ...] = ()
 
     @property
     def warnings(self) -> tuple[str, ...]:
@@ -75,32 +85,39 @@ class Top:
 
     @property
     def distinguishable(self) -> Tensor | None:
-        """Which effects stand out from the noise of the run, shape (queries, k); None where that was not measured."""
-        if self.noise is None:
-            return None
-        noise = widen(self.noise[:, None], self.labels.counts[self.indices])
-        return stands_out(self.scores / self.labels.n, noise)
+        """Which effects are distinguishable from 0, shape (queries, k); None where nothing is known of their errors."""
+        return self._distinguish(self.standard_error)
+
+    @property
+    def standard_error(self) -> Tensor | None:
+        """The standard error of each removal effect, shape (queries, k); None where nothing is known of it."""
+        return find_errors(self.labels, self.labels.counts[self.indices], self.noise, self.replicates)
+
+    def _distinguish(self, errors: Tensor | None) -> Tensor | None:
+        return find_distinguishable(self.scores / self.labels.n, errors, self.noise, self.replicates)
 
     def __len__(self) -> int:
         return len(self.scores)
 
     def __getitem__(self, query: int) -> list[Credit]:
-        return self._list_credits(query, self.distinguishable)
+        errors = self.standard_error
+        return self._list_credits(query, errors, self._distinguish(errors))
 
     def __iter__(self) -> Iterator[list[Credit]]:
-        marks = self.distinguishable
-        return (self._list_credits(query, marks) for query in range(len(self)))
+        errors = self.standard_error
+        marks = self._distinguish(errors)
+        return (self._list_credits(query, errors, marks) for query in range(len(self)))
 
-    def _list_credits(self, query: int, distinguishable: Tensor | None) -> list[Credit]:
+    def _list_credits(self, query: int, errors: Tensor | None, distinguishable: Tensor | None) -> list[Credit]:
         labels, number = self.labels, self.queries[query]
         scores = self.scores[query].tolist()
-        marks = [None] * len(scores) if distinguishable is None else distinguishable[query].tolist()
+        known = ([None] * len(scores) if each is None else each[query].tolist() for each in (distinguishable, errors))
         return [
             Credit(
                 *(number, labels.source_ids[i], labels.source_names[i], score, -score / labels.n),
-                *(labels.question, mark, labels.is_estimate(i)),
+                *(labels.question, mark, labels.is_estimate(i), error),
             )
-            for i, score, mark in zip(self.indices[query].tolist(), scores, marks, strict=True)
+            for i, score, mark, error in zip(self.indices[query].tolist(), scores, *known, strict=True)
         ]
 
     def __repr__(self) -> str:
@@ -110,6 +127,7 @@ class Top:
     def describe(self, earlier: Iterable[Credit] = ()) -> list[str]:
         """Return the lines of the first five queries, with unit and question; `earlier` credits were shown before."""
         lines, shown = [for_terminal(self.labels.unit), self.labels.meaning, self.labels.standing], list(earlier)
+        lines += describe_error(self.labels)
         for query in range(min(5, len(self))):
             credits = self[query]
             head = f"  {for_terminal(describe_query(credits[0].query))}: "
@@ -143,7 +161,10 @@ def explain_marks(credits: Iterable[Credit]) -> list[str]:
     shown = list(credits)
     found = {
         f"≈ {ESTIMATE}": any(credit.estimate for credit in shown),
-        f"~ {INDISTINGUISHABLE}": any(credit.distinguishable is False for credit in shown),
+        **{
+            f"~ {text}": any(credit.distinguishable is False and credit.question == question for credit in shown)
+            for question, text in INDISTINGUISHABLE.items()
+        },
     }
     return [text for text, appears in found.items() if appears]
 
@@ -174,15 +195,24 @@ def rank_scores(scores: Tensor, by: Order) -> Tensor:
     raise ReadoutError(f'sources can be ordered by "magnitude", "raises" or "lowers", not by {by!r}.')
 
 
-def merge_best(
-    best: tuple[Tensor, Tensor] | None, block: Tensor, start: int, k: int, by: Order
-) -> tuple[Tensor, Tensor]:
-    """Return the indices and scores of the k first, of what was best so far and a new block of sources."""
+Best = tuple[Tensor, Tensor, Tensor | None]
+"""The indices and scores of the first sources, (queries, k), and the deviations of each run, (runs, queries, k)."""
+
+
+def merge_best(best: Best | None, block: Tensor, deviations: Tensor | None, start: int, k: int, by: Order) -> Best:
+    """Return the k first, of what was best so far and a new block of sources."""
     indices = torch.arange(start, start + block.shape[1]).expand_as(block)
     if best is not None:
         indices, block = torch.cat([best[0], indices], 1), torch.cat([best[1], block], 1)
+        deviations = None if deviations is None or best[2] is None else torch.cat([best[2], deviations], 2)
     order = rank_scores(block, by).topk(min(k, block.shape[1]), dim=1).indices
-    return indices.gather(1, order), block.gather(1, order)
+    kept = None if deviations is None else gather_sources(deviations, order)
+    return indices.gather(1, order), block.gather(1, order), kept
+
+
+def gather_sources(values: Tensor, indices: Tensor) -> Tensor:
+    """Return the values of some sources of each query, (runs, queries, k), from those of all, (runs, queries, …)."""
+    return values.gather(2, indices.expand(len(values), *indices.shape))
 
 
 def limit_top(k: int, sources: int) -> int:

@@ -20,7 +20,7 @@ def imprints(plan: Plan | None = None, *, runs: int = 1) -> Method:
         protocol = bench.protocol
         task, data = protocol.build_task("margin"), protocol.train.examples
         columns, sources = data.gather(torch.arange(len(data))), Sources.per_example(len(data))
-        states = [state for run in kept for state in run]
+        states = [list(run) for run in kept]
         begin = time.monotonic()
         chosen = plan or Plan.auto(task, columns, sources, states, progress=False)
         store = simulate(task, columns, sources, chosen, checkpoints=states, progress=False)

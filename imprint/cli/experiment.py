@@ -44,7 +44,8 @@ class Experiment:
 
     task, data, sources, queries, collate_fn: import strings; `task` may also name a built-in setting, and `sources`
         may be "per-example".
-    checkpoints: .safetensors files, or the import string of a list.
+    checkpoints: .safetensors files, or the import string of a list. Files with commas between or after them are of one
+        of several training runs.
     run: the folder of a recorded run, or the import string of one.
     plan: fields of a `Plan`, which override the `plan` in the task's module.
     training_steps, training_batch: how long a training is, to compare a simulation with retraining.
@@ -113,8 +114,12 @@ class Experiment:
         given: dict[str, Any] = dict(values)
         if "checkpoints" in given:
             listed = [given["checkpoints"]] if isinstance(given["checkpoints"], str) else given["checkpoints"]
+            runs = all(isinstance(run, list) and all(isinstance(file, str) for file in run) for run in listed)
+            listed = [join_run(run) for run in listed] if runs else listed
             if not all(isinstance(item, str) for item in listed):
-                raise ConfigurationError(f"{origin}: checkpoints must be strings, got {listed!r}.")
+                raise ConfigurationError(
+                    f"{origin}: checkpoints must be strings, or a list of strings for each run, got {listed!r}."
+                )
             given["checkpoints"] = tuple(listed)
         return cls(**given)
 
@@ -138,7 +143,9 @@ class Experiment:
         return replace(
             self,
             **objects,
-            checkpoints=tuple(map(resolve, self.checkpoints)),
+            checkpoints=tuple(
+                join_run(map(resolve, run)) if (run := split_run(each)) else resolve(each) for each in self.checkpoints
+            ),
             out=None if self.out is None else os.path.normpath(folder / self.out),
         )
 
@@ -165,6 +172,24 @@ _TYPE_NAMES = {
     "memory": 'a number of bytes or a string such as "4GiB"',
     "checkpoints": "a list of strings",
 }
+
+
+def split_run(text: str) -> tuple[str, ...]:
+    """Split the checkpoints of one of several training runs, files with commas between or after them.
+
+    Anything else is of no run, and there are none.
+
+    >>> split_run("a/1.safetensors,a/2.safetensors"), split_run("a/1.safetensors,"), split_run("a,b.safetensors")
+    (('a/1.safetensors', 'a/2.safetensors'), ('a/1.safetensors',), ())
+    """
+    files = tuple(text.removesuffix(",").split(","))
+    return files if "," in text and all(file.endswith(".safetensors") for file in files) else ()
+
+
+def join_run(run: Iterable[str]) -> str:
+    """Join the checkpoints of a run as `split_run` splits them."""
+    files = tuple(run)
+    return ",".join(files) + "," * (len(files) == 1)
 
 
 def parse_plan(pairs: list[str]) -> dict[str, Any]:

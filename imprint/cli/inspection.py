@@ -17,8 +17,8 @@ def inspect_store(store: Store) -> dict[str, Any]:
     """Return the plan, sizes and figures of a store, and the norms of its imprints, as JSON values."""
     manifest, found, first = store.manifest, read_validation(store), store.checkpoints[0]
     checkpoints = []
-    for checkpoint in store.checkpoints:
-        entry = {name: getattr(checkpoint, name) for name in ("weight", "steps", "damping")}
+    for run, checkpoint in zip(manifest.request.runs, store.checkpoints, strict=True):
+        entry = {"run": run} | {name: getattr(checkpoint, name) for name in ("weight", "steps", "damping")}
         decided = None if checkpoint.decided is None else asdict(checkpoint.decided)
         checkpoints.append({**entry, "decided": decided, "measured": asdict(checkpoint.measured)})
     return {

@@ -1,8 +1,8 @@
 """Loads what import strings name: `path/to/file.py:name`, `package.module:name`, or the name of a built-in setting.
 
 A string without a colon names something in the task's own module. What is not named at all is looked up there by
-convention: `data`, `sources`, `queries`, `checkpoints`, `plan`, `collate_fn`. Functions are called for what they
-return.
+convention: `data`, `sources`, `queries`, `checkpoints`, `plan`, `collate_fn`; and for reports `query_pictures`,
+`query_texts`, `query_labels`, `example_texts`. Functions are called for what they return.
 """
 
 import importlib
@@ -18,9 +18,10 @@ from types import ModuleType
 from typing import Any
 
 from imprint.benchmarking.settings.catalogue import SETTINGS, BuiltIn, load_setting
-from imprint.cli.experiment import PER_EXAMPLE, Experiment, suggest_names
+from imprint.cli.experiment import PER_EXAMPLE, Experiment, split_run, suggest_names
 from imprint.data import Data, as_tensors, is_columns, length_of
 from imprint.errors import ConfigurationError, ImprintError, PlanError, first_line
+from imprint.evaluation.reports.illustrations import Illustrations
 from imprint.plan import Plan, engine_for
 from imprint.runtime.threads import set_threads
 from imprint.simulation.recorded import open_run, settle_states
@@ -134,6 +135,8 @@ class Objects:
         named = self.experiment.checkpoints
         if not named:
             return None if self.run is not None else self._find_by_convention("checkpoints")
+        if any(map(split_run, named)):
+            return [list(split_run(each) or (each,)) for each in named]
         if len(named) > 1 or Path(named[0]).suffix in (".safetensors", *_NOT_TAKEN):
             return list(named)
         return self._find("checkpoints", named[0])
@@ -195,6 +198,12 @@ class Objects:
         if self.experiment.plan.get("auto"):
             run, checkpoints = settle_states(self.plan, run, checkpoints, self.task)
         return {"checkpoints": checkpoints, "run": run}
+
+    @property
+    def illustrations(self) -> Illustrations:
+        """How queries are shown to a person, as far as the task's module says."""
+        names = ("query_pictures", "query_texts", "query_labels", "example_texts")
+        return Illustrations(*map(self._find_by_convention, names))
 
     def has(self, name: str) -> bool:
         """Tell whether an object is named, or found by convention."""

@@ -15,6 +15,7 @@ from rich.text import Text
 
 from imprint.attribution.labels import MEANINGS, Labels
 from imprint.attribution.top import Credit, Top, explain_marks
+from imprint.attribution.uncertainty import describe_error
 from imprint.checking import Check
 from imprint.cli.experiment import read_note
 from imprint.display import count_of, for_terminal, format_size, name_some
@@ -77,7 +78,7 @@ def render_store(values: dict[str, Any]) -> RenderableType:
     )
     table = Table("checkpoint", *(str(index) for index in range(len(values["checkpoints"]))))
     measured = next((c["measured"]["curvature_of"] for c in values["checkpoints"] if c["decided"]), "")
-    hidden = _DESCENT if values["recording"] else ()
+    hidden = _DESCENT if values["recording"] else () if any(c["run"] for c in values["checkpoints"]) else ("run",)
     for name, *cells in zip(_FIGURES, *(_figures(checkpoint) for checkpoint in values["checkpoints"]), strict=True):
         if name not in hidden and (name not in _SOMETIMES or set(cells) != {"–"}):
             label = _CURVATURES.get(measured, name) if name == "curvature" else name
@@ -153,14 +154,14 @@ def _describe_cost(values: dict[str, Any]) -> str:
     return f"{times}; at most {peak} of memory (estimated {format_size(memory)})"
 
 
-_DESCENT = ("lr", "damping", "ε", "curvature", "stability", "drift", "linearity")  # which a run has by itself
+_DESCENT = ("run", "lr", "damping", "ε", "curvature", "stability", "drift", "linearity")  # which a run has by itself
 _SOMETIMES = (  # shown only where a checkpoint has them: of a basis, of Adam, and of a repeated run
     *("directions", "curvature outside", "share outside", "lost"),
     *("second moments", "share unmoved"),
     *("chaos", "deviation from the recorded end", "lost by a late start"),
 )
 _FIGURES = (
-    *("weight", "steps", "lr", "damping", "ε", "curvature", "stability", "drift", "linearity", "‖u‖, median"),
+    *("run", "weight", "steps", "lr", "damping", "ε", "curvature", "stability", "drift", "linearity", "‖u‖, median"),
     *_SOMETIMES,
 )
 
@@ -169,7 +170,7 @@ def _figures(checkpoint: dict[str, Any]) -> list[str]:
     """Return one checkpoint's column of figures, with a dash for what it lacks."""
     decided, measured = checkpoint["decided"] or {}, checkpoint["measured"]
     low, high = measured["curvature"] or (None, None)
-    values = [{**checkpoint, **decided}.get(name) for name in ("weight", "steps", "lr", "damping", "epsilon")]
+    values = [{**checkpoint, **decided}.get(name) for name in ("run", "weight", "steps", "lr", "damping", "epsilon")]
     cells = [_format_figure(value, 4) for value in values]
     cells.append("–" if low is None else f"{low:.3g} … {high:.3g}")
     more = (
@@ -227,6 +228,7 @@ def render_attribution(mean: Top, top: Top) -> RenderableType:
         cell(unit, "italic"),
         cell(top.labels.meaning, "italic"),
         _render_standing(top.labels),
+        *(cell(line, "italic") for line in describe_error(top.labels)),
         _render_queries(shown),
         *map(cell, explain_marks([*mean[0], *chain.from_iterable(shown)])),
         *([Text(f"… and {more:,} more queries: write all of them with --out.")] if more > 0 else []),
@@ -257,39 +259,46 @@ def render_comparison(found: "Comparison") -> RenderableType:
 
 
 def _render_mean(credits: list[Credit]) -> Table:
-    table = Table("source", "effect of removal, mean over queries")
+    table = Table("source", "effect of removal, mean over queries", *_error_columns(credits))
     for credit in credits:
-        table.add_row(cell(credit.name), _effect_cell(credit))
+        table.add_row(cell(credit.name), *_effect_cells(credit))
     return table
 
 
 def _render_queries(shown: list[list[Credit]]) -> Table:
-    table = Table("query", "source", "effect of removal")
+    table = Table("query", "source", "effect of removal", *_error_columns(shown[0] if shown else []))
     for credits in shown:
         for position, credit in enumerate(credits):
             last = position == len(credits) - 1
             number = str(credit.query) if position == 0 else ""
-            table.add_row(cell(number), cell(credit.name), _effect_cell(credit), end_section=last)
+            table.add_row(cell(number), cell(credit.name), *_effect_cells(credit), end_section=last)
     return table
 
 
-def _effect_cell(credit: Credit) -> Text:
-    """Return an effect with its marks; one that does not stand out from the noise is dim."""
-    return Text(credit.format_effect(digits=4), style="dim" if credit.distinguishable is False else "")
+def _error_columns(credits: list[Credit]) -> list[str]:
+    """Return the head of a column of standard errors, where they are known."""
+    return ["± standard error"] * any(credit.standard_error is not None for credit in credits)
+
+
+def _effect_cells(credit: Credit) -> list[Text]:
+    """Return an effect with its marks, and its standard error; one that is not distinguishable from 0 is dim."""
+    style = "dim" if credit.distinguishable is False else ""
+    cells = [Text(credit.format_effect(digits=4), style=style)]
+    return [*cells, *[Text(credit.format_error(), style=style)] * (credit.standard_error is not None)]
 
 
 def render_demo(rows: "list[Row]", statistics: Sequence[tuple[str, ...]], labels: Labels) -> RenderableType:
     """Render the demo's contributors, with predicted and actual effects and how well they agree."""
     table = Table(title="Change of the mean held-out loss (nats) if the contributor were removed")
-    for column in ("contributor", "examples", "predicted", "actual", "training loss", "by prediction"):
-        table.add_column(column, justify="left" if column in ("contributor", "by prediction") else "right")
+    for column in ("contributor", "size", "this run", "expected", "retrained", "loss"):
+        table.add_column(column, justify="left" if column == "contributor" else "right", no_wrap=True)
     for row in rows:
-        name = f"{row.name} (mislabels a third)" if row.mislabels else row.name
+        name = f"{row.name} (mislabels)" if row.mislabels else row.name
         actual = f"{row.actual:+.4f} ± {row.error:.4f}"
         style = "red" if row.mislabels else None
-        cells = (cell(name), str(row.size), f"{row.predicted:+.4f}", actual, f"{row.loss:.3f}", row.verdict)
-        table.add_row(*cells, style=style)
-    figures = Table("", "imprint", "guess by size", "ceiling", title="Predicted against actual, 95% intervals")
+        predicted = (f"{row.this_run:+.4f}", f"{row.predicted:+.4f}")
+        table.add_row(cell(name), str(row.size), *predicted, actual, f"{row.loss:.3f}", style=style)
+    figures = Table("", "imprint", "guess by size", "ceiling", title="Expected against retrained, 95% intervals")
     for line in statistics:
         figures.add_row(*map(cell, line))
     return Group(table, cell(labels.meaning, "italic"), figures, *_render_warnings(labels.warnings))
@@ -331,7 +340,8 @@ def render_metrics(metrics: "Sequence[Metric]", truth: "Truth") -> RenderableTyp
             "–" if found.low != found.low else cell(f"[{found.low:.3f}, {found.high:.3f}]"),
             *("–" if limit != limit else f"{limit:.3f}" for limit in (metric.ceiling, metric.single_run)),
         )
-    remarks = [
+    remarks = [f"Intervals are over {over}." for over in sorted({m.over for m in metrics if m.over != "queries"})]
+    remarks += [
         f"{m.name}: undefined for {count_of(m.undefined, 'query', 'queries')}, left out of the mean"
         for m in metrics
         if m.undefined

@@ -5,6 +5,8 @@ from imprint.evaluation.metrics import Metric, evaluate, lds, loo, overlap, slop
 from imprint.evaluation.mislabels import MislabelDetection, detection_auc, example_losses, mislabel_auc
 from imprint.evaluation.recorded import record_training
 from imprint.evaluation.replaying import Record, replay_run, replay_seeds
+from imprint.evaluation.reports.illustrations import Illustrations
+from imprint.evaluation.reports.page import Preface, write_report
 from imprint.evaluation.retraining import retrain
 from imprint.evaluation.subsets import Subsets
 from imprint.evaluation.together import Together, Train
@@ -12,8 +14,10 @@ from imprint.evaluation.training import Training
 from imprint.evaluation.truth import Truth
 
 __all__ = [
+    "Illustrations",
     "Metric",
     "MislabelDetection",
+    "Preface",
     "Record",
     "SourceEffect",
     "Subsets",
@@ -34,4 +38,5 @@ __all__ = [
     "replay_seeds",
     "retrain",
     "slope",
+    "write_report",
 ]

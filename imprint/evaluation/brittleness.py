@@ -19,7 +19,7 @@ from imprint.evaluation.subsets import CHANCE, Subsets, derive_seed, require_who
 from imprint.evaluation.together import Together, Train
 from imprint.runtime.progress import Advance
 from imprint.sources import Sources
-from imprint.statistics import is_constant
+from imprint.statistics import Array, is_constant
 from imprint.store.fingerprint import of_batches, of_data, probe_measures
 from imprint.store.request import describe
 from imprint.task import Task, require_task
@@ -91,15 +91,19 @@ def brittleness(
             stacklevel=2,
         )
     each = wrong[:, 1:].reshape(runs, 2, len(counts), len(result), len(result))
-    flipped = each.diagonal(dim1=3, dim2=4).double().mean(0).numpy()  # (2, counts, queries)
+    flipped = each.diagonal(dim1=3, dim2=4).double().numpy()  # (runs, 2, counts, queries)
     shares, at_random = (
-        tuple(
-            average_metric(f"flipped without {count}{how}", row, within=(0, 1))
-            for count, row in zip(counts, rows, strict=True)
-        )
-        for rows, how in zip(flipped, ("", " at random"), strict=True)
+        tuple(_average(f"flipped without {count}{how}", flipped[:, part, place]) for place, count in enumerate(counts))
+        for part, how in enumerate(("", " at random"))
     )
     return Brittleness(counts, shares, at_random, before)
+
+
+def _average(name: str, flipped: Array) -> Metric:
+    """Average the flips of some runs, shape (runs, queries)."""
+    runs, total = len(flipped), flipped.sum(0)
+    left_out = np.array([(total - run).mean() / (runs - 1) for run in flipped]) if runs > 1 else np.empty(0)
+    return average_metric(name, total / runs, within=(0, 1), runs=[left_out])
 
 
 def _check_arguments(task: Task, result: Attribution, sources: Sources) -> None:

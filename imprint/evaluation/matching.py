@@ -47,6 +47,13 @@ def match_scores(
     return scores
 
 
+def leave_out_runs(result: Attribution) -> list[Tensor]:
+    """Return the scores of a result without each of its runs in turn; empty where they are of one run, or unknown."""
+    if len(result.replicates) != 1 or result.replicates[0].over != "runs":
+        return []
+    return result.replicates[0].leave_out(result.scores)
+
+
 def question_of(result: Attribution | Tensor) -> Question | None:
     """Return the question that scores answer; None for a bare tensor, which does not say."""
     return result.question if isinstance(result, Attribution) else None

@@ -4,18 +4,19 @@ Signs are never flipped. F of a model trained on a subset is predicted by F + Σ
 summed scores and F rise together, whatever F is; a removal is predicted to change F by −s/N.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 from torch import Tensor
 
 from imprint.attribution.result import Attribution
+from imprint.attribution.top import limit_top
 from imprint.display import count_of
 from imprint.errors import DataError
-from imprint.evaluation.matching import question_of, rounding_of
-from imprint.evaluation.removal import RemovalCheck, compare_changes
+from imprint.evaluation.matching import leave_out_runs, question_of, rounding_of
+from imprint.evaluation.removal import RemovalCheck, compare_changes, mean_rank_correlation
 from imprint.evaluation.truth import Truth
 from imprint.plan import Question
 from imprint.statistics import (
@@ -24,6 +25,7 @@ from imprint.statistics import (
     ceiling,
     correlations,
     is_constant,
+    mean_defined,
     mean_estimate,
     ranks,
 )
@@ -35,7 +37,8 @@ _NAN = float("nan")
 class Metric:
     """A figure of merit.
 
-    estimate: its value with a 95% interval over queries; the interval is NaN for a single query.
+    estimate: its value with a 95% interval over queries; the interval is NaN for a single query. `over` is "runs and
+        queries" where the ground truth or the scores rest on several runs: their error is shared by all queries.
     per_query: its value for each query; NaN where it is undefined, because scores or ground truth are constant.
     undefined: how many queries are undefined; they are left out of the mean.
     ceiling: about what a perfect predictor would reach against this ground truth, from the agreement of its runs; NaN
@@ -53,6 +56,7 @@ class Metric:
     single_run: float = _NAN
     question: Question | None = None
     scores_question: Question | None = None
+    over: Literal["queries", "runs and queries"] = "queries"
 
     def __str__(self) -> str:
         return f"{self._describe()}{self._describe_questions()}"
@@ -82,7 +86,7 @@ class Metric:
             "name": self.name,
             **{key: plain(getattr(self.estimate, key)) for key in ("value", "low", "high")},
             **{"undefined": self.undefined, "ceiling": plain(self.ceiling), "single_run": plain(self.single_run)},
-            **{"question": self.question, "scores_question": self.scores_question},
+            **{"question": self.question, "scores_question": self.scores_question, "interval_over": self.over},
             "per_query": [plain(value) for value in self.per_query],
         }
 
@@ -109,12 +113,14 @@ def evaluate(result: Attribution | Tensor, truth: Truth, *, across: bool = False
             undefined=len(check.predicted) if np.isnan(check.correlation.value) else 0,
             ceiling=check.ceiling,
             single_run=_correlate_runs(over_queries),
+            over=_name_levels(check.several_runs),
         ),
         average_metric(
             "rank correlation of removals, per query",
             check.rank_correlations,
             check.rank_ceiling,
             _correlate_runs(check.actual, ranks),
+            runs=check.without_runs(mean_rank_correlation),
         ),
     ]
     return [*(_ask(metric, result, truth) for metric in found), slope(result, truth, across=across)]
@@ -131,17 +137,21 @@ def lds(result: Attribution | Tensor, truth: Truth, *, across: bool = False) -> 
         raise DataError(
             "the linear datamodelling score needs ground truth from random halves, this one removes sources."
         )
-    predicted = truth.match(result, across=across) @ truth.subsets.membership().double().T
-    return _ask(predicted_lds(predicted, truth), result, truth)
+    members = truth.subsets.membership().double().T
+    left_out = [each @ members for each in truth.match_left_out(result, across=across)]
+    return _ask(predicted_lds(truth.match(result, across=across) @ members, truth, left_out), result, truth)
 
 
-def predicted_lds(predicted: Tensor, truth: Truth) -> Metric:
-    """Compute the linear datamodelling score from scores of the halves themselves, (queries, halves)."""
+def predicted_lds(predicted: Tensor, truth: Truth, left_out: Sequence[Tensor] = ()) -> Metric:
+    """Compute the linear datamodelling score from scores of the halves themselves, (queries, halves).
+
+    left_out: these scores without each run that they rest on.
+    """
     _refuse_few(len(truth.subsets))
-    runs = truth.values.transpose(1, 2).numpy()
-    values = correlations(ranks(predicted.numpy()), ranks(runs.mean(0)))
-    found = average_metric("LDS", values, ceiling(ranks(runs)), _correlate_runs(runs, ranks))
-    return _ask(found, predicted, truth)
+    check = RemovalCheck.of(predicted, truth.values.transpose(1, 2), left_out)
+    limits = ceiling(ranks(check.actual)), _correlate_runs(check.actual, ranks)
+    runs = check.without_runs(mean_rank_correlation)
+    return _ask(average_metric("LDS", check.rank_correlations, *limits, runs=runs), predicted, truth)
 
 
 def loo(result: Attribution | Tensor, truth: Truth, *, across: bool = False) -> Metric:
@@ -151,7 +161,9 @@ def loo(result: Attribution | Tensor, truth: Truth, *, across: bool = False) -> 
         raise DataError("leave-one-out needs ground truth in which single sources were removed.")
     _refuse_few(len(truth.lacking))
     values = correlations(check.predicted, check.truth)
-    return _ask(average_metric("LOO", values, ceiling(check.actual), _correlate_runs(check.actual)), result, truth)
+    limits = ceiling(check.actual), _correlate_runs(check.actual)
+    runs = check.without_runs(lambda predicted, actual: mean_defined(correlations(predicted, actual)))
+    return _ask(average_metric("LOO", values, *limits, runs=runs), result, truth)
 
 
 def removal(result: Attribution | Tensor, truth: Truth, *, across: bool = False) -> RemovalCheck:
@@ -159,15 +171,18 @@ def removal(result: Attribution | Tensor, truth: Truth, *, across: bool = False)
     scores = truth.match(result, across=across)
     lacking = ~truth.subsets.membership()
     lacking = lacking[lacking.any(1)].double()
-    return RemovalCheck.of(-(scores @ lacking.T) / truth.subsets.n, truth.significant_effects)
+    left_out = [-(each @ lacking.T) / truth.subsets.n for each in truth.match_left_out(result, across=across)]
+    return RemovalCheck.of(-(scores @ lacking.T) / truth.subsets.n, truth.significant_effects, left_out)
 
 
 def slope(result: Attribution | Tensor, truth: Truth, *, across: bool = False) -> Metric:
     """Compute the slope of actual on predicted changes of F over queries and subsets, each query about its mean."""
     scores = truth.match(result, across=across)
-    check = compare_changes(scores, truth.subsets, truth.changes, truth.replayed)
-    undefined = int(is_constant(check.predicted).sum())
-    return _ask(Metric("slope of actual on predicted effects", check.slope, undefined=undefined), result, truth)
+    left_out = truth.match_left_out(result, across=across)
+    check = compare_changes(scores, truth.subsets, truth.changes, truth.replayed, left_out)
+    undefined, over = int(is_constant(check.predicted).sum()), _name_levels(check.several_runs)
+    found = Metric("slope of actual on predicted effects", check.slope, undefined=undefined, over=over)
+    return _ask(found, result, truth)
 
 
 def overlap(first: Attribution, second: Attribution, k: int = 10) -> Metric:
@@ -184,13 +199,23 @@ def overlap(first: Attribution, second: Attribution, k: int = 10) -> Metric:
     same = first.queries == second.queries and (None in prints or prints[0] == prints[1])
     if not same or first.labels.source_ids != second.labels.source_ids:
         raise DataError("overlap needs two attributions with the same queries and the same sources.")
-    pairs = zip(first.top(k).indices.tolist(), second.top(k).indices.tolist(), strict=True)
-    k = min(k, first.scores.shape[1])
-    shares = np.array([len({*a} & {*b}) / k for a, b in pairs])
-    for each in (first, second):
-        sizes = each.scores.detach().abs().double().cpu().numpy()
-        shares[is_constant(sizes, rounding_of(each.scores))[:, 0]] = _NAN
-    return average_metric(f"overlap of the first {k}", shares, within=(0, 1))
+    k = limit_top(k, first.scores.shape[1])
+    shares = _share_largest(first.scores, second.scores, k)
+    runs = [
+        np.array([mean_defined(_share_largest(each, second.scores, k)) for each in leave_out_runs(first)]),
+        np.array([mean_defined(_share_largest(first.scores, each, k)) for each in leave_out_runs(second)]),
+    ]
+    return average_metric(f"overlap of the first {k}", shares, within=(0, 1), runs=runs)
+
+
+def _share_largest(first: Tensor, second: Tensor, k: int) -> Array:
+    """Return the share of the k largest scores that both have in common, per query; NaN where all are of one size."""
+    largest = [scores.abs().topk(k, dim=1).indices.tolist() for scores in (first, second)]
+    shares = np.array([len({*a} & {*b}) / k for a, b in zip(*largest, strict=True)])
+    for scores in (first, second):
+        sizes = scores.detach().abs().double().cpu().numpy()
+        shares[is_constant(sizes, rounding_of(scores))[:, 0]] = _NAN
+    return shares
 
 
 def average_metric(
@@ -199,10 +224,20 @@ def average_metric(
     limit: float = _NAN,
     single_run: float = _NAN,
     within: tuple[float, float] = (-1, 1),
+    runs: Sequence[Array] = (),
 ) -> Metric:
-    """Average values per query, leaving out and counting those that are NaN; `within` is the range of a value."""
-    undefined = int(np.isnan(per_query).sum())
-    return Metric(name, mean_estimate(per_query, within), per_query, undefined, limit, single_run)
+    """Average values per query, leaving out and counting those that are NaN; `within` is the range of a value.
+
+    runs: the mean with each run left out in turn, for each set of runs.
+    """
+    undefined, over = int(np.isnan(per_query).sum()), _name_levels(any(len(each) > 1 for each in runs))
+    estimate = mean_estimate(per_query, within, runs=runs)
+    return Metric(name, estimate, per_query, undefined, limit, single_run, over=over)
+
+
+def _name_levels(several_runs: bool) -> Literal["queries", "runs and queries"]:
+    """Say what an interval is over."""
+    return "runs and queries" if several_runs else "queries"
 
 
 def _correlate_runs(runs: Array, prepared: Callable[[Array], Array] = lambda array: array) -> float:

@@ -13,7 +13,7 @@ import logging
 import os
 import re
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from functools import cached_property
 from itertools import zip_longest
@@ -29,7 +29,7 @@ from torch import Tensor
 from imprint.attribution.result import Attribution
 from imprint.display import count_of, for_terminal
 from imprint.errors import DataError, StoreError
-from imprint.evaluation.matching import match_scores, require_question
+from imprint.evaluation.matching import leave_out_runs, match_scores, require_question
 from imprint.evaluation.removal import compare_changes
 from imprint.evaluation.subsets import Design, Subsets
 from imprint.plan import Question
@@ -135,6 +135,12 @@ class Truth:
     def slope(self, result: Attribution) -> float:
         """Return the slope of actual on predicted changes of F, by which `result.calibrate` multiplies scores."""
         return compare_changes(self.match(result), self.subsets, self.changes, self.replayed).slope.value
+
+    def match_left_out(self, result: Attribution | Tensor, *, across: bool = False) -> list[Tensor]:
+        """Return the scores without each of the runs that they rest on, matched likewise; empty where it is one run."""
+        if not isinstance(result, Attribution):
+            return []
+        return [self.match(replace(result, scores=each), across=across) for each in leave_out_runs(result)]
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> "Truth":

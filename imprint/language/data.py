@@ -9,6 +9,7 @@ Batches of a Trainer of transformers are read as well: a token whose label is no
 
 import unicodedata
 from collections.abc import Hashable, Mapping, Sequence
+from functools import cached_property
 from typing import Any, Literal, Protocol
 
 import torch
@@ -73,12 +74,21 @@ class Documents:
                 weights.append([0.0] + [weight] * (len(window) - 1))
                 owners.append(index)
         self.columns = _pad_rows(rows, weights)
+        self._tokenizer = tokenizer
         self.documents = torch.tensor(owners)
         self._count = owners[-1] + 1
 
     def __len__(self) -> int:
         """Return the number of windows, which is the number of training examples."""
         return len(self.documents)
+
+    @cached_property
+    def texts(self) -> list[str]:
+        """The text of each window, without what the one before ends with; for reports and guesses by common words."""
+        stops = (self.columns["weights"] != 0).sum(1) + 1  # all tokens but the first of a window are predicted
+        follows = [False, *(self.documents[1:] == self.documents[:-1]).tolist()]
+        spans = zip(self.columns["input_ids"], follows, stops.tolist(), strict=True)
+        return [str(self._tokenizer.decode(row[int(start) : stop].tolist())) for row, start, stop in spans]
 
     def __repr__(self) -> str:
         windows, length = self.columns["input_ids"].shape
@@ -105,7 +115,7 @@ class Completions:
     Prompt and completion are tokenised together, as the model would have met them. A token that spans the two counts
     to the completion. Where nothing stands before the completion, the tokenizer's beginning-of-text token does. A
     completion that lacks the space at its start has other tokens than the word it means; that is a warning, kept in
-    `warnings`.
+    `warnings`. `texts` has each prompt with its completion, for reports.
 
     length: the most tokens a prompt and its completion may have together; by default the tokenizer's context.
     """
@@ -137,6 +147,7 @@ class Completions:
                 )
             rows.append(before + after)
             weights.append([0.0] * len(before) + [1.0] * len(after))
+        self.texts = [prompt + completion for prompt, completion in zip(prompts, completions, strict=True)]
         self.warnings = _warn_of_missing_spaces(prompts, completions, tokenizer)
         self.columns = _pad_rows(rows, weights)
 

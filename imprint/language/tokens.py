@@ -9,8 +9,10 @@ from torch import Tensor
 
 from imprint.attribution.labels import Labels
 from imprint.attribution.noise import assess_noise
+from imprint.attribution.replicates import Replicates, replicate
 from imprint.attribution.result import Attribution
 from imprint.attribution.top import describe_warnings, explain_marks
+from imprint.attribution.uncertainty import ERROR, LACKING, describe_error, explain_errors
 from imprint.display import for_terminal
 from imprint.errors import ReadoutError
 from imprint.language.causal import LanguageTask
@@ -32,6 +34,7 @@ class TokenAttribution:
 
     tokens: the text that each token adds; "" for one that only begins a character, whose text the next one has.
     noise_changes: what a tiny change of the run's start changes of each token, (runs, tokens); None where unknown.
+    replicates: how the scores of several runs deviate from their mean, as in an `Attribution`.
     """
 
     labels: Labels
@@ -39,6 +42,7 @@ class TokenAttribution:
     tokens: tuple[str, ...]
     scores: Tensor
     noise_changes: Tensor | None = None
+    replicates: tuple[Replicates, ...] = ()
 
     @property
     def removal_effect(self) -> Tensor:
@@ -55,7 +59,8 @@ class TokenAttribution:
     def completion(self) -> Attribution:
         """The attribution of the whole completion, as of one query: the sum over its tokens."""
         noise = None if self.noise_changes is None else self.noise_changes.sum(1, keepdim=True)
-        return Attribution(self.labels, self.scores.sum(0, keepdim=True), noise_changes=noise)
+        replicates = tuple(each.change(lambda values: values.sum(1, keepdim=True)) for each in self.replicates)
+        return Attribution(self.labels, self.scores.sum(0, keepdim=True), noise_changes=noise, replicates=replicates)
 
     def words(self, source: str | None = None) -> list[tuple[str, float]]:
         """Return the completion in words, each with what the source contributes to its log-probability.
@@ -87,7 +92,7 @@ class TokenAttribution:
         top = ", ".join(f"{for_terminal(credit.name)} {credit.format_effect()}" for credit in credits)
         head = f"TokenAttribution: {tokens} tokens × {sources} sources"
         about = (for_terminal(self.labels.unit), self.labels.meaning)
-        notes = (*explain_marks(credits), *describe_warnings(self.labels))
+        notes = (*explain_marks(credits), *describe_error(self.labels), *describe_warnings(self.labels))
         return "\n".join((head, *about, f"  completion: {top}", *notes))
 
     def __rich_console__(self, console: "Console", options: "ConsoleOptions") -> "RenderResult":
@@ -116,8 +121,10 @@ class TokenAttribution:
         largest = _largest(words)
         body = "".join(_span(word, value, largest) for word, value in words)
         credits = self.completion.top(_LISTED)[0]
-        rows = "".join(f"<tr><td>{escape(c.name)}</td><td>{c.format_effect()}</td></tr>" for c in credits)
-        notes = (*explain_marks(credits), *describe_warnings(self.labels))
+        rows = "".join(
+            f"<tr><td>{escape(c.name)}</td><td>{c.format_effect()}{c.format_error(' ± ')}</td></tr>" for c in credits
+        )
+        notes = (*explain_marks(credits), *describe_error(self.labels), *describe_warnings(self.labels))
         bar = ", ".join(f"rgb{_shade(step, 1.0)}" for step in (-1.0, -0.5, 0.0, 0.5, 1.0))
         return _PAGE.format(
             name=escape(self.labels.source_names[index]),
@@ -154,11 +161,13 @@ def token_scores(
     count = int(columns["weights"].sum())
     last = lambda model, batch: task.token_log_probs(model, batch)[0, -count:]  # noqa: E731 (of a single row)
     reader = Reader(task, store, measure=last, **options)
-    scores = reader.scores(columns, count).cpu()
+    found, deviations = reader.scores_with_deviations(columns, count)
+    scores, replicates = found.cpu(), replicate(reader.units, deviations)
     changes = reader.noise_changes(columns, count)
     noise = None if changes is None else changes.cpu()
     whole = None if noise is None else noise.sum(1, keepdim=True)  # chaotic is a run for the completion as one query
     chaos, warnings = assess_noise(whole, root_mean_square(scores.sum(0)) / store.n)
+    errors = explain_errors(noise, replicates, LACKING[store.question])
     labels = Labels(
         n=store.n,
         source_ids=store.source_ids,
@@ -166,13 +175,13 @@ def token_scores(
         source_sizes=store.source_sizes,
         measure=task.measure_name,
         better=task.better,
-        details={"readout": reader.readout, **reader.details, **chaos},
+        details={"readout": reader.readout, **reader.details, **chaos, ERROR: errors},
         warnings=(*reader.warnings, *warnings),
         question=store.question,
         removes=store.removes,
     )
     texts = _texts(tokenizer, columns["input_ids"][0].tolist())
-    return TokenAttribution(labels, "".join(texts[:-count]), tuple(texts[-count:]), scores, noise)
+    return TokenAttribution(labels, "".join(texts[:-count]), tuple(texts[-count:]), scores, noise, replicates)
 
 
 def _texts(tokenizer: Tokenizer, tokens: list[int]) -> list[str]:

@@ -6,6 +6,7 @@ that a query is a few calls of the kernels.
 
 import logging
 import math
+from collections.abc import Iterator
 from typing import assert_never, get_args
 
 import torch
@@ -28,6 +29,7 @@ from imprint.readout.kernels import (
     gradient_scores,
     removed_score,
 )
+from imprint.readout.units import find_units
 from imprint.runtime.memory import budget, tensor_bytes
 from imprint.runtime.turns import jvp, settle_child
 from imprint.store.reading import Store
@@ -47,6 +49,8 @@ class Reader:
         model's other weights where the selected ones are near 0; by default calibrated on the first queries and kept in
         `details`.
     measure: what to measure of a query instead of the task's own measurement.
+
+    `units` are the runs of the store, or the checkpoints of its only run; None where there is one checkpoint.
     """
 
     def __init__(
@@ -82,6 +86,7 @@ class Reader:
         self._gradients: dict[int, tuple[Batch, Parameters]] = {}  # of the last batch, for its next chunk of sources
         with torch.inference_mode(False):
             self._bases = _bases(task, store, measure)
+            self.units = find_units(store, [b.index for b in self._bases], [b.share for b in self._bases])
             first = self._bases[0]
             store.check_loss(first.functional, {name: first.theta[name] for name in task.names})
             room = self._budget // 2
@@ -99,14 +104,25 @@ class Reader:
 
         count: how many queries there are, where the first tensor of the batch does not have one row for each.
         """
+        with forward_only(self.task):
+            return torch.cat([total for total, _ in self._read_chunks(batch, count)], dim=1)
+
+    def scores_with_deviations(self, batch: Batch, count: int | None = None) -> tuple[Tensor, Tensor | None]:
+        """Return the same, and how the scores of each of the `units` deviate, shape (units, queries, sources)."""
+        with forward_only(self.task):
+            found = [(total, self._deviate(each, total)) for total, each in self._read_chunks(batch, count)]
+            parts = [deviations for _, deviations in found if deviations is not None]
+            return torch.cat([total for total, _ in found], dim=1), torch.cat(parts, dim=2) if parts else None
+
+    def _read_chunks(self, batch: Batch, count: int | None) -> Iterator[tuple[Tensor, list[Tensor]]]:
+        """Read the queries of a batch against all sources, chunk by chunk."""
         count = length(batch) if count is None else count
         batch = map_tensors(lambda t: t.to(self.task.device), batch)
-        with forward_only(self.task):
-            self._gradients.clear()  # the caller may have changed a batch in place
-            for factored in self._factored.values():
-                factored.forget()
-            chunks = self.chunks(batch, count)
-            return torch.cat([self.block(start, stop, batch, count) for start, stop in chunks], dim=1)
+        self._gradients.clear()  # the caller may have changed a batch in place
+        for factored in self._factored.values():
+            factored.forget()
+        for start, stop in self.chunks(batch, count):
+            yield self._read_block(start, stop, batch, count, 0)
 
     def chunks(self, batch: Batch, count: int) -> list[tuple[int, int]]:
         """Return the sources in pieces that fit the memory budget, for so many queries at once."""
@@ -121,6 +137,20 @@ class Reader:
 
         first: the number of the batch's first query, for messages.
         """
+        return self._read_block(start, stop, batch, count, first)[0]
+
+    def block_with_deviations(
+        self, start: int, stop: int, batch: Batch, count: int, first: int = 0
+    ) -> tuple[Tensor, Tensor | None]:
+        """Return the same, and how the scores of each of the `units` deviate, shape (units, queries, stop − start)."""
+        total, each = self._read_block(start, stop, batch, count, first)
+        return total, self._deviate(each, total)
+
+    def _deviate(self, each: list[Tensor], total: Tensor) -> Tensor | None:
+        return None if self.units is None else self.units.deviate(each, total)
+
+    def _read_block(self, start: int, stop: int, batch: Batch, count: int, first: int) -> tuple[Tensor, list[Tensor]]:
+        """Return the mean scores of a block, and those of each checkpoint, shape (sources, queries)."""
         with forward_only(self.task):
             self._prepare(batch, count)
             self._check_unchanged(start, stop)
@@ -138,7 +168,7 @@ class Reader:
                 f"the score of query {first + query} for source {self.store.source_ids[start + source]!r} is "
                 f"{float(total[query, source])}: look for NaN or infinity in the query, or an undefined measurement."
             )
-        return total
+        return total, each
 
     @property
     def warnings(self) -> tuple[str, ...]:

@@ -79,11 +79,11 @@ class RunRecorder:
         self._n = n if examples is None else len(examples)
         self._gradients = Gradients(self._subject.parameters)
         self._step: RunStep | None = None
+        self._depth = 0  # steps of the optimiser under way: one may call that of the class it derives from
         self._broken: str | None = None  # why nothing more can be recorded
         self._walk = Walk()
         self._forwards = ForwardPasses(self._subject.model, self._subject.parameters)
         self._made = 0  # steps since the recorder was made
-        self._nested = 0  # steps of the optimiser within one of its steps
         self._warned = False  # that gradients add up
         self._due = False  # whether the model is to be saved before the next step
         self._seconds, self._since = 0.0, 0.0
@@ -251,7 +251,6 @@ class RunRecorder:
         if not self._since:
             self._since = time.monotonic()
         self._subject.mark()
-        self._nested = 0
         self._gradients.clear()
         self._gradients.expected = True
         self._gradients.thorough = self._made < _THOROUGH
@@ -271,6 +270,7 @@ class RunRecorder:
     def end_step(self, step: RunStep, succeeded: bool) -> None:
         """Called by a step at its end: append it to the recording, unless it failed."""
         self._step, self._gradients.expected = None, False
+        self._depth = 0  # a step of the optimiser that failed has not ended
         if step.moved:
             self._broken = f"step {step.number} failed after the optimiser had moved the model"
         if not succeeded:
@@ -308,22 +308,22 @@ class RunRecorder:
         """Called before the optimiser steps."""
         if self._recording is not None or self._broken == _CLOSED:
             return
+        if self._depth:
+            self._depth += 1
+            return
         if self._step is None:
             raise PlanError("the optimiser stepped outside of run.step(): such a step cannot be replayed.")
-        if self._step.inside:  # a class that calls the step of its parent, whose hooks torch calls too
-            self._nested += 1
-            return
         self._subject.refuse_regrouping()
         self._subject.refuse_changes("before the optimiser stepped", buffers=False)
         if not closure:
             self._forwards.notice_late(self._step.number)
         self._step.before_optimiser(describe_groups(self.optimiser), closure)
+        self._depth = 1
 
     def after_optimiser(self) -> None:
         """Called after the optimiser has stepped."""
-        if self._nested:
-            self._nested -= 1
-        elif self._step is not None:
+        self._depth -= 1
+        if self._step is not None and self._depth == 0:
             self._step.after_optimiser(describe_groups(self.optimiser))
             self._subject.mark_parameters()
 

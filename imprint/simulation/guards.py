@@ -15,7 +15,6 @@ from imprint.store.checkpoint import Spread
 if TYPE_CHECKING:
     from imprint.simulation.preconditioner import Compared
 
-_SCALES = 0.1, 1000.0  # of recorded √v̂ beside estimated: gradients shrink while a model learns, and do not grow
 _LARGER = 30.0  # times the others' imprints, in the weights of the mean
 _SHOWN = 4  # names in a message
 
@@ -43,17 +42,14 @@ def check_unfelt_moments(index: int, found: "Compared", batch_norm: bool) -> Rel
 
 
 def check_moments_scale(index: int, found: "Compared") -> ReliabilityWarning | None:
-    """Say that second moments were recorded on another scale than that of the task's loss."""
-    low, high = _SCALES
-    if low <= found.ratio <= high:
+    """Say that second moments were recorded on another scale than that of the task's loss, and what was made of it."""
+    if found.fits:
         return None
-    ratio = float(f"{found.ratio:.2g}")
-    longer_or_shorter = f"{1 / ratio:.3g} times too long" if ratio < 1 else f"{ratio:.3g} times too short"
     return ReliabilityWarning(
-        f"checkpoint {index}: the recorded second moments do not fit the task's loss: gradients were {ratio:g} times "
-        f"as large in training as they are here, so that steps would be {longer_or_shorter}. Does the task sum where "
-        "training took a mean, or the other way round? Give the task the loss of the training, or the checkpoint "
-        "without its moments to have them estimated."
+        f"checkpoint {index}: the recorded second moments do not fit the task's loss: gradients were {found.ratio:.2g} "
+        "times as large in training as they are here. The moments are rescaled by that factor, so that steps have the "
+        "length they had in training. Does the task sum where training took a mean, or the other way round? Give the "
+        "task the loss of the training, or the checkpoint without its moments to have them estimated."
     )
 
 

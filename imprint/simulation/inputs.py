@@ -3,7 +3,7 @@
 import logging
 import math
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from typing import Any, get_args
@@ -16,7 +16,7 @@ from imprint.compat import has_batch_norm
 from imprint.data import Collate, Data, HashData, spread_examples
 from imprint.errors import DataError, PlanError, ReliabilityWarning, SimulationError
 from imprint.model.dropout import dropouts
-from imprint.plan import Plan, Settings, State
+from imprint.plan import Checkpoints, Plan, Settings
 from imprint.recording.records import Run
 from imprint.runtime.notices import Notices
 from imprint.simulation.curvature_check import report_curvature
@@ -68,7 +68,7 @@ class Inputs:
         data: Any,
         sources: Sources,
         plan: Plan | None,
-        checkpoints: Sequence[State] | None,
+        checkpoints: Checkpoints | None,
         *,
         batch_size: int | None,
         collate_fn: Collate | None,
@@ -195,7 +195,7 @@ class Inputs:
             found = compare(recorded, estimate_moments(descent, COMPARED))
             self.notice(check_unfelt_moments(index, found, has_batch_norm(self.task.model)))
             self.notice(check_moments_scale(index, found))
-            return Preconditioner.adam(found.moments, "recorded")
+            return Preconditioner.adam(found.fitted, "recorded")
         logger.info("checkpoint %d: second moments are estimated from the gradients of %d batches", index, BATCHES)
         return Preconditioner.adam(estimate_moments(descent), "estimated")
 
@@ -234,6 +234,7 @@ class Inputs:
             regulariser=tuple(pulls),
             buffers=self.buffers,
             recording=None if self.run is None else self.run.sha256,
+            runs=self.states.runs,
         )
 
     @cached_property
@@ -280,7 +281,7 @@ def _refuse_plan(task: Task, plan: Plan) -> None:
         raise PlanError(
             "the Gauss–Newton curvature needs to see the model's outputs: give the task outputs= and output_loss= "
             "instead of loss= (Task.classifier and Task.regression do), or a plan that does without it, such as "
-            f'Plan(engine="{plan.engine}", curvature="hessian"), in place of "auto" too.'
+            f'Plan(engine="{plan.engine}", curvature="hessian").'
         )
     if plan.dropout and not dropouts(task.model):
         raise PlanError("dropout=True asks for dropout along the path, and the model has no dropout module.")

@@ -13,6 +13,7 @@ from imprint.errors import SimulationError
 from imprint.task import Parameters
 
 _ADAMS = 1e-8  # what Adam adds to √v̂
+_SCALES = 0.1, 1000.0  # of recorded √v̂ beside estimated: gradients shrink while a model learns, and do not grow
 _UNFELT = 1e-3**0.5  # √(1 − β₂) of Adam's β₂ = 0.999: after a gradient g, its √v̂ is no less than this times |g|
 
 
@@ -56,6 +57,17 @@ class Compared:
     moments: Parameters
     unfelt: dict[str, int]
     ratio: float
+
+    @property
+    def fits(self) -> bool:
+        """Whether both are of losses on the same scale."""
+        low, high = _SCALES
+        return low <= self.ratio <= high
+
+    @property
+    def fitted(self) -> Parameters:
+        """The moments on the scale of the task's loss."""
+        return self.moments if self.fits else {name: v / self.ratio**2 for name, v in self.moments.items()}
 
 
 def compare(recorded: Parameters, estimated: Parameters) -> Compared:

@@ -4,6 +4,7 @@ import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
+from pathlib import Path
 from typing import Protocol, runtime_checkable
 
 import torch
@@ -12,7 +13,8 @@ from torch import Tensor
 from imprint.compat import uncompiled
 from imprint.display import name_some
 from imprint.errors import DataError, PlanError, TaskError
-from imprint.plan import Plan, State, engine_for
+from imprint.plan import Checkpoints, Plan, State, engine_for
+from imprint.recorder import moments_beside
 from imprint.recording.reading import Recording
 from imprint.recording.records import Run
 from imprint.store.fingerprint import DataPrint, compare_data
@@ -63,7 +65,7 @@ def choose_plan_for(plan: Plan | None, run: Run | None) -> Plan:
     return plan
 
 
-def refuse_both(checkpoints: Sequence[State] | None) -> None:
+def refuse_both(checkpoints: Checkpoints | None) -> None:
     """Refuse checkpoints beside a recorded run."""
     if checkpoints is not None:
         raise PlanError("a recorded run is repeated to its end: give run= or checkpoints=, not both.")
@@ -190,12 +192,20 @@ def list_checkpoints(run: Run, task: Task) -> list[State]:
     """Return the checkpoints of a run after its start, for engines that simulate from checkpoints."""
     if isinstance(run, Recording) and not run.frozen:
         return list(run.paths)
-    return list(_complete(run, task, *run.checkpoints[1:]))
+    states = _complete(run, task, *run.checkpoints[1:])
+    trained = {name for names in run.groups for name in names}
+    if isinstance(run, Recording) and trained.issuperset(task.names) and all(map(_has_moments, run.paths)):
+        return [(state, moments_beside(path)) for state, path in zip(states, run.paths, strict=True)]
+    return list(states)
+
+
+def _has_moments(checkpoint: Path) -> bool:
+    return moments_beside(checkpoint).is_file()
 
 
 def settle_states(
-    plan: Plan, run: Run | None, checkpoints: Sequence[State] | None, task: Task
-) -> tuple[Run | None, Sequence[State] | None]:
+    plan: Plan, run: Run | None, checkpoints: Checkpoints | None, task: Task
+) -> tuple[Run | None, Checkpoints | None]:
     """Return the run and the checkpoints that an automatic plan is for: of a run that it does not repeat, its own."""
     if run is None or plan.rules.question == "this_run":
         return run, checkpoints

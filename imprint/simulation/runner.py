@@ -4,7 +4,7 @@ import json
 import logging
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -15,7 +15,7 @@ import torch
 
 from imprint.data import Collate, HashData
 from imprint.errors import PlanError, StoreError, first_line
-from imprint.plan import Plan, Settings, State
+from imprint.plan import Checkpoints, Plan, Settings
 from imprint.runtime.memory import Peak
 from imprint.runtime.progress import Advance, Progress
 from imprint.runtime.turns import settle_child
@@ -53,7 +53,7 @@ def simulate(
     sources: Sources,
     plan: Plan | Literal["auto"] | None = None,
     *,
-    checkpoints: Sequence[State] | None = None,
+    checkpoints: Checkpoints | None = None,
     run: Recorded | None = None,
     out: str | os.PathLike[str] | None = None,
     batch_size: int | None = None,
@@ -74,7 +74,8 @@ def simulate(
     data: the training data: a map-style dataset, or a tuple or mapping of tensors with one row per example.
     checkpoints: state dicts or .safetensors files; by default the model as it is. A pair (checkpoint, moments) brings
         Adam's second moments for a plan with that preconditioner, as a dict by parameter or a .safetensors file; those
-        that a `Recorder` has kept beside a file are found without being named.
+        that a `Recorder` has kept beside a file are found without being named. Checkpoints of several training runs
+        are a list of lists, [first.paths, second.paths]: their spread gives scores standard errors.
     run: a recorded training run in place of checkpoints: a `RunRecorder`, a `Recording` or its folder. Without a plan
         it is repeated once per source, with that source at weight 0: scores then say what removing the source does to
         the model of this very run. With "auto" it is repeated where that is affordable and the run is calm.

@@ -4,6 +4,7 @@ import logging
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError
@@ -11,7 +12,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from imprint.errors import PlanError, TaskError
-from imprint.plan import State
+from imprint.plan import Checkpoints, State
 from imprint.recorder import MOMENTS, moments_beside
 from imprint.task import Parameters, Task
 
@@ -19,31 +20,34 @@ logger = logging.getLogger(__name__)
 
 
 class States:
-    """Checkpoints given as state dicts or .safetensors files, each read and put on the device when it is its turn."""
+    """Checkpoints given as state dicts or .safetensors files, each read and put on the device when it is its turn.
 
-    def __init__(self, task: Task, checkpoints: Sequence[State] | None) -> None:
+    runs: the training run that each is of, counted from 0. Checkpoints of several runs come as one list for each run.
+    """
+
+    def __init__(self, task: Task, checkpoints: Checkpoints | None) -> None:
         if isinstance(checkpoints, Mapping | str | os.PathLike | nn.Module):
             raise PlanError("checkpoints must be a list: for one checkpoint, give a list of one.")
         if checkpoints is not None and not isinstance(checkpoints, Iterable):
-            hint = ": give its .paths" if hasattr(checkpoints, "paths") else ""
             raise PlanError(
                 f"checkpoints must be a list of state dicts or .safetensors files, not of type "
-                f"{type(checkpoints).__name__}{hint}."
+                f"{type(checkpoints).__name__}{_hint_at_paths(checkpoints)}."
             )
-        checkpoints = None if checkpoints is None else list(checkpoints)
-        if checkpoints is not None and len(checkpoints) == 0:
+        given, self.runs = flatten([task.state()] if checkpoints is None else list(checkpoints))
+        if not given:
             raise PlanError(
                 "checkpoints is empty: leave it out to take the model as it is. (The paths of a Recorder are empty "
                 "where none of its moments was reached, or it was never called.)"
             )
-        for index, given in enumerate(checkpoints or []):
-            if isinstance(given, tuple) and len(given) != 2:
+        for index, each in enumerate(given):
+            if isinstance(each, tuple) and len(each) != 2:
                 raise PlanError(
-                    f"checkpoint {index} is a tuple of {len(given)}, where a pair (checkpoint, second moments) may be."
+                    f"checkpoint {index} is a tuple of {len(each)}, where a pair (checkpoint, second moments) may be; "
+                    "the checkpoints of one of several runs are a list."
                 )
         self._task = task
         self._warned = False  # that second moments are lacking: once, at the first checkpoint
-        self._checkpoints: Sequence[State] = checkpoints if checkpoints is not None else [task.state()]
+        self._checkpoints: Sequence[State] = given
 
     def __len__(self) -> int:
         return len(self._checkpoints)
@@ -58,7 +62,7 @@ class States:
                 )
             state = _load_tensors("checkpoint", state)
         if not isinstance(state, Mapping):
-            hint = ": give its state_dict()" if isinstance(state, nn.Module) else ""
+            hint = ": give its state_dict()" if isinstance(state, nn.Module) else _hint_at_paths(state)
             raise TaskError(
                 f"checkpoint {index} has type {type(state).__name__}, where a state dict or the path of a "
                 f".safetensors file is needed{hint}."
@@ -115,6 +119,27 @@ class States:
                 "they are means of squared gradients."
             )
         return moments.detach().to(parameter.device, torch.promote_types(parameter.dtype, torch.float32), copy=True)
+
+
+def flatten(checkpoints: Sequence[Any]) -> tuple[list[State], tuple[int, ...]]:
+    """Return the checkpoints of all runs one after the other, and the number of the run that each is of."""
+    lists = [isinstance(each, list) for each in checkpoints]
+    if not any(lists):
+        return list(checkpoints), (0,) * len(checkpoints)
+    if not all(lists):
+        raise PlanError(
+            f"number {lists.index(False)} of the checkpoints is no list, and others are: give the checkpoints of one "
+            "run, or one list for each run."
+        )
+    for run, each in enumerate(checkpoints):
+        if not each:
+            raise PlanError(f"training run {run} has no checkpoints: leave it out.")
+    numbers = (run for run, each in enumerate(checkpoints) for _ in each)
+    return [state for each in checkpoints for state in each], tuple(numbers)
+
+
+def _hint_at_paths(given: Any) -> str:
+    return ": give its .paths" if hasattr(given, "paths") else ""
 
 
 def _load_tensors(what: str, file: str | os.PathLike[str]) -> dict[str, Tensor]:

@@ -34,6 +34,8 @@ def difference(before: Request, now: Request, evaluate: Evaluate) -> str | None:
         return f"there were {len(before.states)} checkpoints, are {len(now.states)}"
     if (index := _find_changed(before.states, now.states)) is not None:
         return f"the weights of checkpoint {index} changed"
+    if (place := _find_changed(before.runs, now.runs)) is not None:
+        return f"checkpoint {place} was of training run {before.runs[place]}, is of run {now.runs[place]}"
     if different := _compare_fields("the buffer", before.buffers, now.buffers):
         return different
     if before.recording != now.recording:
@@ -65,7 +67,7 @@ def _compare_fields(what: str, before: Mapping[str, Any], now: Mapping[str, Any]
     return None
 
 
-def _find_changed(before: Sequence[str | None], now: Sequence[str | None]) -> int | None:
+def _find_changed(before: Sequence[str | int | None], now: Sequence[str | int | None]) -> int | None:
     """Return the first index where two sequences differ."""
     return next((index for index, (was, value) in enumerate(zip(before, now, strict=True)) if was != value), None)
 

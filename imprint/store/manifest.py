@@ -26,7 +26,7 @@ from imprint.store.request import ParameterSpec, Request, check_values
 from imprint.store.values import Value, read_json, sealed, shown
 from imprint.tensors.rows import parameters_of
 
-SCHEMA = 8
+SCHEMA = 9
 MANIFEST = "manifest.json"
 JOURNAL = "unfinished.json"  # in its place while the simulation runs
 SOURCES = "sources.json"
@@ -194,12 +194,20 @@ def _add_removals(value: Value) -> dict[str, Any]:
     return {"question": "expected", **value.content, "request": request, "checkpoints": checkpoints}
 
 
+def _add_runs(value: Value) -> dict[str, Any]:
+    """Return a manifest of schema 8, which did not tell training runs apart, as schema 9 has it: all are of one run."""
+    request = value.record("request", *(set(value.mapping()) - {"request"}))["request"].mapping()
+    states = request["states"].items() if "states" in request else ()
+    runs = {"runs": [0] * len(states)}
+    return {**value.content, "request": {**runs, **{name: item.content for name, item in request.items()}}}
+
+
 def _plain(value: Value) -> dict[str, Any]:
     return {name: item.content for name, item in value.mapping().items()}
 
 
 _UNMEASURED = {"chaos": None, "deviation": None, "start_lost": None}
-_UPGRADES: dict[int, Callable[[Value], dict[str, Any]]] = {7: _add_removals}
+_UPGRADES: dict[int, Callable[[Value], dict[str, Any]]] = {7: _add_removals, 8: _add_runs}
 """For each earlier schema a function that returns the content of a manifest as the next schema has it."""
 
 

@@ -105,6 +105,7 @@ class Request:
     buffers: the floating-point buffers that a recorded run changed, such as running statistics: rows of imprints have
         them beside the parameters.
     recording: identifies the recorded run that was repeated.
+    runs: the training run that each checkpoint is of, counted from 0. Imprints do not depend on it, their errors do.
     """
 
     n: Count
@@ -121,6 +122,7 @@ class Request:
     regulariser: tuple[float, ...]
     buffers: dict[str, ParameterSpec] = field(default_factory=dict)
     recording: Checksum | None = None
+    runs: tuple[int, ...] = ()
 
     @property
     def displaced(self) -> dict[str, ParameterSpec]:
@@ -140,6 +142,8 @@ class Request:
             values["recording"].refuse("there for engines that repeat a recorded run, and for no others")
         if len(request.moments) != len(request.states):
             values["moments"].refuse("one for each checkpoint")
+        if len(request.runs) != len(request.states):
+            values["runs"].refuse("one for each checkpoint")
         for module in values["modules"].mapping().values():
             module.mapping().get("kind", Value(None, module.file, f"{module.field}.kind")).text()
         _check_probes(request.probes, request.n, values["probes"])

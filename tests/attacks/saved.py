@@ -30,6 +30,10 @@ def is_same(found: Attribution, expected: Attribution) -> bool:
     numbers = numbers and (found.noise_changes is None) == (expected.noise_changes is None)
     if numbers and found.noise_changes is not None and expected.noise_changes is not None:
         numbers = torch.equal(found.noise_changes, expected.noise_changes)
+    runs = [[(each.shares, each.names, each.over) for each in result.replicates] for result in (found, expected)]
+    numbers = numbers and runs[0] == runs[1]
+    for one, other in zip(found.replicates, expected.replicates, strict=False):
+        numbers = numbers and torch.equal(one.deviations, other.deviations)
     return numbers and plain(found.labels) == plain(expected.labels) and found.queries == expected.queries
 
 

@@ -250,8 +250,8 @@ def test_no_rewritten_text_gives_another_attribution(
 Change = Callable[[dict[str, Tensor]], dict[str, Tensor]]
 
 
-def scores(change: Callable[[Tensor], Tensor]) -> Change:
-    return lambda tensors: {name: change(tensor).contiguous() for name, tensor in tensors.items()}
+def scores(change: Callable[[Tensor], Tensor], name: str = "scores") -> Change:
+    return lambda tensors: {**tensors, name: change(tensors[name]).contiguous()}
 
 
 def put(value: float) -> Change:
@@ -294,6 +294,11 @@ TENSORS: dict[str, Change] = {
     "1e-45": put(1e-45),
     "renamed": lambda tensors: {f"x{name}": tensor for name, tensor in tensors.items()},
     "in upper case": lambda tensors: {name.upper(): tensor for name, tensor in tensors.items()},
+    "no runs": lambda tensors: {"scores": tensors["scores"]},
+    "runs twice as far": scores(lambda t: 2 * t, "deviations-0"),
+    "runs in another order": scores(lambda t: t.flip(0), "deviations-0"),
+    "a run less": scores(lambda t: t[:1], "deviations-0"),
+    "two sets of runs": lambda tensors: {**tensors, "deviations-1": tensors["deviations-0"].clone()},
     "no tensor": lambda tensors: {},
     "a tensor more": lambda tensors: {**tensors, "more": torch.ones(3)},
     "a tensor more of that shape": lambda tensors: {**tensors, "a": torch.ones(2, 5), "z": torch.ones(2, 5)},

@@ -19,6 +19,7 @@ import pytest
 import torch
 
 from imprint import Attribution, ImprintError
+from imprint.attribution.replicates import Replicates
 from tests.attacks.judging import UNPRINTABLE, attacked, strange_tags
 from tests.attacks.saved import is_same, joined, parts
 from tests.attacks.stores import Attack, Bases, Scene, command
@@ -35,6 +36,18 @@ def labels(**values: Any) -> Callable[[Attribution], Attribution]:
 
 def queries(*values: Any) -> Callable[[Attribution], Attribution]:
     return lambda result: replace(result, queries=values)
+
+
+ZEROS = torch.zeros(2, 2, 5)
+
+
+def with_runs(
+    result: Attribution,
+    deviations: torch.Tensor = ZEROS,
+    shares: Any = (0.5, 0.5),
+    names: Any = ("a", "b"),
+) -> Attribution:
+    return replace(result, replicates=(Replicates(deviations, shares, names),))
 
 
 IMPOSSIBLE: dict[str, Callable[[Attribution], Attribution]] = {
@@ -69,6 +82,14 @@ IMPOSSIBLE: dict[str, Callable[[Attribution], Attribution]] = {
     "noise of one query": lambda result: replace(result, noise_changes=torch.zeros(2, 1)),
     "noise of NaN": lambda result: replace(result, noise_changes=torch.full((2, 2), math.nan)),
     "no noise at all": lambda result: replace(result, noise_changes=torch.zeros(0, 2)),
+    "runs of one query": lambda result: with_runs(result, torch.zeros(2, 1, 5)),
+    "runs of NaN": lambda result: with_runs(result, torch.full((2, 2, 5), math.nan)),
+    "runs without shares": lambda result: with_runs(result, ZEROS, shares=()),
+    "shares of NaN": lambda result: with_runs(result, ZEROS, shares=(math.nan, 1.0)),
+    "shares of text": lambda result: with_runs(result, ZEROS, shares=("1", "0")),
+    "names of numbers": lambda result: with_runs(result, ZEROS, names=(1, 2)),
+    "three sets of runs": lambda result: replace(result, replicates=3 * with_runs(result).replicates),
+    "an error of a number": labels(details={"error": 1}),
     "details of a list": labels(details=[1]),
     "fingerprints of a list": labels(fingerprints=[1]),
     "a query less": lambda result: replace(result, queries=(0,)),

@@ -1,5 +1,6 @@
 """An estimate of the expectation and replays of a few runs, combined: better than either on planted effects."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -66,12 +67,24 @@ def results(runs: int = 2) -> tuple[Attribution, list[Attribution]]:
 
 def test_the_result_answers_the_expectation_and_says_how_it_was_made() -> None:
     estimate, replays = results()
-    found = combine(estimate, replays)
+    found = combine(replays, estimate)
     expected, slope, weight = weigh(estimate.removal_effect, torch.stack([r.removal_effect for r in replays]))
     torch.testing.assert_close(found.removal_effect, expected)
     assert found.question == "expected" and not found.labels.removes and found.warnings == ("early",)
     assert found.details["combined_replays"] == 2 and found.details["combined_weight"] == weight
     assert found.details["combined_slope"] == slope
+    assert found.standard_error is None and found.details["error"].startswith("standard errors unknown: how far")
+
+
+def test_the_mean_of_replays_has_standard_errors_over_runs() -> None:
+    _, replays = results(runs=5)
+    found = combine(replays)
+    effects = torch.stack([each.removal_effect for each in replays])
+    torch.testing.assert_close(found.removal_effect, effects.mean(0))
+    assert found.standard_error is not None
+    torch.testing.assert_close(found.standard_error, effects.std(0) / 5**0.5)
+    assert found.question == "expected" and "over 5 runs" in found.details["error"]
+    assert "store" not in found.labels.fingerprints
 
 
 def test_sources_are_paired_by_their_ids() -> None:
@@ -80,18 +93,22 @@ def test_sources_are_paired_by_their_ids() -> None:
         make_result(each.scores.flip(1), **{**vars(each.labels), "source_ids": each.labels.source_ids[::-1]})
         for each in replays
     ]
-    torch.testing.assert_close(combine(estimate, turned).scores, combine(estimate, replays).scores)
+    torch.testing.assert_close(combine(turned, estimate).scores, combine(replays, estimate).scores)
 
 
 def test_results_that_do_not_belong_together_are_refused() -> None:
     estimate, replays = results()
-    with pytest.raises(ReadoutError, match="there are no replays"):
-        combine(estimate, [])
-    with pytest.raises(ReadoutError, match="the first result must estimate the expectation over seeds"):
-        combine(replays[0], replays)
+    for given in ([], replays[:1]):
+        with pytest.raises(ReadoutError, match=f"{len(given)} repeated runs? without an estimate tell nothing"):
+            combine(given)
+    with pytest.raises(ReadoutError, match="the estimate must answer 'expected', and answers 'this_run'"):
+        combine(replays, replays[0])
     with pytest.raises(ReadoutError, match="replay 1 answers 'expected'"):
-        combine(estimate, [replays[0], estimate])
+        combine([replays[0], estimate])
     with pytest.raises(ReadoutError, match="different sources"):
-        combine(estimate, [make_replayed()])
+        combine([make_replayed()], estimate)
+    same = [replace(each, labels=replace(each.labels, fingerprints={"recording": "r"})) for each in replays]
+    with pytest.raises(ReadoutError, match="two are of the same recording"):
+        combine(same)
     with pytest.raises(ReadoutError, match="do not rise together"):
-        combine(estimate, [make_result(-each.scores, **vars(each.labels)) for each in replays])
+        combine([make_result(-each.scores, **vars(each.labels)) for each in replays], estimate)

@@ -32,7 +32,9 @@ def test_without_noise_rows_nothing_is_said_of_noise() -> None:
     assert {credit.distinguishable for credits in result.top(3) for credit in credits} == {None}
     assert "~" not in repr(result) and "distinguishable" not in result._repr_html_()
     assert result.top(1).to_json()["noise"] is None
-    with pytest.raises(ReadoutError, match="nothing is known of noise here"):
+    with pytest.raises(
+        ReadoutError, match=r"nothing is known of the errors of these effects.*simulate\(\.\.\., run=\)"
+    ):
         result.to_pandas("distinguishable")
 
 

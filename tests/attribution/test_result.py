@@ -17,6 +17,7 @@ from torch import nn
 from imprint import Attribution, MissingExtra, Plan, ReadoutError, Sources, StoreError, Task, attribute, simulate
 from imprint.attribution.labels import Labels
 from imprint.attribution.top import Order
+from imprint.attribution.uncertainty import LACKING
 from imprint.data import Data
 from imprint.store.fingerprint import of_batches, of_data, of_sources, probe_measures
 from imprint.store.request import describe
@@ -89,7 +90,8 @@ def test_labels_are_those_of_task_and_store() -> None:
         "queries": of_batches([(3, queries)]),
         "measures": probe_measures(task, [(3, queries)]),
     }
-    assert labels == Labels(4, ("a", "b"), ("a", "Bee"), (2, 1), "margin", "higher", {"readout": "jvp"}, prints)
+    details = {"readout": "jvp", "error": f"standard errors {LACKING['expected']}"}
+    assert labels == Labels(4, ("a", "b"), ("a", "Bee"), (2, 1), "margin", "higher", details, prints)
 
 
 # --- top
@@ -108,7 +110,7 @@ def test_top_by_magnitude_raises_and_lowers() -> None:
 
 def test_a_credit_has_the_source_its_score_and_its_effect() -> None:
     (credit, *_) = _attribution().top(1)[0]
-    assert tuple(credit) == (0, "bob", "Bob <b>", -6.0, 0.6, "expected", None, False)
+    assert tuple(credit) == (0, "bob", "Bob <b>", -6.0, 0.6, "expected", None, False, None)
     assert (credit.query, credit.source, credit.name) == (0, "bob", "Bob <b>")
     assert credit.removal_effect == -credit.score / 10
 
@@ -188,7 +190,7 @@ def test_a_table_has_queries_as_rows_and_sources_as_columns() -> None:
 
 def test_a_table_of_the_top_has_a_row_for_each_credit() -> None:
     frame = _attribution().top(2).to_pandas()
-    more = ["question", "distinguishable", "estimate"]
+    more = ["question", "distinguishable", "estimate", "standard_error"]
     assert list(frame.columns) == ["query", "source", "name", "score", "removal_effect", *more]
     assert frame["query"].tolist() == [0, 0, 1, 1]
     assert frame["source"].tolist() == ["bob", "ann", "cid", "bob"]

@@ -4,6 +4,8 @@ import csv
 import re
 from pathlib import Path
 
+import pytest
+
 from imprint import attribute, simulate
 from tests.cli.commands import Command
 from tests.simulation.removals import SOURCES, HandMadeRun, make_data, make_model, make_plan, make_task, removing_engine
@@ -27,10 +29,14 @@ def test_the_command_shows_and_writes_which_effects_stand_out(command: Command, 
     assert shown.code == 0, shown.err
     assert "\nthis run: if this source had had weight 0 in the training run that produced this model\n" in shown.out
     marks = result.distinguishable
+    assert result.standard_error is not None
     assert marks is not None and marks.unique().tolist() == [False, True]
     assert re.search(r"\d~ +│", shown.out) and "\n~ not distinguishable from 0: less than twice" in shown.out
     for row in csv.DictReader((tmp_path / "scores.csv").open(newline="")):
         column = result.labels.source_ids.index(row["source"])
         assert row["distinguishable"] == str(bool(marks[int(row["query"]), column]))
         assert (row["question"], row["estimate"]) == ("this_run", "False")
+        assert float(row["standard_error"]) == pytest.approx(float(result.standard_error[int(row["query"]), column]))
+    assert "\nstandard errors from 2 repetitions of the run with a tiny change of its start\n" in shown.out
+    assert "│ effect of removal │ ± standard error │" in shown.out.replace("┃", "│")
     assert values["question"] == "this_run" and len(values["noise"]) == len(result)

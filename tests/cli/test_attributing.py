@@ -31,6 +31,7 @@ def test_attributions_as_csv_safetensors_and_json_are_those_of_the_library(
         assert float(row["score"]) == float(expected.scores[int(row["query"]), column])
         assert float(row["removal_effect"]) == float(expected.removal_effect[int(row["query"]), column])
         assert (row["question"], row["distinguishable"], row["estimate"]) == ("expected", "", "False")
+        assert row["standard_error"] == ""  # of one checkpoint nothing is known
 
     assert values == json.loads(json.dumps(expected.top(5).to_json()))
 
@@ -45,6 +46,8 @@ def test_the_first_sources_are_shown_in_the_order_that_is_asked_for(command: Com
             "Change of loss if the source were removed: + means the source helps\n"
             "expected: mean over trainings like this one\n"
         ) in shown.out
+        unknown = "standard errors unknown: one checkpoint of one run says nothing about what another seed would change"
+        assert f"\n{unknown}\n" in shown.out
         mean, each = shown.out.split("Change of loss")
         assert _names(each) == [credit.name for credits in expected for credit in credits]
         effects = attribute(model.task, "runs/news", model.queries, progress=False).mean()

@@ -113,7 +113,13 @@ def test_metrics_fit_into_80_columns_whatever_their_signs() -> None:
         return SimpleNamespace(value=-0.5, low=low, high=high)
 
     names = [metric.name for metric in evaluate(attributed(), Truth.load("removal"))]
-    limits = {"undefined": 0, "ceiling": 0.5, "single_run": -0.5, "scores_question": "this_run"}
+    limits = {
+        "undefined": 0,
+        "ceiling": 0.5,
+        "single_run": -0.5,
+        "scores_question": "this_run",
+        "over": "runs and queries",
+    }
     metrics: Any = [SimpleNamespace(name=name, estimate=backwards(-0.75, -0.25), **limits) for name in names]
     shown = StringIO()
     Console(file=shown, width=80).print(render_metrics(metrics, Truth.load("removal")))

@@ -120,7 +120,7 @@ def test_a_file_is_read_with_its_paths_relative_to_it(tmp_path: Path) -> None:
         ("plan = 3", "plan must be a table, got 3"),
         ("memory = 1.5", "memory must be a number of bytes or a string"),
         ("checkpoints = 3", "checkpoints must be a list of strings, got 3"),
-        ("checkpoints = [3]", "checkpoints must be strings, got [3]"),
+        ("checkpoints = [3]", "checkpoints must be strings, or a list of strings for each run, got [3]"),
         ("task = ", "cannot be read: Invalid value"),
         ("\xff", "cannot be read: "),
     ],

@@ -98,6 +98,7 @@ def test_checkpoints_are_files_or_a_name(command: Command, here: Path, tmp_path:
     given = ("-p", "steps=2,3", "-p", "weight=1,2", "--no-check", "--json")
     values = command("simulate", "model.py:task", *files, *given, "-o", tmp_path / "files").values
     assert [(c["steps"], c["weight"]) for c in values["checkpoints"]] == [(2, 1.0), (3, 2.0)]
+    assert [c["run"] for c in values["checkpoints"]] == [0, 0]
 
     (tmp_path / "other.py").write_text(
         MODEL + "early = [{'weight': torch.full((3, 3), s), 'bias': torch.zeros(3)} for s in (0.1, 0.2)]\n"

@@ -100,6 +100,8 @@ def test_each_query_is_asked_about_the_removal_that_is_its_own() -> None:
     assert found.shares[0].estimate.value == pytest.approx(found.shares[0].per_query.mean())
     assert found.shares[0].estimate.low <= found.shares[0].estimate.value <= found.shares[0].estimate.high
     assert "flipped without 6" in str(found.shares[0])
+    assert found.shares[0].over == "runs and queries"
+    assert asked(of=of, removed=(6,), runs=1).shares[0].over == "queries"
 
 
 def test_sources_need_not_know_how_many_examples_there_are() -> None:

@@ -51,9 +51,39 @@ def test_the_slope_is_that_of_single_effects_and_the_mean_slope_that_of_mean_one
 
 
 def test_a_mean_over_queries_has_one_interval_whoever_asks() -> None:
-    truth, runs = planted(runs=3, noise=1.0)
+    truth, runs = planted(runs=1, noise=1.0)
     check = RemovalCheck(truth, runs)
     assert check.rank_correlation == mean_estimate(check.rank_correlations, within=(-1, 1))
+    assert not check.several_runs
+
+
+FIGURES = ("correlation", "slope", "mean_slope", "rank_correlation")
+
+
+def test_intervals_are_over_runs_too_where_there_are_several() -> None:
+    """Of the ground truth, or of the predictions; what all queries share of a run widens the interval."""
+    draw = np.random.default_rng(0)
+    truth, _ = planted(runs=1, noise=0.0)
+    shared = truth + 0.5 * draw.normal(size=(4, 1, SOURCES))
+    left = (shared.sum(0) - shared) / 3
+    single = RemovalCheck(truth, shared.mean(0, keepdims=True)), RemovalCheck(shared.mean(0), truth[None])
+    several = RemovalCheck(truth, shared), RemovalCheck(shared.mean(0), truth[None], left)
+    for one, four in zip(single, several, strict=True):
+        assert four.several_runs and not one.several_runs
+        for name in FIGURES:
+            alone, both = getattr(one, name), getattr(four, name)
+            assert both.value == pytest.approx(alone.value)
+            assert both.high - both.low > 2 * (alone.high - alone.low), name
+
+
+def test_a_guess_has_no_runs_and_a_source_is_left_out_of_all() -> None:
+    truth, runs = planted(runs=3, noise=1.0)
+    check = RemovalCheck(truth, runs, runs)
+    assert check.with_guess(np.arange(12.0)).left_out is None
+    without = check.without(3).left_out
+    assert without is not None and without.shape == (3, QUERIES, SOURCES - 1)
+    with pytest.raises(DataError, match="without each run"):
+        RemovalCheck(truth, runs, runs[:, :5])
 
 
 def test_intervals_contain_their_value_and_shrink_with_queries() -> None:

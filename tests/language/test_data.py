@@ -37,6 +37,22 @@ def test_every_token_but_the_first_is_predicted_exactly_once(length: int) -> Non
     assert not documents.columns["weights"][:, 0].any()
 
 
+@pytest.mark.parametrize("length", [3, 100])
+def test_the_texts_of_windows_follow_one_another(length: int) -> None:
+    tokens = tokenizer()
+    documents = Documents(TEXTS, tokens, length=length)
+    assert len(documents.texts) == len(documents)
+    for index, text in enumerate(TEXTS):
+        windows = (documents.documents == index).nonzero().flatten().tolist()
+        whole = tokens.decode(tokens(text)["input_ids"])
+        assert "".join(documents.texts[window] for window in windows).split() == whole.split()
+
+
+def test_the_texts_of_completions_are_prompts_with_what_follows() -> None:
+    asked = Completions(["one two", "three"], [" three", " four"], tokenizer())
+    assert asked.texts == ["one two three", "three four"]
+
+
 def test_mean_and_sum_differ_by_the_number_of_predicted_tokens() -> None:
     mean, total = (Documents(TEXTS, tokenizer(), length=7, loss=loss) for loss in ("mean", "sum"))
     assert torch.equal(mean.columns["input_ids"], total.columns["input_ids"])

@@ -46,8 +46,8 @@ def losses(language: Task, columns: dict[str, Tensor]) -> Tensor:
         return functional.losses(theta, columns, len(columns["input_ids"]))
 
 
-def simulated(language: Task, columns: dict[str, Tensor], plan: Plan = PLAN) -> Store:
-    return simulate(language, columns, documents().sources(LABELS), plan, progress=False)
+def simulated(language: Task, columns: dict[str, Tensor], plan: Plan = PLAN, **options: Any) -> Store:
+    return simulate(language, columns, documents().sources(LABELS), plan, progress=False, **options)
 
 
 def imprints(store: Store) -> dict[str, Tensor]:

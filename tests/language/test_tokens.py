@@ -101,6 +101,19 @@ def test_a_completion_of_a_repeated_run_shows_question_noise_and_warnings() -> N
     assert "~" not in repr(shown()) and "expected: mean over trainings like this one" in repr(shown())
 
 
+def test_a_completion_has_the_error_of_its_sum_over_tokens(made: tuple[LanguageTask, Store]) -> None:
+    language, store = made
+    alone = token_scores(language, store, PROMPT, COMPLETION, tokenizer())
+    assert alone.completion.standard_error is None and "standard errors unknown" in repr(alone)
+    later = {name: 1.1 * tensor for name, tensor in language.state().items()}
+    several = simulated(language, documents().columns, checkpoints=[[language.state()], [later]])
+    found = token_scores(language, several, PROMPT, COMPLETION, tokenizer())
+    whole = attribute(language, several, Completions([PROMPT], [COMPLETION], tokenizer()).columns, progress=False)
+    torch.testing.assert_close(found.completion.standard_error, whole.standard_error, rtol=1e-3, atol=1e-7)
+    assert "standard errors over 2 runs" in repr(found)
+    assert " ± " in found.to_html() and "standard errors over 2 runs" in found.to_html()
+
+
 def test_signs_have_their_colours_and_size_their_strength() -> None:
     def shade(page: str, word: str) -> tuple[int, ...]:
         match = re.search(rf'background:rgb\((\d+),(\d+),(\d+)\)" title="[^"]*">{word}<', page)

@@ -9,8 +9,8 @@ from torch.nn import functional as F
 
 from imprint import Plan, Sources, Task
 from imprint.data import Data
-from imprint.simulation.auto import Look, look
 from imprint.simulation.descent import Descent
+from imprint.simulation.look import Look, look
 from tests.problems import (
     Problem,
     converge,

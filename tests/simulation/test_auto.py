@@ -10,8 +10,9 @@ from torch.func import grad, jacrev
 from torch.nn import functional as F
 
 from imprint import Plan, Sources, Task, simulate
-from imprint.simulation import auto as choosing
-from imprint.simulation.auto import LEAST, MOST, Look, weigh
+from imprint.simulation import look as choosing
+from imprint.simulation.auto import weigh
+from imprint.simulation.look import LEAST, MOST, Look
 from tests.problems import (
     Problem,
     gauss_newton,

@@ -1,13 +1,14 @@
 """The plan that `Plan.auto` chooses, what must not matter to it, and what it refuses."""
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
 from torch import nn
 
-from imprint import Plan, PlanError, SimulationError, Sources, SourcesError, Task, TaskError, simulate
-from imprint.simulation import auto as choosing
+from imprint import Plan, SimulationError, Sources, SourcesError, Task, TaskError, simulate
+from imprint.simulation import look as choosing
 from tests.problems import (
     Rebuilt,
     TanhInReverse,
@@ -81,12 +82,38 @@ def test_a_simulation_may_leave_the_plan_to_auto(sources: Sources) -> None:
     torch.testing.assert_close(imprints(left), imprints(given), rtol=0, atol=0)
 
 
-def test_a_task_that_does_not_show_its_outputs_is_refused() -> None:
+def test_a_task_that_does_not_show_its_outputs_is_chosen_for_through_its_hessian() -> None:
     task, data = classifier()
     blind = Task(task.model, loss=task.loss)
-    for sources in (Sources.per_example(30), overlapping(30)):
-        with pytest.raises(PlanError, match="the Gauss–Newton curvature needs to see the model's outputs"):
-            Plan.auto(blind, data, sources, progress=False)
+    path = Plan.auto(blind, data, overlapping(30), progress=False)
+    assert (path.engine, path.curvature) == ("tangent", "hessian")
+    each = Plan.auto(blind, data, Sources.per_example(30), progress=False)
+    assert (each.engine, each.curvature, each.steps) == ("spectral", "hessian", "infinite")
+    for sources, plan in ((overlapping(30), path), (Sources.per_example(30), each)):
+        assert simulate(blind, data, sources, plan, progress=False).checkpoints  # beyond negative curvature
+
+
+def test_a_quadratic_gets_the_same_path_with_and_without_outputs() -> None:
+    """Of a linear regression the Hessian is the Gauss–Newton matrix; the trust region, in other units, is left out."""
+    problem = linear(decay=None)
+    found = []
+    for task in (problem.task, Task(problem.task.model, loss=problem.task.loss)):
+        seen = looked(replace(problem, task=task))
+        found.append((seen.trace, seen.sharpest, seen.halves, seen.gradient.abs()))
+    torch.testing.assert_close(found[0], found[1], rtol=1e-6, atol=1e-9)
+
+
+@pytest.mark.parametrize("blind", [False, True])
+def test_a_factor_of_the_loss_changes_steps_in_inverse_proportion(blind: bool) -> None:
+    plans = []
+    for scale in (1.0, 50.0):
+        task, data = classifier(scale)
+        task = Task(task.model, loss=task.loss) if blind else task
+        plans.append(Plan.auto(task, data, overlapping(30), progress=False))
+    (first, second) = plans
+    assert isinstance(first.lr, tuple) and isinstance(second.lr, tuple)
+    assert first.steps == second.steps
+    assert first.lr[0] == pytest.approx(50 * second.lr[0], rel=1e-3)
 
 
 def test_a_model_that_vmap_does_not_take_gets_the_same_plan(caplog: pytest.LogCaptureFixture) -> None:

@@ -63,12 +63,18 @@ def test_a_misspelt_plan_is_told_of_auto(run: object) -> None:
         run(classifier(), DATA, EACH, "atuo")
 
 
-def test_a_task_without_outputs_is_told_of_plans_that_need_none() -> None:
+@pytest.mark.parametrize("sources", [EACH, GROUPS])
+def test_a_task_without_outputs_is_checked_and_simulated_with_the_plan_that_is_chosen(sources: Sources) -> None:
     task = blind(classifier())
-    with pytest.raises(PlanError, match=r"such as Plan\(engine=.tangent., curvature=.hessian.\)"):
-        check(task, DATA, EACH, "auto")
-    for plan in (Plan(steps=2), Plan(engine="spectral", curvature="hessian", steps=2)):
-        assert simulate(task, DATA, GROUPS, plan, progress=False).checkpoints
+    found = check(task, DATA, sources, "auto")
+    assert found.ok and found.plan.seen_curvature == "hessian"
+    assert simulate(task, DATA, sources, "auto", progress=False).manifest.plan == found.plan
+
+
+def test_a_plan_that_needs_outputs_is_refused_with_one_that_does_not() -> None:
+    task = blind(classifier())
+    with pytest.raises(PlanError, match=r"such as Plan\(engine=.spectral., curvature=.hessian.\)"):
+        simulate(task, DATA, EACH, Plan(engine="spectral"), progress=False)
 
 
 # --- infinitely many steps

@@ -131,7 +131,7 @@ def test_a_step_that_is_too_long_for_the_preconditioned_curvature_is_warned_of()
     run(problem, plain)  # is fine
     small = torch.full_like(problem.theta, 0.01)
     with pytest.warns(UserWarning, match="the descent may diverge"):
-        run(problem, replace(plain, preconditioner="adam"), small)
+        run(problem, replace(plain, preconditioner="adam", lr=30 * problem.lr), small)
 
 
 @pytest.mark.curvature

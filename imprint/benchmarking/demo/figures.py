@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from imprint.benchmarking.demo.experiment import Outcome
+from imprint.benchmarking.demo.experiment import SEEDS, Outcome
 from imprint.errors import MissingExtra
 from imprint.statistics import Array
 from imprint.store.files import write
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-PREDICTED, ACTUAL, HARM, GUESS = "#2a6f97", "#e09f3e", "#c1292e", "#b8bdc4"
+OWN, PREDICTED, ACTUAL, HARM, GUESS = "#12394f", "#2a6f97", "#e09f3e", "#c1292e", "#b8bdc4"
 _STYLE: Any = {
     "font.size": 10,
     "axes.spines.top": False,
@@ -87,7 +87,7 @@ def _label(ax: "Axes", x: Array, y: Array, names: list[str]) -> None:
 
 
 def draw_ranking(outcome: Outcome) -> "Figure":
-    """Draw contributors from most helpful to most harmful: predicted, actual, and the guess by size."""
+    """Draw contributors from most helpful to most harmful: this run, expected, retrained, and the guess by size."""
     from matplotlib.figure import Figure
 
     check, names = outcome.check, outcome.sources.names
@@ -96,21 +96,23 @@ def draw_ranking(outcome: Outcome) -> "Figure":
     guess = sizes * (np.clip(actual, 0, None).sum() / sizes.sum())
     order = np.argsort(predicted)
     rows = np.arange(len(order))
-    figure = Figure(figsize=(7.2, 5.0), layout="constrained")
+    figure = Figure(figsize=(7.2, 6.0), layout="constrained")
     ax = figure.subplots()
-    ax.barh(rows + 0.27, predicted[order], 0.26, color=PREDICTED, label="predicted, without retraining")
-    actually = f"actual, mean of {len(check.actual)} retrainings (± 2 standard errors)"
+    own = outcome.this_run.removal_effect.double().mean(0).numpy()
+    ax.barh(rows + 0.3, own[order], 0.19, color=OWN, label="this very run, replayed without it: exact")
+    ax.barh(rows + 0.1, predicted[order], 0.19, color=PREDICTED, label=f"expected: mean of {SEEDS} replayed runs")
+    actually = f"actual, mean of {len(check.actual)} retrainings (± 2 SE)"
     whisker = {"ecolor": "0.45", "elinewidth": 0.9}
     error = 2 * check.standard_error[order]
-    ax.barh(rows, actual[order], 0.26, color=ACTUAL, xerr=error, error_kw=whisker, label=actually)
-    ax.barh(rows - 0.27, guess[order], 0.26, color=GUESS, label="guess by size alone (scaled)")
+    ax.barh(rows - 0.1, actual[order], 0.19, color=ACTUAL, xerr=error, error_kw=whisker, label=actually)
+    ax.barh(rows - 0.3, guess[order], 0.19, color=GUESS, label="guess by size alone (scaled)")
     ax.axvline(0, color="0.4", linewidth=0.8)
     ax.set_yticks(rows, [f"{names[i]}  ({sizes[i]})" for i in order])
     ticks = ax.get_yticklabels()
     ticks[int(np.flatnonzero(order == outcome.setting.mislabeller)[0])].set_color(HARM)
     ax.set_xlabel("change of the mean loss (nats) if removed:  ← harmful   helpful →")
     ax.set_title("Who helps, who harms (number of examples)")
-    ax.legend(frameon=False, loc="center left", fontsize=8.5)
+    ax.legend(frameon=False, loc="upper left", fontsize=8.5)
     return figure
 
 

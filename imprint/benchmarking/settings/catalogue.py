@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 import torch
+from torch import Tensor
 
 from imprint.batches import map_tensors
 from imprint.benchmarking.bench import Protocol
@@ -29,6 +30,7 @@ class BuiltIn:
     train: trains many models at once, for `retrain`.
     task: the loss and the measurement F; its model is not trained.
     epochs: when checkpoints are kept.
+    query_pictures: the queries as images, for reports.
     """
 
     train: Together
@@ -38,6 +40,7 @@ class BuiltIn:
     sources: Sources
     plan: Plan
     epochs: tuple[int, ...]
+    query_pictures: Tensor | None = None
 
     @cached_property
     def checkpoints(self) -> list[Parameters]:
@@ -86,7 +89,9 @@ def _load_digits(device: torch.device) -> BuiltIn:
     setting = digits.load(0)
     train = Together(digits.model, digits.task, Data(setting.train, device=device), digits.TRAINING)
     task = digits.task(digits.model())
-    return BuiltIn(train, task, setting.train, setting.queries, setting.sources, digits.PLAN, digits.CHECKPOINTS)
+    pictures = -setting.queries[0].reshape(-1, 8, 8)  # ink on paper
+    known = (setting.train, setting.queries, setting.sources)
+    return BuiltIn(train, task, *known, digits.PLAN, digits.CHECKPOINTS, pictures)
 
 
 def _mnist_loader(name: str) -> Callable[[torch.device], BuiltIn]:
@@ -101,6 +106,7 @@ def _mnist_loader(name: str) -> Callable[[torch.device], BuiltIn]:
             Sources.per_example(len(train[1])),
             mnist.PLAN,
             setting.checkpoints,
+            -queries[0].reshape(-1, 28, 28),  # ink on paper
         )
 
     return load

@@ -46,6 +46,7 @@ CheckpointStrings = Annotated[
         "-c",
         metavar="FILE",
         help="A `.safetensors` file (repeat the option for several), or the import string of a list of state dicts. "
+        "For several training runs, repeat it for each run, with commas between or after its files. "
         "Default: `checkpoints` in the task's file, or else the current weights of the model.",
     ),
 ]

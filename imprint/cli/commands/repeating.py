@@ -33,7 +33,7 @@ def merge_with_store(given: Experiment, store: Store, names: Collection[str], co
         raise ConfigurationError(
             f"{store.path} was made with {' '.join(words)}; code and files that a store names are not loaded on their "
             "own. If you trust it, run: "
-            f"{' '.join([context.command_path, *_format_options(_read_options(context), options), *words])}"
+            f"{' '.join([format_command(context), *words])}"
         )
     if merged.task is None:
         flag = "" if _is_argument(options["task"]) else "--task "
@@ -41,6 +41,13 @@ def merge_with_store(given: Experiment, store: Store, names: Collection[str], co
     if given.task is None:
         errors.print(f"using the task that the store was made with: {escape_markup(merged.task)}", soft_wrap=True)
     return merged
+
+
+def format_command(context: typer.Context) -> str:
+    """Write the command that runs as it could be typed again: its arguments, then its options."""
+    options: dict[str, Any] = {str(parameter.name): parameter for parameter in context.command.params}
+    given = sorted(_read_options(context).items(), key=lambda pair: not _is_argument(options[pair[0]]))
+    return " ".join([context.command_path, *_format_options(dict(given), options)])
 
 
 def _read_options(context: typer.Context) -> dict[str, tuple[Any, ...]]:

@@ -9,12 +9,12 @@ what `prepare` made overrides `attempt` and `cost` too, which come before.
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 import torch
 
 from imprint.errors import PlanError
-from imprint.plan import EngineRules, Plan, Settings, register_rules, unregister_rules
+from imprint.plan import Curvature, EngineRules, Plan, Settings, register_rules, unregister_rules
 from imprint.recording.records import Run
 from imprint.runtime.timing import measure_seconds
 from imprint.simulation.checkpoint_files import CheckpointFiles
@@ -110,10 +110,14 @@ class AutoFindings:
     """What `Plan.auto` has found, from which engines propose a plan.
 
     grouped: whether some source has more than one example.
+    curvature: what the task lets see, and responses are to see.
+    preconditioner: the metric in which everything was measured.
     paths: chooses steps and step size of a path for each checkpoint.
     """
 
     grouped: bool
+    curvature: Curvature
+    preconditioner: Literal["adam"] | None
     dampings: tuple[float, ...]
     weights: tuple[float, ...]
     dropout: bool

@@ -6,11 +6,12 @@ import time
 from dataclasses import replace
 from itertools import pairwise
 from statistics import median
+from typing import Literal
 
 import torch
 
 from imprint.errors import SimulationError, TaskError
-from imprint.plan import EngineRules, Plan, Settings
+from imprint.plan import Curvature, EngineRules, Plan, Settings
 from imprint.runtime.memory import budget, tensor_bytes
 from imprint.runtime.timing import measure_seconds
 from imprint.simulation.curvature import Spectrum
@@ -187,7 +188,8 @@ class Spectral(Engine):
         """Return a plan for sources of one example each."""
         if found.grouped:
             return None
-        return Plan(engine=cls.name, steps="infinite", damping=found.dampings, weight=found.weights)
+        seen: Curvature | Literal["auto"] = "auto" if found.curvature == cls.rules.curvature else found.curvature
+        return Plan(engine=cls.name, steps="infinite", damping=found.dampings, weight=found.weights, curvature=seen)
 
     @property
     def _projected(self) -> bool:

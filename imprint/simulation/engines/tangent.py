@@ -65,7 +65,8 @@ class Tangent(PathEngine):
             steps=tuple(steps for steps, _ in paths),
             lr=tuple(size for _, size in paths),
             weight=found.weights,
-            curvature="gauss-newton",
+            curvature=found.curvature,
+            preconditioner=found.preconditioner,
             dropout=found.dropout,
         )
 

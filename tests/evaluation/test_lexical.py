@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from imprint import DataError
-from imprint.benchmarking.lexical import Terms, bm25, characters, size_only, tf_idf, words
+from imprint.evaluation.lexical import Terms, bm25, characters, size_only, tf_idf, words
 
 SOURCES = [
     "The cat sat on the mat. The cat purred, and the mat was warm.",
