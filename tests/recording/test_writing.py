@@ -183,6 +183,7 @@ def loop_that(clears: str, folder: Path) -> list[float]:
     run = RunRecorder(folder, model, optimiser, n=N)
     for number in range(4):
         with run.step(range(6)) as step:
+            model.weight.requires_grad_(number != 1)  # a step in which one of them gets no gradient
             if clears == "after another pass":  # as of an adversarial example
                 mean_loss(model, torch.arange(6)).backward()
                 optimiser.zero_grad()
@@ -190,7 +191,6 @@ def loop_that(clears: str, folder: Path) -> list[float]:
                 optimiser.zero_grad(set_to_none=clears == "to None")
             for parameter in model.parameters() if clears == "by hand" else ():
                 parameter.grad = None
-            model.weight.requires_grad_(number != 1)  # a step in which one of them gets no gradient
             step.backward(mean_loss(model, torch.arange(6)))
             step.clip_grad_norm_(10.0)
             optimiser.step()
