@@ -77,11 +77,12 @@ class Gradients:
         self.stray: str | None = None
         self.accumulates: bool | None = None
         self._left: tuple[str, Tensor, int] | None = None  # a gradient that shows whether the loop clears gradients
+        self._added = 0  # how often backward passes added to it
 
     def clear(self) -> None:
         """Forget all gradients, as before the first backward pass of a step; watch what requires one."""
         self._known.clear()
-        self._left = self._leave_one() if self.accumulates is None else None
+        self._left, self._added = self._leave_one() if self.accumulates is None else None, 0
         for name, parameter in self._parameters.items():
             if self._left is None or name != self._left[0]:
                 parameter.grad = None
@@ -101,22 +102,26 @@ class Gradients:
         return None
 
     def drop_left(self) -> None:
-        """Drop the gradient that was left, if no backward pass of the step has added to it."""
-        if self._left is not None and self._is_left(self._left[0]):
-            self._parameters[self._left[0]].grad = None
-        self._left = None
+        """Take note whether the loop cleared the gradient that was left; drop it where no backward pass added to it."""
+        if self._left is None:
+            return
+        (name, gradient, version), self._left = self._left, None
+        if self._parameters[name].grad is not gradient:
+            self.accumulates = False
+        elif self._added:
+            self.accumulates = version_of(gradient) == version + self._added  # nothing but the passes wrote to it
+        else:
+            self._parameters[name].grad = None
 
     def _is_left(self, name: str) -> bool:
-        """Tell whether the gradient of a parameter is the one that was left."""
-        return self._left is not None and name == self._left[0] and self._parameters[name].grad is self._left[1]
+        """Tell whether the gradient of a parameter is the one that was left, and nothing was added to it."""
+        left = self._left
+        return left is not None and name == left[0] and self._parameters[name].grad is left[1] and not self._added
 
     def notice(self, name: str, parameter: Tensor) -> None:
         """Take note of a gradient that a backward pass has just accumulated."""
         self.passes += 1
-        if self._left is not None and name == self._left[0]:
-            _, gradient, version = self._left
-            self.accumulates = self._is_left(name) and version_of(gradient) == version + 1  # by this pass alone
-            self._left = None
+        self._added += self._left is not None and name == self._left[0]
         if self.expected and parameter.grad is not None:
             self._known[name] = self._look(parameter.grad)
         elif self.stray is None:

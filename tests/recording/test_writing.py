@@ -183,11 +183,14 @@ def loop_that(clears: str, folder: Path) -> list[float]:
     run = RunRecorder(folder, model, optimiser, n=N)
     for number in range(4):
         with run.step(range(6)) as step:
+            model.weight.requires_grad_(number != 1)  # a step in which one of them gets no gradient
+            if clears == "after another pass":  # as of an adversarial example
+                mean_loss(model, torch.arange(6)).backward()
+                optimiser.zero_grad()
             if clears in ("to None", "to 0"):
                 optimiser.zero_grad(set_to_none=clears == "to None")
             for parameter in model.parameters() if clears == "by hand" else ():
                 parameter.grad = None
-            model.weight.requires_grad_(number != 1)  # a step in which one of them gets no gradient
             step.backward(mean_loss(model, torch.arange(6)))
             step.clip_grad_norm_(10.0)
             optimiser.step()
@@ -196,7 +199,7 @@ def loop_that(clears: str, folder: Path) -> list[float]:
     return [each.gradient_norm or 0.0 for each in run.finish().steps]
 
 
-@pytest.mark.parametrize("clears", ["to None", "to 0", "by hand", "after the step, to 0"])
+@pytest.mark.parametrize("clears", ["to None", "to 0", "by hand", "after the step, to 0", "after another pass"])
 def test_a_loop_that_forgets_to_clear_gradients_is_warned_of_it(clears: str, tmp_path: Path) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
