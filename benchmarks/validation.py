@@ -20,7 +20,7 @@ import torch
 from imprint import Attribution, Recording, Sources, attribute, simulate
 from imprint.benchmarking.settings import digits
 from imprint.evaluation import Subsets, Together, Truth, replay_seeds
-from imprint.evaluation.validating import draw_sets, draw_strata
+from imprint.evaluation.witnessing import draw_sets, draw_strata
 from imprint.plan import Question
 from imprint.statistics import Array
 from imprint.validation.verdict import judge

@@ -15,7 +15,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from imprint.attribution.comparing import check_same_subject
+from imprint.attribution.comparing import CARRIED, check_same_part, check_same_subject
 from imprint.attribution.labels import Labels
 from imprint.attribution.replicates import Replicates, describe_replicates
 from imprint.attribution.result import Attribution
@@ -73,7 +73,8 @@ def _describe(replays: Sequence[Attribution], estimate: Attribution | None) -> L
     for each in replays:
         for warning in each.warnings:
             notices.add(warning)
-    kept = {name: value for name, value in first.details.items() if estimate is not None or name == "readout"}
+    wanted = ("readout", *CARRIED)
+    kept = {name: value for name, value in first.details.items() if estimate is not None or name in wanted}
     prints = dict(first.labels.fingerprints)
     for name in ("store", "recording") if estimate is None else ():
         prints.pop(name, None)
@@ -124,6 +125,7 @@ def _check(replays: Sequence[Attribution], estimate: Attribution | None) -> None
         if each.question != "this_run":
             raise ReadoutError(f"replay {place} answers {each.question!r}: give results of stores that repeat a run.")
         check_same_subject(first.labels, each.labels, (first.queries, each.queries))
+        check_same_part(replays[0].labels, each.labels)
     known = [found for each in replays if (found := each.labels.fingerprints.get("recording")) is not None]
     if len(set(known)) < len(known):
         raise ReadoutError("the replays must be of different runs, and two are of the same recording.")

@@ -10,19 +10,25 @@ from imprint.attribution.labels import LAST_STEPS, LEFT_OUT, OUT_OF_BATCHES, SHA
 from imprint.display import name_some
 from imprint.errors import ReadoutError
 
-_CARRIED = (LEFT_OUT, SHARED, LAST_STEPS, OUT_OF_BATCHES)
+CARRIED = (LEFT_OUT, SHARED, LAST_STEPS, OUT_OF_BATCHES)
+"""Details about sources and question that hold for whatever is made of a result."""
 
 
 def check_comparable(first: Labels, second: Labels, queries: tuple[tuple[Query, ...], tuple[Query, ...]]) -> None:
     """Refuse two results whose effects cannot be subtracted, and name the difference."""
     if first.difference or second.difference:
         raise ReadoutError("one of the results is a difference already: subtract the results of two stores or models.")
+    check_same_part(first, second)
+    check_same_subject(first, second, queries)
+
+
+def check_same_part(first: Labels, second: Labels) -> None:
+    """Refuse two results that answer different questions, or of different parts of a run."""
     if first.question != second.question or first.details.get(LAST_STEPS) != second.details.get(LAST_STEPS):
         raise ReadoutError(
             f"the results answer different questions, {first.question!r} ({first.meaning}) and {second.question!r} "
-            f"({second.meaning}): subtract results that answer the same one."
+            f"({second.meaning}): use results that answer the same one."
         )
-    check_same_subject(first, second, queries)
 
 
 def check_same_subject(first: Labels, second: Labels, queries: tuple[tuple[Query, ...], tuple[Query, ...]]) -> None:
@@ -99,7 +105,7 @@ def _agree(first: Labels, second: Labels, name: str) -> bool:
 
 def _carry_over(first: Labels, second: Labels) -> dict[str, int]:
     """Return what a difference says of its groups and its steps as each of its sides does; of counts, the larger."""
-    counts = {name: max(labels.details.get(name, 0) for labels in (first, second)) for name in _CARRIED}
+    counts = {name: max(labels.details.get(name, 0) for labels in (first, second)) for name in CARRIED}
     return {name: count for name, count in counts.items() if count}
 
 

@@ -4,13 +4,20 @@ A witness is a run that was really made without some sources. Those of one train
 `witnesses/000`, `witnesses/001` and so on: its sources are the removals, and it is read and verified like any other.
 """
 
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Annotated
 
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+
 from imprint.errors import StoreError
+from imprint.model.measures import MEASURES
 from imprint.plan import Question
+from imprint.store.files import refuse_unreadable, sha256, write_tensors
 from imprint.store.folder import write_sealed
 from imprint.store.manifest import versions
 from imprint.store.reading import Store
@@ -22,6 +29,8 @@ VALIDATION = "validation.json"
 WITNESSES = "witnesses"
 SCHEMA = 1
 _LONGEST = 16 << 20  # bytes
+_EXAMPLES = "examples.safetensors"
+_MOST, _LARGEST = 1000, 4  # removals, and sources of one
 
 
 def _read_removals(value: Value) -> tuple[tuple[int, ...], ...]:
@@ -35,6 +44,7 @@ class Validation:
     store: the checksum of the validated store.
     removals: which sources were removed, by their places in the store, together where there are several.
     witnesses: the checksums of the stores of witnesses, one for each run.
+    examples: the checksum of the file with hashes of the removed training examples.
     verdict: on the queries that were given, whose hash is `queries`, and how many were left out because they are
         training examples of a removed source.
     """
@@ -42,6 +52,7 @@ class Validation:
     store: Checksum
     removals: Annotated[tuple[tuple[int, ...], ...], _read_removals]
     witnesses: tuple[Checksum, ...]
+    examples: Checksum
     measure: str
     queries: Checksum
     left_out: int
@@ -71,6 +82,35 @@ def witness_folder(store: Store, run: int) -> Path:
     return store.path / WITNESSES / f"{run:03}"
 
 
+def write_examples(store: Store, hashes: Sequence[bytes]) -> str:
+    """Write the hashes of the removed training examples, 8 bytes of each; return the checksum of the file."""
+    file = store.path / WITNESSES / _EXAMPLES
+    write_tensors(file, {"examples": torch.tensor([shorten_hash(each) for each in hashes], dtype=torch.int64)}, {})
+    return sha256(file)
+
+
+def read_examples(store: Store, validation: Validation) -> set[int]:
+    """Read the hashes of the removed training examples."""
+    file = store.path / WITNESSES / _EXAMPLES
+    try:
+        refuse_unreadable(file)
+        if sha256(file) != validation.examples:
+            raise StoreError(f"{file} is damaged: it differs from its checksum. Validate the store again.")
+        return set(load_file(file)["examples"].tolist())
+    except (OSError, SafetensorError, KeyError) as error:
+        raise StoreError(f"{file} cannot be read: {error}. Validate the store again.") from error
+
+
+def shorten_hash(digest: bytes) -> int:
+    """Return the first 8 bytes of a hash as a number."""
+    return int.from_bytes(digest[:8], "little", signed=True)
+
+
+def remove_validation(store: Store) -> None:
+    """Remove the verdict of a store, before its witnesses are made anew."""
+    (store.path / VALIDATION).unlink(missing_ok=True)
+
+
 def write_validation(store: Store, validation: Validation) -> None:
     """Write a validation into the folder of its store."""
     write_sealed(store.path / VALIDATION, {"schema": SCHEMA, "validation": asdict(validation)})
@@ -94,9 +134,13 @@ def read_validation(store: Store) -> Validation | None:
 
 
 def find_verdict(store: Store, measure: str) -> Verdict | None:
-    """Return the verdict that a store carries for effects on a measurement; None where it has none."""
+    """Return the verdict that a store carries for effects on a measurement; None where it has none.
+
+    Functions of the user's are known by their names alone, which two of them may share.
+    """
     validation = read_validation(store)
-    return None if validation is None or validation.measure != measure else validation.verdict
+    named = measure == "loss" or measure in MEASURES
+    return validation.verdict if validation is not None and named and validation.measure == measure else None
 
 
 def _check_whole(validation: Validation, store: Store, value: Value) -> None:
@@ -106,5 +150,7 @@ def _check_whole(validation: Validation, store: Store, value: Value) -> None:
         value.fail(f"it answers {validation.question!r}, and the store {store.question!r}")
     if not all(removals) or any(len(set(each)) < len(each) or max(each) >= len(store) for each in removals):
         value.fail(f"its removals must be sets of the {len(store)} sources")
+    if len(removals) > _MOST or max(map(len, removals)) > _LARGEST:
+        value.fail(f"it has more than {_MOST} removals, or one of more than {_LARGEST} sources")
     if len(removals) != figures.removals or len(validation.witnesses) != figures.runs:
         value.fail("its removals and witnesses are not as many as its verdict says")

@@ -7,7 +7,8 @@ For queries q and removals b, with predicted effects P and actual ones A, both c
 Queries share the imprints of their sources, so a hundred queries are not a hundred pieces of evidence. The p-value
 therefore permutes whole sources: it is the share of all assignments of predictions to the removed sources under which r
 is at least as large. With sets of sources removed together, permuting the sets instead would pass scores that are right
-about nothing but the number of sources in a set. The interval of the slope leaves out one removal at a time.
+about nothing but the number of sources in a set. The interval of the slope leaves out one source at a time, with all
+removals it is part of: sets that share a source err together.
 """
 
 import itertools
@@ -71,6 +72,7 @@ class Verdict:
 
     chaos, deviation: of a repeated run, see `imprint.store.checkpoint.Measured`; None for other predictions.
     own: whether the queries are those of the result that shows the verdict, not those of an earlier validation.
+    calibrated: whether the scale of the predictions was set by these very removals, which then say nothing about it.
     """
 
     question: Question
@@ -78,16 +80,24 @@ class Verdict:
     chaos: NotNegative | None = None
     deviation: NotNegative | None = None
     own: bool = False
+    calibrated: bool = False
 
     @property
     def outcome(self) -> Outcome:
         """What the figures validate."""
-        return decide(self.question, self.figures, self.chaos, self.deviation)[0]
+        return self._decision[0]
 
     @property
     def reason(self) -> str:
         """Why, in words."""
-        return decide(self.question, self.figures, self.chaos, self.deviation)[1]
+        return self._decision[1]
+
+    @property
+    def _decision(self) -> tuple[Outcome, str]:
+        outcome, reason = decide(self.question, self.figures, self.chaos, self.deviation)
+        if self.calibrated and outcome == "sizes validated":
+            return "ranks validated", "the order of effects holds; their size was set by these very removals"
+        return outcome, reason
 
     def __str__(self) -> str:
         what = self.outcome.replace("sizes validated", "ranks and sizes validated")
@@ -119,7 +129,7 @@ class Verdict:
         """Return the verdict on predictions that are this factor larger."""
         found = self.figures
         slope, low, high = (None if v is None else v / factor for v in (found.slope, found.slope_low, found.slope_high))
-        return replace(self, figures=replace(found, slope=slope, slope_low=low, slope_high=high))
+        return replace(self, figures=replace(found, slope=slope, slope_low=low, slope_high=high), calibrated=True)
 
     def to_json(self) -> dict[str, Any]:
         """Return plain JSON values, with the verdict in words."""
@@ -175,7 +185,7 @@ def compare(effects: Array, removals: Removals, actual: Array, sizes: Array) -> 
     predicted = effects @ member.T
     if not (one := centre(predicted)).any():
         return found
-    slope = jackknife(count, lambda chosen: _pool_slope(predicted, actual.mean(0), chosen))
+    slope = jackknife(len(involved), lambda chosen: _pool_slope(predicted, actual.mean(0), member, chosen))
     return replace(
         found,
         correlation=_plain(_correlate(one, mean)),
@@ -229,9 +239,10 @@ def _correlate(one: Array, other: Array) -> float:
     return float((one * other).sum()) / length if length else float("nan")
 
 
-def _pool_slope(predicted: Array, actual: Array, chosen: Chosen) -> float:
-    """Return the pooled slope over some of the removals."""
-    one, mean = centre(predicted[:, chosen]), centre(actual[:, chosen])
+def _pool_slope(predicted: Array, actual: Array, member: Array, chosen: Chosen) -> float:
+    """Return the pooled slope over the removals that take away none but the chosen sources."""
+    left = member[:, chosen].sum(1) == member.sum(1)
+    one, mean = centre(predicted[:, left]), centre(actual[:, left])
     squares = float(np.square(one).sum())
     return float((one * mean).sum()) / squares if squares else float("nan")
 

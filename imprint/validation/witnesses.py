@@ -1,6 +1,6 @@
 """Reads what removals really did to queries, from the witnesses in a store's folder."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 import torch
@@ -8,10 +8,11 @@ from torch import Tensor
 
 from imprint.errors import StoreError
 from imprint.readout.reader import Reader
-from imprint.statistics import Array
+from imprint.statistics import Array, Flags
+from imprint.store.fingerprint import hash_rows
 from imprint.store.reading import Store
 from imprint.task import Batch, Task
-from imprint.validation.record import Validation, read_validation, witness_folder
+from imprint.validation.record import Validation, read_examples, read_validation, shorten_hash, witness_folder
 from imprint.validation.verdict import Verdict, judge
 
 
@@ -20,7 +21,10 @@ def open_witnesses(store: Store, validation: Validation) -> list[Store]:
     found = []
     for run, checksum in enumerate(validation.witnesses):
         witness = Store(witness_folder(store, run))
-        if witness.sha256 != checksum or len(witness) != len(validation.removals) or not witness.removes:
+        request, own = witness.manifest.request, store.manifest.request
+        fits = witness.removes and len(witness) == len(validation.removals) and request.n == own.n
+        fits = fits and request.data == own.data and (not store.removes or request.recording == own.recording)
+        if witness.sha256 != checksum or not fits:
             raise StoreError(f"{witness.path} does not hold the witnesses of {store.path}: validate the store again.")
         found.append(witness)
     return found
@@ -59,8 +63,17 @@ def judge_queries(
     batches: Sequence[tuple[int, Batch]],
     memory: int | str | None = None,
 ) -> Verdict:
-    """Judge predicted effects (queries, sources) on their own queries."""
+    """Judge predicted effects (queries, sources) on their own queries, but for those that were removed themselves."""
     actual = read_effects(task, open_witnesses(store, validation), batches, memory)
-    predicted, sizes = effects.double().cpu().numpy(), np.array(store.source_sizes)
-    known = (store.question, validation.verdict.chaos, validation.verdict.deviation)
-    return judge(predicted, validation.removals, actual, sizes, *known, own=True)
+    own = find_own(read_examples(store, validation), batches)
+    measured, sizes = store.checkpoints[0].measured, np.array(store.source_sizes)
+    if own.all():
+        return validation.verdict
+    predicted, known = effects.double().cpu().numpy(), (store.question, measured.chaos, measured.deviation)
+    return judge(predicted[~own], validation.removals, actual[:, ~own], sizes, *known, own=True)
+
+
+def find_own(removed: Iterable[bytes | int], batches: Sequence[tuple[int, Batch]]) -> Flags:
+    """Tell which queries are training examples of a removed source, by their hashes; shape (queries,)."""
+    known = {each if isinstance(each, int) else shorten_hash(each) for each in removed}
+    return np.array([shorten_hash(each) in known for count, batch in batches for each in hash_rows(batch, count)])

@@ -1,7 +1,10 @@
 """Validation: predicted effects are compared with removals that are really made, and results say the outcome."""
 
+import inspect
 import json
 import shutil
+import warnings
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,18 +22,19 @@ from imprint import (
     Sources,
     Store,
     StoreError,
+    Task,
     attribute,
     simulate,
     validate,
 )
 from imprint.evaluation.replaying import replay_run
 from imprint.evaluation.subsets import Subsets
-from imprint.evaluation.validating import draw_sets, draw_strata
+from imprint.evaluation.witnessing import draw_sets, draw_strata
 from imprint.recording.reading import Recording
 from imprint.store.folder import write_sealed
 from imprint.validation.record import VALIDATION, read_validation
 from imprint.validation.witnesses import verify_witnesses
-from tests.evaluation.truths import N, points, task, together
+from tests.evaluation.truths import TRAINING, N, points, task, together
 
 SOURCES = Sources.by_label([i % 6 for i in range(N)])
 DATA, ASKED = points(N, 0), points(40, 1)
@@ -187,7 +191,7 @@ def test_an_interrupted_validation_takes_over_finished_witnesses(
         validate(store, ASKED, record=record, **QUIET)
     assert read_validation(store) is None
     found = validate(store, ASKED, record=record, **QUIET)
-    assert recorded[1] == recorded[2] and len(recorded) == 4  # the first run was not made again
+    assert recorded == [recorded[0], recorded[1], recorded[0], recorded[1], recorded[4]]  # each run is recorded again
     whole = simulate(task(), DATA, SOURCES, plan, checkpoints=run.paths[:1], **QUIET)
     again = validate(whole, ASKED, record=together(), **QUIET)
     np.testing.assert_array_equal(found.actual, again.actual)
@@ -199,6 +203,85 @@ def test_a_record_that_ignores_its_seed_is_refused_and_leaves_no_witness(run: Re
     with pytest.raises(DataError, match=r"records the same run for two seeds \(runs 0 and 1\)"):
         validate(store, ASKED, record=lambda seed, folder: together().record(3, folder), **QUIET)
     assert not list(out.rglob("witnesses/*/*.safetensors"))
+
+
+def test_witnesses_of_another_training_make_way(run: Recording, tmp_path: Path) -> None:
+    plan = Plan(steps=5, lr=0.1)
+    store = simulate(task(), DATA, SOURCES, plan, checkpoints=run.paths[:1], out=tmp_path / "store", **QUIET)
+    before = validate(store, ASKED, record=together(), **QUIET)
+    slower = replace(TRAINING, lr=TRAINING.lr / 10)
+    after = validate(store, ASKED, record=together(training=slower), **QUIET)
+    assert np.abs(after.actual).mean() < 0.5 * np.abs(before.actual).mean()
+    again = validate(store, ASKED, record=together(training=slower), **QUIET)
+    np.testing.assert_array_equal(after.actual, again.actual)
+
+
+def test_an_interrupted_validation_leaves_the_store_without_a_verdict(
+    replayed: Path, run: Recording, tmp_path: Path
+) -> None:
+    store = copied(replayed, tmp_path)
+    given: dict[str, Any] = {"task": task(), "data": DATA, "sources": SOURCES, "run": run, **QUIET}
+
+    class Stop(KeyboardInterrupt):
+        pass
+
+    def stop(done: int, total: int) -> None:
+        raise Stop
+
+    with pytest.raises(KeyboardInterrupt):
+        validate(store, ASKED, seed=1, **{**given, "progress": stop})
+    assert attribute(task(), store, ASKED, **QUIET).labels.validation is None
+    assert validate(store, ASKED, seed=1, **given).validation.seed == 1
+
+
+@pytest.mark.parametrize("place", ["witnesses", "witnesses/000", "witnesses/recording-000"])
+def test_nothing_is_written_or_removed_through_a_link(
+    place: str, replayed: Path, run: Recording, tmp_path: Path
+) -> None:
+    store, elsewhere = copied(replayed, tmp_path), tmp_path / "elsewhere"
+    for name in ("000", "recording-000"):
+        (elsewhere / name).mkdir(parents=True)
+        (elsewhere / name / "precious").write_text("mine")
+    link = store.path / place
+    if link.exists():
+        shutil.rmtree(link)
+    link.symlink_to(elsewhere if place == "witnesses" else elsewhere / "000")
+    with pytest.raises(StoreError, match="is a link"):
+        validate(store, ASKED, task=task(), data=DATA, sources=SOURCES, run=run, **QUIET)
+    assert all((elsewhere / name / "precious").exists() for name in ("000", "recording-000"))
+
+
+def test_a_replay_of_the_last_steps_is_validated_by_removals_from_these(run: Recording) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        store = simulate(task(), DATA, SOURCES, Plan(engine="replay", start=4), run=run, **QUIET)
+        found = validate(store, ASKED, **QUIET)
+    witness = Store(store.path / "witnesses" / "000")
+    assert witness.checkpoints[0].steps == store.checkpoints[0].steps == 2
+    assert found.validation.question == "this_run"
+
+
+def test_training_examples_of_removed_sources_count_nowhere(replayed: Path) -> None:
+    asked = tuple(torch.cat([known, query]) for known, query in zip(DATA, ASKED, strict=True))
+    verdict = attribute(task(), replayed, asked, **QUIET).labels.validation
+    assert verdict is not None and verdict.own and verdict.figures.queries == len(ASKED[0])
+    only = attribute(task(), replayed, DATA, **QUIET).labels.validation
+    assert only is not None and not only.own  # the verdict of `validate` remains
+
+
+def test_other_training_data_are_refused(estimated: Path) -> None:
+    x, y = DATA
+    with pytest.raises(DataError, match="was made from different training data"):
+        validate(estimated, ASKED, task=task(), data=(x, y.flip(0)), sources=SOURCES, record=together(), **QUIET)
+
+
+def test_a_function_of_the_users_has_no_verdict_by_its_name(replayed: Path) -> None:
+    def loss(model: Any, batch: Any) -> torch.Tensor:
+        return torch.nn.functional.cross_entropy(model(batch[0]), batch[1], reduction="none")
+
+    custom = task(measure=loss, better="lower") if "better" in inspect.signature(Task.classifier).parameters else None
+    if custom is not None:
+        assert attribute(custom, replayed, points(3, 5), **QUIET).labels.validation is None
 
 
 def test_a_reopened_store_asks_for_what_it_was_made_from(replayed: Path, run: Recording, tmp_path: Path) -> None:
