@@ -24,9 +24,7 @@ MEANINGS: dict[Question, str] = {
 }
 """What each question asks, in words."""
 _LEFT_OUT = "this run: if this source had been left out of every batch of the training run that produced this model"
-NOT_VALIDATED = (
-    "not validated: no removal was really made to compare these effects with; imprint.validate(store, queries) does it"
-)
+NOT_VALIDATED = "not validated: these effects were not compared with removals that were really made (imprint.validate)"
 LAST_STEPS, OUT_OF_BATCHES = "last_steps", "left_out_of_batches"
 """Of a replayed run, in the `details` of a result: how many steps were replayed, if not all of them were; and whether
 sources were left out of batches instead of being given weight 0, because examples of a batch see each other."""

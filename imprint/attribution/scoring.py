@@ -29,7 +29,7 @@ from imprint.store.fingerprint import of_batches, of_sources, probe_measures, re
 from imprint.store.reading import Store
 from imprint.task import Batch, Task
 from imprint.tensors.vectors import root_mean_squares
-from imprint.validation.record import find_verdict, read_validation
+from imprint.validation.record import find_verdict, has_witnesses, read_validation
 from imprint.validation.verdict import QUERIES
 from imprint.validation.witnesses import judge_queries
 
@@ -134,7 +134,8 @@ def _with_verdict(
     result: Attribution, task: Task, store: Store, batches: Sequence[tuple[int, Batch]], memory: int | str | None
 ) -> Attribution:
     """Return a result with the verdict on its own queries, if its store was validated and they are enough."""
-    if (validation := read_validation(store)) is None or len(result) < QUERIES:
+    validation = read_validation(store)
+    if validation is None or len(result) < QUERIES or not has_witnesses(store):
         return result
     verdict = judge_queries(task, store, validation, result.removal_effect, batches, memory)
     return replace(result, labels=replace(result.labels, validation=verdict))

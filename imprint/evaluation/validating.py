@@ -29,9 +29,9 @@ from imprint.store.fingerprint import of_batches
 from imprint.store.folder import locked
 from imprint.store.reading import Store
 from imprint.task import Task
-from imprint.validation.record import Validation, remove_validation, write_examples, write_validation
+from imprint.validation.record import Validation, list_outcomes, remove_validation, write_examples, write_validation
 from imprint.validation.verdict import SEEDS, judge
-from imprint.validation.witnesses import find_own, predict_removals, read_effects
+from imprint.validation.witnesses import find_uncounted, predict_removals, read_effects
 
 _REMOVALS = 8
 
@@ -70,9 +70,10 @@ class Comparison:
         return found
 
     def describe_left_out(self) -> list[str]:
-        """Say how many queries were left out; nothing if none was."""
+        """Say how many queries were left out, and how earlier validations ended; nothing if there is none."""
         left = self.validation.left_out
-        return [f"{count_of(left, 'query', 'queries')} left out: training examples of removed sources"] * bool(left)
+        text = f"{count_of(left, 'query', 'queries')} left out: training examples of removed sources, or repeated"
+        return [text] * bool(left) + self.validation.describe_earlier()
 
     def __repr__(self) -> str:
         width = max(map(len, (*self.names, "removed")))
@@ -129,13 +130,14 @@ def validate(
     )
     draw = np.random.default_rng(derive_seed(seed, VALIDATION))
     with locked(store.path):
+        earlier = list_outcomes(store)
         remove_validation(store)  # whatever happens from here on, no verdict stands without its witnesses
         given = iter([batch for _, batch in batches])
         result = attribute(made.task, store, given, memory=memory, progress=progress)
         effects = result.removal_effect.double().cpu()
         chosen = draw_sets(len(store), removals, draw) if store.removes else draw_strata(effects, removals, draw)
         removed = hash_removed(made, chosen)
-        own = find_own(removed, batches)
+        own = find_uncounted(removed, batches)
         if own.all():
             raise DataError("every query is a training example of a removed source: give queries that are not.")
         work = Witnessing(made, store, chosen, seed, memory, progress)
@@ -155,6 +157,7 @@ def validate(
             queries=of_batches(batches),
             left_out=int(own.sum()),
             verdict=verdict,
+            earlier=earlier,
             seed=seed,
             seconds=round(time.monotonic() - began, 3),
         )

@@ -23,7 +23,7 @@ from imprint.store.manifest import versions
 from imprint.store.reading import Store
 from imprint.store.records import Checksum, Count, NotNegative, read
 from imprint.store.values import Value, read_json
-from imprint.validation.verdict import Verdict
+from imprint.validation.verdict import Outcome, Verdict
 
 VALIDATION = "validation.json"
 WITNESSES = "witnesses"
@@ -46,7 +46,8 @@ class Validation:
     witnesses: the checksums of the stores of witnesses, one for each run.
     examples: the checksum of the file with hashes of the removed training examples.
     verdict: on the queries that were given, whose hash is `queries`, and how many were left out because they are
-        training examples of a removed source.
+        training examples of a removed source, or repeated.
+    earlier: how earlier validations of the same store ended. Trying seeds until one passes proves nothing.
     """
 
     store: Checksum
@@ -57,6 +58,7 @@ class Validation:
     queries: Checksum
     left_out: int
     verdict: Verdict
+    earlier: tuple[Outcome, ...]
     seed: int
     seconds: NotNegative
     versions: dict[str, str] = field(default_factory=versions)
@@ -70,6 +72,10 @@ class Validation:
     def __str__(self) -> str:
         return str(self.verdict)
 
+    def describe_earlier(self) -> list[str]:
+        """Say how earlier validations of the store ended; nothing if there were none."""
+        return [f"earlier validations of this store: {', '.join(self.earlier)}"] * bool(self.earlier)
+
 
 @dataclass(frozen=True)
 class _File:
@@ -80,6 +86,11 @@ class _File:
 def witness_folder(store: Store, run: int) -> Path:
     """Return the folder of the witnesses of one run."""
     return store.path / WITNESSES / f"{run:03}"
+
+
+def has_witnesses(store: Store) -> bool:
+    """Tell whether the witnesses of a store are there: they may be left behind where it is copied."""
+    return (store.path / WITNESSES).is_dir()
 
 
 def write_examples(store: Store, hashes: Sequence[bytes]) -> str:
@@ -106,6 +117,15 @@ def shorten_hash(digest: bytes) -> int:
     return int.from_bytes(digest[:8], "little", signed=True)
 
 
+def list_outcomes(store: Store) -> tuple[Outcome, ...]:
+    """Return how the validations of a store ended so far; none where they cannot be read."""
+    try:
+        before = read_validation(store)
+    except StoreError:
+        return ()
+    return () if before is None else (*before.earlier, before.verdict.outcome)
+
+
 def remove_validation(store: Store) -> None:
     """Remove the verdict of a store, before its witnesses are made anew."""
     (store.path / VALIDATION).unlink(missing_ok=True)
@@ -126,7 +146,10 @@ def read_validation(store: Store) -> Validation | None:
     if schema is None or schema.whole(1) > SCHEMA:
         found = "none" if schema is None else schema.content
         raise StoreError(f"{file} has schema {found}, this version reads up to {SCHEMA}: upgrade imprint.")
-    validation = read(_File, value.unsealed()).validation
+    try:
+        validation = read(_File, value.unsealed()).validation
+    except StoreError as error:
+        raise StoreError(f"{error} Delete {VALIDATION}, or validate the store again.") from error
     if validation.store != store.sha256:
         raise StoreError(f"{file} is the validation of another store than {store.path}: delete it, and validate again.")
     _check_whole(validation, store, value)

@@ -33,6 +33,7 @@ SOURCES = 5  # removed ones: with four, the smallest p-value is 1/24
 SEEDS = 3  # runs that "expected" is averaged over, at least
 LEVEL = 0.025  # of a one-sided test, the usual 5% of a two-sided one
 WITHIN = (0.5, 2.0)  # slopes whose sizes are validated
+CERTAIN = (0.25, 4.0)  # where the interval of such a slope must lie
 DEVIATES = 0.1  # of the rms effect: by so much a replay may miss its recording for effects to have their size
 CALIBRATES = 4.0  # by how much the ends of a slope's interval may differ, at most, for it to set a scale
 _ENUMERATED = 8  # sources up to which all permutations are counted: there are 40,320 of 8
@@ -224,6 +225,10 @@ def _doubt_sizes(found: Figures, chaos: float | None, deviation: float | None) -
     assert found.slope is not None and found.correlation is not None and found.by_size is not None
     if not WITHIN[0] <= found.slope <= WITHIN[1]:
         return f"actual effects are {found.slope:.2g} times the predicted ones"
+    low, high = found.slope_low, found.slope_high
+    if low is None or high is None or low < CERTAIN[0] or high > CERTAIN[1]:
+        known = "" if low is None or high is None else f", [{low:.2f}, {high:.2f}]"
+        return f"the ratio of actual to predicted effects is too uncertain{known}"
     if not found.correlation > found.by_size + 1e-9:
         return f"a guess by the size of a source does as well (correlation {found.by_size:.2f})"
     if chaos is not None and chaos > CHAOTIC:

@@ -65,7 +65,7 @@ def judge_queries(
 ) -> Verdict:
     """Judge predicted effects (queries, sources) on their own queries, but for those that were removed themselves."""
     actual = read_effects(task, open_witnesses(store, validation), batches, memory)
-    own = find_own(read_examples(store, validation), batches)
+    own = find_uncounted(read_examples(store, validation), batches)
     measured, sizes = store.checkpoints[0].measured, np.array(store.source_sizes)
     if own.all():
         return validation.verdict
@@ -73,7 +73,15 @@ def judge_queries(
     return judge(predicted[~own], validation.removals, actual[:, ~own], sizes, *known, own=True)
 
 
-def find_own(removed: Iterable[bytes | int], batches: Sequence[tuple[int, Batch]]) -> Flags:
-    """Tell which queries are training examples of a removed source, by their hashes; shape (queries,)."""
+def find_uncounted(removed: Iterable[bytes | int], batches: Sequence[tuple[int, Batch]]) -> Flags:
+    """Tell which queries do not count, shape (queries,): training examples of a removed source, and repeated ones.
+
+    removed: hashes of these training examples.
+    """
     known = {each if isinstance(each, int) else shorten_hash(each) for each in removed}
-    return np.array([shorten_hash(each) in known for count, batch in batches for each in hash_rows(batch, count)])
+    uncounted = []
+    for count, batch in batches:
+        for digest in map(shorten_hash, hash_rows(batch, count)):
+            uncounted.append(digest in known)
+            known.add(digest)
+    return np.array(uncounted)

@@ -174,6 +174,27 @@ def test_training_examples_of_removed_sources_are_left_out(run: Recording) -> No
         validate(store, tuple(column[:25] for column in DATA), **QUIET)
 
 
+def test_repeated_queries_count_once(run: Recording) -> None:
+    store = simulate(task(), DATA, SOURCES, run=run, **QUIET)
+    found = validate(store, tuple(column.repeat(*(3, *[1] * (column.dim() - 1))) for column in points(15, 1)), **QUIET)
+    assert found.validation.verdict.figures.queries == 15 and found.outcome == "undecided"
+
+
+def test_a_store_remembers_how_earlier_validations_ended(run: Recording) -> None:
+    store = simulate(task(), DATA, SOURCES, run=run, **QUIET)
+    first = validate(store, points(10, 1), **QUIET)
+    second = validate(store, ASKED, seed=1, **QUIET)
+    assert first.validation.earlier == () and second.validation.earlier == ("undecided",)
+    assert "earlier validations of this store: undecided" in repr(second)
+
+
+def test_a_store_that_was_copied_without_its_witnesses_keeps_its_verdict(replayed: Path, tmp_path: Path) -> None:
+    store = copied(replayed, tmp_path)
+    shutil.rmtree(store.path / "witnesses")
+    verdict = attribute(task(), store, ASKED, **QUIET).labels.validation
+    assert verdict is not None and not verdict.own
+
+
 def test_an_interrupted_validation_takes_over_finished_witnesses(
     run: Recording, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

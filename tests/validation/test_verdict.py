@@ -191,6 +191,8 @@ GOOD = Figures(100, 8, 8, 3, correlation=0.9, p=0.001, slope=1.0, slope_low=0.8,
         ({"p": 0.026}, "failed", "no better than chance"),
         ({"slope": 0.49}, "ranks validated", "0.49 times the predicted"),
         ({"slope": 2.1}, "ranks validated", "2.1 times the predicted"),
+        ({"slope_low": 0.2}, "ranks validated", "too uncertain, [0.20, 1.20]"),
+        ({"slope_high": None}, "ranks validated", "too uncertain"),
         ({"by_size": 0.9}, "ranks validated", "a guess by the size of a source does as well"),
     ],
 )
