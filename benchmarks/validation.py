@@ -25,7 +25,7 @@ from imprint.plan import Question
 from imprint.statistics import Array
 from imprint.validation.verdict import judge
 
-QUERIES, REMOVALS, RUNS, SETS = 100, 8, 3, 60
+QUERIES, REMOVALS, RUNS, DESIGNS = 100, 8, 3, 12
 KINDS = ("good", "random", "permuted by source", "sign-flipped", "ten times too large", "size only")
 OUTCOMES = ("sizes validated", "ranks validated", "failed", "undecided")
 
@@ -62,11 +62,12 @@ def repeat(
         queries = draw.choice(len(good[0]), QUERIES, replace=False)
         effects = good[int(chosen[0]) % len(good)][queries]
         if question == "this_run":
-            removed = draw.choice(len(sets), REMOVALS, replace=False).tolist()
+            first = REMOVALS * int(draw.integers(len(sets) // REMOVALS))  # eight that were drawn together
+            removed = list(range(first, first + REMOVALS))
         else:
             removed = [source for (source,) in draw_strata(torch.from_numpy(effects), REMOVALS, draw)]
         removals = [sets[place] for place in removed]
-        truth = np.stack([actual[int(run)][np.ix_(queries, removed)] for run in chosen])
+        truth = np.stack([actual[int(run)][queries][:, removed] for run in chosen])
         for kind in KINDS:
             scores = make_scores(kind, effects, sizes, draw)
             verdict = judge(scores, removals, truth, sizes, question)
@@ -102,7 +103,7 @@ def main() -> None:
     split = digits.load(0)
     how = Together(digits.model, digits.task, split.train, digits.TRAINING)
     sources, sizes = Sources.by_label(split.owners), np.array(Sources.by_label(split.owners).sizes, dtype=np.float64)
-    sets = draw_sets(len(sources), SETS, np.random.default_rng(0))
+    sets = [each for seed in range(DESIGNS) for each in draw_sets(len(sources), REMOVALS, np.random.default_rng(seed))]
     every = Subsets.without(sources, [(), *((source,) for source in range(len(sources))), *sets])
     known = (how.task_of(how.build()), split.train, split.queries, every)
     truth = replay_seeds(how, *known, runs=options.seeds, seed=5, out=options.out / "truth")

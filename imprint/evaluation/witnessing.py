@@ -176,12 +176,20 @@ def draw_strata(effects: Tensor, count: int, draw: "np.random.Generator") -> tup
 
 
 def draw_sets(sources: int, count: int, draw: "np.random.Generator") -> tuple[tuple[int, ...], ...]:
-    """Draw different sets of 2 to 4 sources, as many of each size as can be, or as many sets as there are."""
+    """Draw different sets of 2 to 4 sources, as many of each size as can be, or as many sets as there are.
+
+    Sets are dealt from a shuffled deck of all sources, so that each is part of about as many: those that share few
+    sources say more than those that share many.
+    """
     sizes = [size for size in range(2, JOINT + 1) if size < sources] or [1]
     found: dict[tuple[int, ...], None] = {}
+    deck: list[int] = []
     for attempt in range(100 * count):
         size = sizes[attempt % len(sizes)]
-        found[tuple(sorted(draw.choice(sources, size, replace=False).tolist()))] = None
+        if len(deck) < size:
+            deck = [*deck, *(source for source in draw.permutation(sources).tolist() if source not in deck)]
+        found[tuple(sorted(deck[:size]))] = None
+        deck = deck[size:]
         if len(found) == count:
             break
     return tuple(found)

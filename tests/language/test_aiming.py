@@ -254,7 +254,7 @@ def test_what_makes_no_sense_is_refused_by_name() -> None:
         ({"sample": 0}, "a source needs a sample of at least 1 window to be aimed at, got sample=0"),
         ({"checkpoint": broken}, r"the gradients of layer 'transformer\.h\.0\.mlp\.c_proj' are not finite"),
         ({"checkpoint": "nowhere.safetensors"}, "checkpoint file nowhere.safetensors does not exist"),
-        ({"checkpoint": [broken]}, r"checkpoint 0 has type list, where a state dict or the path"),
+        ({"checkpoint": [broken]}, r"checkpoint is a list of 1: give one state dict"),
         ({"checkpoint": gpt2()}, r"checkpoint 0 has type GPT2LMHeadModel, .* needed: give its state_dict\(\)"),
     ):
         with pytest.raises(TaskError, match=message):
