@@ -12,18 +12,22 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from imprint.attribution.labels import MEANINGS, NOT_VALIDATED
 from imprint.display import for_terminal
 from imprint.errors import ReadoutError, StoreError
 from imprint.export.likelihood import COLUMNS, as_batches, refuse_tokens
 from imprint.export.point import Counted
+from imprint.plan import Question
 from imprint.store.checkpoint import INSIDE
 from imprint.store.files import sha256
+from imprint.store.records import read
 from imprint.store.values import Value, read_json
 from imprint.task import Batch
+from imprint.validation.verdict import Verdict
 
 RECORD, PROBES, MODEL = "export.json", "probes.safetensors", "model"
 ADAPTERS, BASE = "adapters", "adapters/base"
-SCHEMA = 2
+SCHEMA = 3
 _NEAR = 1e-3  # log-likelihoods of one model in float32, by whatever engine; in half precision …
 _ROUNDINGS = 8.0  # … they differ by up to 5 times what rounding makes of them
 
@@ -68,6 +72,7 @@ class SelfTest:
 class Export:
     """What is in a folder that `to_peft` or `to_onnx` wrote.
 
+    question, validation: what the scores answer, and whether those of the store were validated.
     layers: the adapted layers by their path in the plain model, as [rank, in, out].
     step: how far the gains move the adapted weights, relative to them. rounding: of a log-likelihood, see `Gains`.
     model: the plain model the adapters belong to: its name, or `model` for the folder written beside them.
@@ -79,6 +84,8 @@ class Export:
     folder: Path
     kind: ExportKind
     n: int
+    question: Question
+    validation: Verdict | None
     checkpoint: int
     dtype: str
     step: float
@@ -102,7 +109,8 @@ class Export:
             f"{', an adapter without each' if self.removes else ''}\n"
             f"self-test on {test.queries} queries: {own}{test.exact:.1e} from {readout}, {test.served:.1e} served in "
             f"{dtype}\n"
-            f"noise floors of scores: {float(floors.min()):.2g} to {float(floors.max()):.2g}"
+            f"noise floors of scores: {float(floors.min()):.2g} to {float(floors.max()):.2g}\n"
+            f"{MEANINGS[self.question]}\n{NOT_VALIDATED if self.validation is None else self.validation}"
         )
 
     @property
@@ -201,6 +209,8 @@ def _read(value: Value, folder: Path) -> Export:
         folder=folder,
         kind="peft" if kind == "peft" else "onnx",
         n=fields["n"].whole(1),
+        question=_read_question(fields["question"]),
+        validation=None if fields["validation"].content is None else read(Verdict, fields["validation"]),
         checkpoint=fields["checkpoint"].whole(),
         dtype=fields["dtype"].text(),
         step=fields["step"].positive(),
@@ -221,6 +231,13 @@ def _read(value: Value, folder: Path) -> Export:
         files=_files(fields["files"]),
         versions={name: item.text() for name, item in fields["versions"].mapping().items()},
     )
+
+
+def _read_question(value: Value) -> Question:
+    if value.content not in MEANINGS:
+        value.refuse(" or ".join(MEANINGS))
+    question: Question = value.content
+    return question
 
 
 def _inside(value: Value) -> str:

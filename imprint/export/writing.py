@@ -24,6 +24,7 @@ from imprint.store.files import sha256, temporary_folder, write_tensors
 from imprint.store.folder import locked, write_sealed
 from imprint.store.reading import Store
 from imprint.task import Task
+from imprint.validation.record import find_verdict
 
 logger = logging.getLogger(__name__)
 
@@ -84,6 +85,8 @@ def write_export(
             folder=beside,
             kind=kind,
             n=point.store.n,
+            question=point.store.question,
+            validation=find_verdict(point.store, point.task.measure_name),
             checkpoint=point.checkpoint,
             dtype=dtype,
             step=gains.step,

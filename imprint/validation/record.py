@@ -162,7 +162,7 @@ def find_verdict(store: Store, measure: str) -> Verdict | None:
     Functions of the user's are known by their names alone, which two of them may share.
     """
     validation = read_validation(store)
-    named = measure == "loss" or measure in MEASURES
+    named = measure in ("loss", "log-likelihood") or measure in MEASURES
     return validation.verdict if validation is not None and named and validation.measure == measure else None
 
 

@@ -102,7 +102,7 @@ def test_an_export_of_another_schema_is_to_be_made_again(copied: Path) -> None:
     record = json.loads((copied / "export.json").read_text())
     old = {name: value for name, value in record.items() if name not in ("context", "sha256")}
     (copied / "export.json").write_text(json.dumps(sealed({**old, "schema": 1})))
-    with pytest.raises(StoreError, match="its schema is 1, this version reads 2: export again"):
+    with pytest.raises(StoreError, match="its schema is 1, this version reads 3: export again"):
         Export.open(copied)
 
 

@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM
 from imprint import ReadoutError, RunRecorder, Store, Task, attribute, simulate
 from imprint.export import Export, read, read_peft, to_onnx, to_peft
 from imprint.export.likelihood import log_likelihood
+from imprint.validation.verdict import Figures, Verdict
 from tests.export import models
 
 N, EPOCHS = 9, 3
@@ -95,3 +96,16 @@ def test_exports_of_a_path_are_pairs_still(tmp_path: Path) -> None:
     task, store = models.prepared("gpt2")
     found = to_peft(task, store, tmp_path / "pairs", models.queries())
     assert not found.removes and found.sources[0].plus == "adapters/0000-plus"
+
+
+def test_an_export_says_which_question_it_answers_and_whether_it_was_validated(exported: Any, tmp_path: Path) -> None:
+    task, store, found = exported
+    assert (found.question, found.validation) == ("this_run", None)
+    assert "this run: if this source" in repr(found) and "not validated" in repr(found)
+    figures = Figures(30, 8, 6, 1, correlation=0.9, p=0.001, slope=1.0, slope_low=0.8, slope_high=1.2, by_size=0.1)
+    verdict = Verdict("this_run", figures, chaos=0.1, deviation=0.0)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("imprint.export.writing.find_verdict", lambda store, measure: verdict)
+        to_peft(task, store, tmp_path / "adapters", models.queries())
+    opened = Export.open(tmp_path / "adapters")
+    assert opened.validation == verdict and "ranks and sizes validated" in repr(opened)
