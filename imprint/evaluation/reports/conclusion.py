@@ -131,13 +131,14 @@ def _describe_certainty(findings: Findings) -> list[str]:
     truth, queries = findings.truth, len(findings.result)
     found = [_describe_runs(findings)]
     if queries > 1:
-        found.append(f"In brackets: 95% intervals over the {queries:,} queries.")
+        levels = findings.metrics[0].over.replace("queries", f"the {queries:,} queries")
+        found.append(f"In brackets: 95% intervals over {levels}.")
     if (chaos := findings.result.details.get("chaos")) is not None:
         found.append(_describe_chaos(chaos))
     if (judged := findings.verdict.figures.removals) < (made := len(findings.removals.names)):
         found.append(f"The verdict looks at {judged:,} of the {made:,} {_plural(findings)}, drawn at random.")
     if (validation := findings.result.labels.validation) is not None:
-        found.append(f"The validation that the scores carry, by other removals: {validation}.")
+        found.append(f"The validation that the scores carry: {validation}.")
     if truth.question == "expected" and truth.runs > 1 and not all(math.isnan(m.ceiling) for m in findings.metrics):
         found.append("Ceilings are upper estimates, and rough ones if there are few runs.")
     return found
