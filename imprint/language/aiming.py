@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from imprint.data import Data
-from imprint.errors import PlanError, TaskError
+from imprint.errors import TaskError
 from imprint.language.causal import LanguageTask
 from imprint.language.head import in_full_precision
 from imprint.language.presets import ADAPTER
@@ -52,7 +52,7 @@ def aim(
     require_sources(sources)
     sources.check(len(windows))
     if isinstance(checkpoint, list):
-        raise PlanError(f"checkpoint is a list of {len(checkpoint)}: give one state dict, or the path of one.")
+        raise TaskError(f"checkpoint is a list of {len(checkpoint)}: give one state dict, or the path of one.")
     state = States(task, None if checkpoint is None else [checkpoint])[0]
     draw = np.random.default_rng(seed)
     spread: dict[str, Tensor] = {}
