@@ -33,7 +33,7 @@ class Recording:
     ...             step.backward(model(torch.ones(4, 2)).mean())
     ...             run.optimiser.step()
     >>> recording = Recording(folder)
-    >>> len(recording.steps), recording.steps[0].groups[0]["lr"], recording.checkpoints
+    >>> len(recording.steps), recording.steps[0].groups[0].get("lr"), recording.checkpoints
     (4, 0.1, (0, 4))
     """
 
