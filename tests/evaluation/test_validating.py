@@ -1,6 +1,5 @@
 """Validation: predicted effects are compared with removals that are really made, and results say the outcome."""
 
-import inspect
 import json
 import shutil
 import warnings
@@ -22,7 +21,6 @@ from imprint import (
     Sources,
     Store,
     StoreError,
-    Task,
     attribute,
     simulate,
     validate,
@@ -296,13 +294,15 @@ def test_other_training_data_are_refused(estimated: Path) -> None:
         validate(estimated, ASKED, task=task(), data=(x, y.flip(0)), sources=SOURCES, record=together(), **QUIET)
 
 
-def test_a_function_of_the_users_has_no_verdict_by_its_name(replayed: Path) -> None:
-    def loss(model: Any, batch: Any) -> torch.Tensor:
+def test_a_function_of_the_users_has_no_verdict_by_its_name(replayed: Path, tmp_path: Path) -> None:
+    def surprise(model: Any, batch: Any) -> torch.Tensor:
         return torch.nn.functional.cross_entropy(model(batch[0]), batch[1], reduction="none")
 
-    custom = task(measure=loss, better="lower") if "better" in inspect.signature(Task.classifier).parameters else None
-    if custom is not None:
-        assert attribute(custom, replayed, points(3, 5), **QUIET).labels.validation is None
+    store = copied(replayed, tmp_path)
+    edit(store, {"measure": "surprise"})  # of another function, for all that is known
+    found = read_validation(store)
+    assert found is not None and found.measure == "surprise"
+    assert attribute(task(measure=surprise), store, points(3, 5), **QUIET).labels.validation is None
 
 
 def test_a_reopened_store_asks_for_what_it_was_made_from(replayed: Path, run: Recording, tmp_path: Path) -> None:
