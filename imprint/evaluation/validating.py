@@ -117,7 +117,7 @@ def validate(
     run: the recorded run, for a store that repeats one. Sets of 2 to 4 sources are removed together.
     record: for stores that estimate the expectation over seeds: a function of (seed, folder) that trains on all data
         and records the run in the folder, or a `Together`. Single sources are removed from runs of other seeds.
-    runs: how many seeds; fewer than three decide nothing.
+    runs: how many seeds; fewer than three leave the verdict undecided.
     removals: how many removals each run is repeated with.
     """
     began = time.monotonic()

@@ -6,13 +6,17 @@ trust region: what a random half of the data is predicted to do to the outputs m
 linear prediction can hold, from a quarter to one nat of the margins (in other tasks, of the noise of the outputs).
 Where data is plentiful a half does move little: λ stays above a tenth of tr(H)/N, and above what rounding hides.
 
-**Step of a path.** A path has μ/λ steps of 1/μ, μ the largest curvature: where it starts for the number of steps, and
-on the whole of it for their size. From an early checkpoint curvature rises tenfold and more, most of all where the
-running statistics of batch norm have not settled, and a step that suits the start would multiply responses at each
-later one. So the path is walked first; as λ rises with the curvature, it gets shorter and not longer. It is never
-longer than N/tr(H), nor than a quarter of the training, where that was recorded (`training_time`): a training that was
-stopped early did not overfit, and a path that goes on would. With batch norm it has half of that: training moves the
-running statistics along with the weights, and a path in evaluation mode keeps those of the checkpoint.
+**Horizon of a path.** N/(2c), with c the size of the curvature that one example brings, its Frobenius norm: where an
+example has one output that is its trace, and a path of N/tr(H) filters as a damping of tr(H)/N does; an example of many
+outputs, such as a window of tokens, pulls in many directions, and hangs less on each. A horizon is never longer than
+the trust region allows, nor than a quarter of the training, where that was recorded (`training_time`): a training that
+was stopped early did not overfit, and a path that goes on would. With batch norm it has half of that: training moves
+the running statistics along with the weights, and a path in evaluation mode keeps those of the checkpoint.
+
+**Step of a path.** A path has μ × horizon steps of 1/μ, μ the largest curvature: where it starts for the number of
+steps, and on the whole of it for their size. From an early checkpoint curvature rises tenfold and more, most of all
+where the running statistics of batch norm have not settled, and a step that suits the start would multiply responses
+at each later one. So the path is walked first; where curvature rises, it gets shorter and not longer.
 
 **Metric.** Groups of examples get a path in the metric of the training: where Adam's second moments came with every
 checkpoint, all of the above is measured in it (`metric`), so that a factor in the moments cancels.
@@ -22,9 +26,10 @@ negative curvature, by e^(horizon × curvature): paths are kept so short that th
 steps get a damping of twice that curvature.
 
 **Weight.** A checkpoint far from where training comes to rest, in units of what sampling the data does to it, says
-little of the models that retraining ends with: 1/(1 + snr), snr = N ḡᵀ(H+λ)⁻¹ḡ / mean_i g_iᵀ(H+λ)⁻¹g_i. A silent one
-disagrees with the others: times the square of its mean agreement with them on what halves would do. Divided by the size
-of its predictions, so that each has one vote.
+little of the models that retraining ends with: 1/(1 + snr), snr = N ḡᵀ(H+λ)⁻¹ḡ / mean_i g_iᵀ(H+λ)⁻¹g_i. A path goes on
+from the checkpoint, so that only the very first ones count less there: 1/(1 + (snr/10)²). A silent one disagrees with
+the others: times the square of its mean agreement with them on what halves would do. Divided by the size of its
+predictions, so that each has one vote.
 """
 
 import logging
@@ -42,10 +47,10 @@ from imprint.model.dropout import dropouts
 from imprint.plan import Checkpoints, Plan, engine_for, register_chooser
 from imprint.runtime.progress import Advance, Progress
 from imprint.simulation.descent import Descent, FullBatch
-from imprint.simulation.engines import AutoFindings, registered
+from imprint.simulation.engines import AutoFindings, AutoPath, registered
 from imprint.simulation.frozen import attempt_products
 from imprint.simulation.inputs import Inputs
-from imprint.simulation.look import DIRECTIONS, Look, curvature_of, look
+from imprint.simulation.look import DIRECTIONS, Look, curvature_of, look, measure_own_curvature
 from imprint.simulation.metric import in_metric
 from imprint.simulation.preflight import find_why_not_vmap, refuse_loss
 from imprint.simulation.recorded import Recorded, list_checkpoints, open_run, refuse_both
@@ -62,11 +67,15 @@ _STEPS = 1000  # of a path, at most: beyond, H is not what it was
 _WALKED = 1024  # examples of a step of the path that is walked beforehand
 _SHARPER = 1.8  # times the curvature a step was chosen for: below 2, where responses begin to grow
 _BATCH_NORM = 2  # times shorter is a path along which the statistics of batch norm stay as they are
+_FAR = 10.0  # distance from rest, squared, beyond which a path from a checkpoint counts less
 _GROWTH = 3.0  # horizon times negative curvature, at most: the logarithm of how much responses grow along it
 
 
-def weigh(looks: Sequence[Look]) -> list[float]:
-    """Return how much each checkpoint counts in the mean; the largest weight is 1."""
+def weigh(looks: Sequence[Look], horizons: Sequence[float] | None = None) -> list[float]:
+    """Return how much each checkpoint counts in the mean; the largest weight is 1.
+
+    horizons: of paths from the checkpoints; None for responses at the checkpoints themselves.
+    """
     effects = [one.effects(one.damping) for one in looks]
     unit = [(e - e.mean(0)) / (e - e.mean(0)).norm(dim=0).clamp(min=1e-300) for e in effects]
     agreement = torch.tensor([[float((a * b).sum(0).mean()) for b in unit] for a in unit])
@@ -74,14 +83,16 @@ def weigh(looks: Sequence[Look]) -> list[float]:
     for index, one in enumerate(looks):
         with_others = float(agreement[index].sum() - agreement[index, index])
         others = with_others / (len(looks) - 1) if len(looks) > 1 else 1.0
-        vote = 1 / max(one.size(one.damping), 1e-300)
-        found.append(vote * max(others, 0.0) ** 2 / (1 + one.signal(one.damping)))
+        signal = one.signal(one.damping)
+        vote = 1 / max(one.size(1 / horizons[index] if horizons else one.damping), 1e-300)
+        far = (signal / _FAR) ** 2 if horizons else signal
+        found.append(vote * max(others, 0.0) ** 2 / (1 + far))
     top = max(found)
     return [value / top for value in found] if top > 0 else [1.0] * len(looks)
 
 
 def choose_path(descent: Descent, found: Look, time: float | None = None) -> tuple[int, float]:
-    """Choose steps and step size of a path: as many as lead to λ, each 1/μ of the sharpest curvature along it.
+    """Choose steps and step size of a path: as many as reach its horizon, each 1/μ of the sharpest curvature along it.
 
     time: how far the training went, where that is known.
     """
@@ -89,7 +100,7 @@ def choose_path(descent: Descent, found: Look, time: float | None = None) -> tup
     seen = measure_curvature if curvature_of(descent.task.task) == "hessian" else measure_gauss_newton
     sharpest, lowest = found.sharpest, found.lowest
     shorter = _BATCH_NORM if has_batch_norm(descent.task.task.model) else 1
-    bound = shorter * max(found.reach(time), -lowest / _GROWTH)
+    bound = shorter * max(found.reach(measure_own_curvature(descent), time), -lowest / _GROWTH)
     steps = min(max(1, round(sharpest / bound)), _STEPS)
     for _ in range(TRIES):
         size = float(f"{1 / max(sharpest, bound):.4g}")
@@ -165,24 +176,30 @@ def choose_for_checkpoints(
                     "with the parameters, or fit the data to within rounding. Leave it out, or give a plan."
                 )
             bar.skip((index + 1) * DIRECTIONS - bar.done)  # the space may end before
-    shares = [float(f"{weight:.4g}") for weight in weigh(looks)]
-    for index, (one, share) in enumerate(zip(looks, shares, strict=True)):
-        logger.info("checkpoint %d: damping %.3g, weight %.3g", index, one.damping, share)
 
-    def choose_paths() -> list[tuple[int, float]]:
+    def choose_paths() -> list[AutoPath]:
         with task.evaluating():
-            return [choose_path(*each, time) for each in zip(descents, looks, strict=True)]
+            paths = [choose_path(*each, time) for each in zip(descents, looks, strict=True)]
+        weights = weigh(looks, [steps * size for steps, size in paths])
+        return [AutoPath(*path, _rounded(weight)) for path, weight in zip(paths, weights, strict=True)]
 
     found = AutoFindings(
         grouped=grouped,
         curvature=kind,
         preconditioner=metric,
-        dampings=tuple(float(f"{one.safe_damping:.4g}") for one in looks),
-        weights=tuple(shares),
+        dampings=tuple(_rounded(one.safe_damping) for one in looks),
+        weights=tuple(map(_rounded, weigh(looks))),
         dropout=bool(dropouts(task.model)),
         paths=choose_paths,
     )
-    return next(plan for engine in reversed(registered()) if (plan := engine.propose(found)) is not None)
+    plan = next(plan for engine in reversed(registered()) if (plan := engine.propose(found)) is not None)
+    for index in range(len(looks)):
+        logger.info("checkpoint %d: %s", index, plan.at(index, len(looks)))
+    return plan
+
+
+def _rounded(value: float) -> float:
+    return float(f"{value:.4g}")
 
 
 register_chooser(choose_plan)

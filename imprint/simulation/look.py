@@ -7,8 +7,8 @@ response is taken to be as long as along positive ones of that size.
 """
 
 import math
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import torch
@@ -35,6 +35,8 @@ _PROBES = 4  # for the trace outside the basis
 _PART = 4  # the part of the training that a path may reach ahead, at most
 _BEYOND = 2  # times the most negative curvature: the least damping of infinitely many steps
 _BELOW = 10  # by how much λ may fall below tr(H)/N for the sake of the trust region, or exceed it for a short training
+_OWN = 2  # times the curvature that one example brings: what a path's horizon is the inverse of
+_SIGNED = 16  # random sums of the examples' curvatures, from which that of one is estimated
 
 
 def curvature_of(task: Task) -> Curvature:
@@ -91,14 +93,15 @@ class Look:
         """λ for infinitely many steps: beyond negative curvature, where there is some."""
         return max(self.damping, -_BEYOND * self.lowest)
 
-    def reach(self, time: float | None) -> float:
-        """Return what a path's horizon is the inverse of: λ, and no less than tr(H)/N or what the training allows.
+    def reach(self, own: float, time: float | None) -> float:
+        """Return what a path's horizon is the inverse of: 2c/N, and no less than the trust region or training allow.
 
+        own: c, the size of the curvature that one example brings (`measure_own_curvature`).
         time: how far the training went, where that is known.
         """
-        one = self.trace / self.n
+        one = _OWN * own / self.n
         allowed = 0.0 if time is None else min(_PART / time, _BELOW * one)
-        return max(self.damping, one, allowed)
+        return max(self._crossing(MOST), one, allowed, 2 * self.rounding)
 
     def _crossing(self, size: float) -> float:
         """Find the damping at which effects have this size."""
@@ -148,6 +151,42 @@ def look(descent: Descent, on_work: Callable[[int], None]) -> Look:
     )
 
 
+def measure_own_curvature(descent: Descent) -> float:
+    """Return the root mean square Frobenius norm of the curvature H_i that a single example brings.
+
+    With random signs, E|Σ_i ±H_i v|² = Σ_i |H_i v|², whose mean over v of ±1 is Σ_i ‖H_i‖². Where an example has one
+    output, ‖H_i‖ is its trace; a window of many tokens spreads its trace over as many directions.
+    """
+    task, theta, kind = descent.task, descent.start, curvature_of(descent.task.task)
+    batches, flat = FullBatch(descent.data, descent.dtype), Flat(theta)
+    total = 0.0
+    for probe in range(_SIGNED):
+        generator = torch.Generator().manual_seed(probe)
+        vector = _draw_signs(flat.size, generator).to(flat.device, flat.dtype)
+        bent = curvature_product(task, theta, _Signed(batches, probe), kind)(vector)
+        if task.task.regulariser is not None:
+            bent = bent - flat.vector(regulariser_gradient_along(task, theta, flat.parameters(vector)))
+        total += float(bent.double().square().sum())
+    return math.sqrt(total / _SIGNED / len(descent.data))
+
+
+@dataclass(frozen=True)
+class _Signed:
+    """Batches whose examples have a random sign each as their weight, the same every time they are gone through."""
+
+    batches: Iterable[Weighted]
+    seed: int
+
+    def __iter__(self) -> Iterator[Weighted]:
+        generator = torch.Generator().manual_seed(_SIGNED + self.seed)
+        for part in self.batches:
+            yield replace(part, weights=_draw_signs(len(part), generator).to(part.weights))
+
+
+def _draw_signs(count: int, generator: torch.Generator) -> Tensor:
+    return torch.randint(0, 2, (count,), generator=generator) * 2 - 1
+
+
 def _measure_trace(
     task: Functional,
     theta: Parameters,
@@ -167,7 +206,7 @@ def _measure_trace(
 
     total = float(frozen.values.sum()) - sum(map(regulariser, basis))
     for _ in range(_PROBES):
-        signs = (torch.randint(0, 2, (flat.size,), generator=generator) * 2 - 1).to(flat.device, flat.dtype)
+        signs = _draw_signs(flat.size, generator).to(flat.device, flat.dtype)
         outside = signs - (basis @ signs) @ basis
         total += (float(outside.double() @ product(outside).double()) - regulariser(outside)) / _PROBES
     return max(total, 0.0 if curvature_of(task.task) == "gauss-newton" else float(frozen.values[-1]))

@@ -28,7 +28,7 @@ from imprint.store.records import Count, NotNegative
 
 Removals = Sequence[Sequence[int]]
 Outcome = Literal["sizes validated", "ranks validated", "failed", "undecided"]
-QUERIES = 20  # fewer decide nothing
+QUERIES = 20  # fewer leave the verdict undecided
 SOURCES = 5  # removed ones: with four, the smallest p-value is 1/24
 SEEDS = 3  # runs that "expected" is averaged over, at least
 LEVEL = 0.025  # of a one-sided test, the usual 5% of a two-sided one
@@ -202,11 +202,12 @@ def decide(
 ) -> tuple[Outcome, str]:
     """Decide what some figures validate, and say why."""
     if found.queries < QUERIES:
-        return "undecided", f"{count_of(found.queries, 'query', 'queries')} decide nothing, it takes {QUERIES}"
+        return "undecided", f"it takes at least {QUERIES} queries to decide, and there are {found.queries}"
     if min(found.sources, found.removals) < SOURCES:
-        return "undecided", f"{count_of(found.sources, 'removed source')} decide nothing, it takes {SOURCES}"
+        made = f"{count_of(found.removals, 'removal')} of {count_of(found.sources, 'source')}"
+        return "undecided", f"it takes at least {SOURCES} removals of as many sources to decide, and there are {made}"
     if question == "expected" and found.runs < SEEDS:
-        return "undecided", f"an expectation over seeds takes {SEEDS} runs, there are {found.runs}"
+        return "undecided", f"an expectation over seeds takes at least {SEEDS} runs, and there are {found.runs}"
     if found.by_size is None:
         return "undecided", "removing these sources changes nothing, or the same for all"
     if found.p is None or found.correlation is None or found.slope is None:

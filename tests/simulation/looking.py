@@ -10,7 +10,7 @@ from torch.nn import functional as F
 from imprint import Plan, Sources, Task
 from imprint.data import Data
 from imprint.simulation.descent import Descent
-from imprint.simulation.look import Look, look
+from imprint.simulation.look import Look, look, measure_own_curvature
 from tests.problems import (
     Problem,
     converge,
@@ -21,12 +21,20 @@ from tests.problems import (
 )
 
 
-def looked(problem: Problem) -> Look:
+def descent_of(problem: Problem) -> Descent:
     functional, theta = problem.task.at(problem.task.state())
     data, sources = Data(problem.data, device=torch.device("cpu")), Sources.groups({"all": [0]})
-    descent = Descent(functional, theta, data, sources, Plan(engine="spectral"), steps=1, lr=1.0)
+    return Descent(functional, theta, data, sources, Plan(engine="spectral"), steps=1, lr=1.0)
+
+
+def looked(problem: Problem) -> Look:
     with problem.task.evaluating():
-        return look(descent, lambda products: None)
+        return look(descent_of(problem), lambda products: None)
+
+
+def own_curvature(problem: Problem) -> float:
+    with problem.task.evaluating():
+        return measure_own_curvature(descent_of(problem))
 
 
 def chosen(problem: Problem, **more: Any) -> Plan:

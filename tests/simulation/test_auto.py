@@ -1,12 +1,13 @@
 """`Plan.auto` against its formulas written out: what it measures, damping, and weights."""
 
+import math
 from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.func import grad, jacrev
+from torch.func import grad, hessian, jacrev
 from torch.nn import functional as F
 
 from imprint import Plan, Sources, Task, simulate
@@ -17,11 +18,12 @@ from tests.problems import (
     Problem,
     gauss_newton,
     known,
+    overlapping,
     softmax_regression,
     tanh_mlp,
     unconverged_mlp,
 )
-from tests.simulation.looking import chosen, classifier, descended, each_example, linear, looked
+from tests.simulation.looking import chosen, classifier, descended, each_example, linear, looked, own_curvature
 
 pytestmark = pytest.mark.curvature
 
@@ -39,6 +41,8 @@ def test_the_trace_is_that_of_the_losses_curvature(make: Callable[[], Problem]) 
 
 
 def _without_regulariser(task: Task) -> Task:
+    if task.outputs is None:
+        return Task(task.model, loss=task.loss)
     return Task(task.model, outputs=task.outputs, output_loss=task.output_loss)
 
 
@@ -51,6 +55,55 @@ def test_outside_the_basis_the_trace_is_probed(make: Callable[[], Problem], monk
     few = looked(problem)
     assert len(few.values) == 4 and float(few.values.sum()) < 0.8 * exact
     assert few.trace == pytest.approx(exact, rel=0.1)
+
+
+@pytest.mark.parametrize(("make", "blind"), [(softmax_regression, False), (unconverged_mlp, True), (linear, False)])
+def test_the_own_curvature_is_the_size_of_what_one_example_brings(
+    make: Callable[[], Problem], blind: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """√(Σ_i ‖H_i‖²/N), with the curvature of every example written out, and without the regulariser's."""
+    problem = make()
+    if blind:
+        task = Task(problem.task.model, loss=problem.task.loss, regulariser=problem.task.regulariser)
+        problem = replace(problem, task=task)
+    monkeypatch.setattr(choosing, "_SIGNED", 200)
+    bare = replace(problem, task=_without_regulariser(problem.task))
+    x, y = problem.data
+    each = [replace(bare, data=(x[i : i + 1], y[i : i + 1])) for i in range(problem.n)]
+    curvatures = [hessian(one.plain)(one.theta) if blind else gauss_newton(one) for one in each]
+    size = torch.stack(curvatures).square().sum((1, 2)).mean().sqrt()
+    assert own_curvature(problem) == pytest.approx(float(size), rel=0.15)
+
+
+def test_outputs_of_their_own_directions_share_the_curvature_of_an_example(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An example that is the mean of k others, such as a window of tokens, hangs √k times less on each direction."""
+    monkeypatch.setattr(choosing, "_SIGNED", 200)
+    k, n = 9, 24
+    x = torch.randn(n, k, 3, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+
+    def regression(weights: Tensor) -> Problem:
+        task = Task(
+            Windows(k).double(),
+            outputs=lambda model, batch: model(batch[0]),
+            output_loss=lambda z, batch: (weights * z.square()).sum(1),
+        )
+        return Problem(task, (x, x), (x, x), overlapping(n), lr=1.0)
+
+    window = regression(torch.full((k,), 1 / k, dtype=torch.float64))
+    token = regression(F.one_hot(torch.tensor(0), k).double())
+    assert looked(window).trace == pytest.approx(looked(token).trace, rel=0.3)
+    assert own_curvature(window) == pytest.approx(own_curvature(token) / math.sqrt(k), rel=0.2)
+
+
+class Windows(nn.Module):
+    """A linear map for each place of a window."""
+
+    def __init__(self, places: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(places, 3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x * self.weight).sum(-1)
 
 
 def distance(problem: Problem, damping: float) -> float:
@@ -121,6 +174,16 @@ def test_damping_stays_where_predictions_are_neither_nothing_nor_too_much() -> N
     assert wild.size(wild.damping) == pytest.approx(MOST, rel=1e-4)
     shy = replace(found, trace=3 * found.n * _where(found, LEAST))
     assert shy.size(shy.damping) == pytest.approx(LEAST, rel=1e-4)
+
+
+def test_a_path_ends_where_an_example_would_matter_or_outputs_have_moved_enough() -> None:
+    found = looked(softmax_regression())
+    found = replace(found, halves=4 * found.halves)
+    enough = _where(found, MOST)
+    assert found.reach(0.1 * enough * found.n, None) == pytest.approx(enough, rel=0.01)
+    assert found.reach(10 * enough * found.n, None) == pytest.approx(20 * enough)
+    assert found.reach(10 * enough * found.n, 0.1 / enough) == pytest.approx(40 * enough)  # a quarter of the training
+    assert found.reach(10 * enough * found.n, 1e-9) == pytest.approx(200 * enough)
 
 
 def _where(found: Look, size: float) -> float:
@@ -200,6 +263,22 @@ def test_a_checkpoint_far_from_rest_has_less_weight() -> None:
     before, after = weigh([*others, last])[2], weigh([*others, far])[2]
     assert after / before == pytest.approx((1 + last.signal(last.damping)) / (1 + far.signal(far.damping)), rel=0.2)
     assert after < 0.1
+
+
+def test_a_path_from_a_checkpoint_far_from_rest_counts_less_only_where_that_is_very_far() -> None:
+    one, *_ = looks()
+    ratio = 40.0 / one.signal(one.damping)
+    far, farther = (replace(one, gradient=(f * ratio) ** 0.5 * one.gradient) for f in (0.1, 1.0))
+    at_rest = replace(one, gradient=0 * one.gradient, gradient_rest=0.0)
+    found = weigh([at_rest, far, farther], [1.0] * 3)
+    assert found == pytest.approx([1.0, 1 / 1.16, 1 / 17], rel=0.01)
+    assert weigh([at_rest, far, farther]) == pytest.approx([1.0, 1 / 5, 1 / 41], rel=0.01)
+
+
+def test_a_path_has_one_vote_however_long_it_is() -> None:
+    one = looks()[0]
+    first, second = weigh([one, one], [1.0, 4.0])
+    assert second / first == pytest.approx(one.size(1.0) / one.size(0.25))
 
 
 def test_each_checkpoint_has_one_vote_however_large_its_predictions() -> None:

@@ -10,6 +10,7 @@ from torch import nn
 from imprint import Plan, SimulationError, Sources, SourcesError, Task, TaskError, simulate
 from imprint.simulation import look as choosing
 from tests.problems import (
+    Problem,
     Rebuilt,
     TanhInReverse,
     TanhWithoutVmap,
@@ -18,7 +19,7 @@ from tests.problems import (
     softmax_regression,
     unconverged_mlp,
 )
-from tests.simulation.looking import chosen, classifier, descended, each_example, linear, looked
+from tests.simulation.looking import chosen, classifier, descended, each_example, linear, looked, own_curvature
 
 pytestmark = pytest.mark.curvature
 
@@ -57,17 +58,17 @@ def test_single_examples_get_the_spectral_engine() -> None:
 
 
 @pytest.mark.parametrize("dropout", [False, True])
-def test_groups_get_a_path_as_long_as_damping_says(dropout: bool) -> None:
+def test_groups_get_a_path_that_is_short_where_an_example_brings_much_curvature(dropout: bool) -> None:
     task, data = classifier(dropout=dropout)
     states = [task.state(), {name: 0.5 * tensor for name, tensor in task.state().items()}]
     plan = Plan.auto(task, data, overlapping(30), states, progress=False)
-    each = Plan.auto(task, data, Sources.per_example(30), states, progress=False)
     assert (plan.engine, plan.curvature, plan.dropout) == ("tangent", "gauss-newton", dropout)
-    assert plan.damping == 0.0 and plan.weight == each.weight
-    assert isinstance(plan.steps, tuple) and isinstance(plan.lr, tuple) and isinstance(each.damping, tuple)
-    for steps, lr, damping in zip(plan.steps, plan.lr, each.damping, strict=True):
+    assert plan.damping == 0.0 and isinstance(plan.steps, tuple) and isinstance(plan.lr, tuple)
+    for steps, lr, state in zip(plan.steps, plan.lr, states, strict=True):
         assert isinstance(steps, int) and isinstance(lr, float)
-        assert steps * lr == pytest.approx(1 / damping, abs=lr / 2)
+        task.model.load_state_dict(state)
+        problem = Problem(task, data, data, overlapping(30), lr=1.0)
+        assert steps * lr == pytest.approx(1 / looked(problem).reach(own_curvature(problem), None), abs=lr / 2)
     assert plan.lr[0] != plan.lr[1]
     assert simulate(task, data, overlapping(30), plan, checkpoints=states, progress=False).checkpoints
 

@@ -61,13 +61,13 @@ def test_checkpoints_of_several_runs_have_the_time_of_the_shortest(tmp_path: Pat
 
 
 def test_a_short_training_shortens_the_path(tmp_path: Path) -> None:
-    task, run = record(tmp_path, torch.optim.SGD, lr=2.0)
+    task, run = record(tmp_path, torch.optim.SGD, lr=1.0)
     sources = Sources.by_label([index % 3 for index in range(24)])
     followed = Plan.auto(task, (X, Y), sources, run.paths, progress=False)
     free = Plan.auto(task, (X, Y), sources, [task.state()], progress=False)
     last = followed.at(len(run.paths) - 1, len(run.paths)), free.at(0, 1)
     horizon, unbound = (settings.path * float(settings.lr) for settings in last)
-    assert horizon == pytest.approx(12.0 / 4, rel=0.3) and unbound > 2 * horizon
+    assert horizon == pytest.approx(6.0 / 4, rel=0.3) and unbound > 2 * horizon
 
 
 def test_batch_norm_halves_the_path() -> None:

@@ -2,6 +2,7 @@
 
 from imprint.simulation.engines.protocol import (
     AutoFindings,
+    AutoPath,
     Chunk,
     Cost,
     Engine,
@@ -20,6 +21,7 @@ from imprint.simulation.engines.trajectories import Trajectories
 
 __all__ = [
     "AutoFindings",
+    "AutoPath",
     "Chunk",
     "Cost",
     "Engine",

@@ -106,13 +106,23 @@ class Cost:
 
 
 @dataclass(frozen=True)
+class AutoPath:
+    """A path that `Plan.auto` has chosen for a checkpoint, and how much that counts."""
+
+    steps: int
+    lr: float
+    weight: float
+
+
+@dataclass(frozen=True)
 class AutoFindings:
     """What `Plan.auto` has found, from which engines propose a plan.
 
     grouped: whether some source has more than one example.
     curvature: what the task lets see, and responses are to see.
     preconditioner: the metric in which everything was measured.
-    paths: chooses steps and step size of a path for each checkpoint.
+    dampings, weights: of infinitely many steps at each checkpoint.
+    paths: chooses a path for each checkpoint.
     """
 
     grouped: bool
@@ -121,7 +131,7 @@ class AutoFindings:
     dampings: tuple[float, ...]
     weights: tuple[float, ...]
     dropout: bool
-    paths: Callable[[], list[tuple[int, float]]]
+    paths: Callable[[], list[AutoPath]]
 
 
 class Engine(ABC):

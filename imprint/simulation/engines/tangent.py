@@ -62,9 +62,9 @@ class Tangent(PathEngine):
         paths = found.paths()
         return Plan(
             engine=cls.name,
-            steps=tuple(steps for steps, _ in paths),
-            lr=tuple(size for _, size in paths),
-            weight=found.weights,
+            steps=tuple(path.steps for path in paths),
+            lr=tuple(path.lr for path in paths),
+            weight=tuple(path.weight for path in paths),
             curvature=found.curvature,
             preconditioner=found.preconditioner,
             dropout=found.dropout,

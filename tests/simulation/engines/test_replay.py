@@ -43,7 +43,7 @@ def replay(training: Training, run: MemoryRun, plan: Plan | None = None, **optio
 
 def check_rows(store: Store, training: Training, end: Parameters) -> None:
     """Rows are N(θ − θ₋b), with every training without a source written by hand."""
-    found = store.imprints(0, 0, len(SOURCES), CPU)
+    found = store.imprints(0, 0, len(SOURCES), training.data[0].device)
     ends = [training.run(list(members))[0] for members in SOURCES.members]
     for name, tensor in found.items():
         expected = torch.stack([(end[name] - other[name]) * training.n for other in ends])
@@ -114,6 +114,15 @@ def test_rows_are_where_a_training_without_the_source_ends(kind: str, caplog: py
     measured = store.checkpoints[0].measured
     assert measured.deviation is not None and measured.deviation < 1e-9
     assert measured.chaos is not None and 0 < measured.chaos < 0.3
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")
+@pytest.mark.parametrize("kind", ["stacked", "without vmap", "batch norm and Adam"])
+def test_rows_on_cuda_are_where_a_training_there_ends(kind: str) -> None:
+    training = TRAININGS[kind]()
+    training = replace(training, model=training.model.cuda(), data=tuple(t.cuda() for t in training.data))
+    end, run = training.run()
+    check_rows(replay(training, run), training, end)
 
 
 class Mixed(nn.Module):
