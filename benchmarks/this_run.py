@@ -297,7 +297,7 @@ def main() -> None:
     options: dict[str, dict[str, Any]] = {
         "digits": {"drop": [2, 6]},
         "mnist": {"drop": [3, 6, 12], "epochs": [10]},
-        "shakespeare": {"drop": [2, 6], "epochs": [3], "lr": [1e-3, 3e-3, 5e-3]},
+        "shakespeare": {"drop": [2, 6], "epochs": [6], "lr": [5e-4, 2e-3]},
         "expected": {"drop": [2, 6], "epochs": [10]},
     }
     for name, given in options.items():
