@@ -4,10 +4,11 @@ There is one function for each medium. A terminal obeys escape sequences, a page
 that begin with "=", a picture obeys "$". The text shown then reads as it was written, and does nothing else.
 """
 
+import difflib
 import html
 import re
 import unicodedata
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 _JOINERS = "\u200c\u200d"  # harmless: some scripts and emoji need them
@@ -76,6 +77,31 @@ def name_some(names: Sequence[str], most: int = 6) -> str:
     """
     more = len(names) - most
     return ", ".join(names[:most]) + (f" and {more} more" if more > 0 else "")
+
+
+def suggest_names(name: str, known: Iterable[str]) -> str:
+    """Finish a message about an unknown name: suggest similar names, or list the known ones.
+
+    >>> suggest_names("trian", ["Train", "task"]), suggest_names("x", ["train"]), suggest_names("x", [])
+    ('; did you mean Train?', '; known names: train.', '.')
+    """
+    known = list(known)
+    spelt = {each.lower(): each for each in reversed(known)}
+    near = difflib.get_close_matches(name.lower(), spelt, n=3)
+    if near:
+        return f"; did you mean {' or '.join(spelt[each] for each in near)}?"
+    return f"; known names: {name_some(sorted(known), 12)}." if known else "."
+
+
+def shorten(text: str, most: int = 48) -> str:
+    """Return a text on one line, with its middle left out if it is long.
+
+    >>> shorten("the ship  sails over the sea", 17)
+    'the ship …the sea'
+    """
+    flat = " ".join(text.split())
+    half = (most - 2) // 2
+    return flat if len(flat) <= most else f"{flat[: most - half - 2].rstrip()} …{flat[-half:]}"
 
 
 def count_of(count: int, noun: str, plural: str = "") -> str:

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from imprint.display import name_some
+from imprint.display import name_some, suggest_names
 from imprint.errors import SourcesError
 
 Members = np.ndarray[Any, np.dtype[np.int64]]
@@ -182,6 +182,26 @@ class Sources:
         return torch.from_numpy(out).to(examples.device, dtype)
 
 
+def find_source(wanted: str, ids: Sequence[str], names: Sequence[str] = ()) -> int:
+    """Return the place of a source, by its id or by a name that only one has; suggest similar ones if it is unknown.
+
+    >>> find_source("Dune", ["a", "b"], ["Ash", "Dune"])
+    1
+    >>> find_source("dun", ["a", "b"], ["Ash", "Dune"])
+    Traceback (most recent call last):
+    imprint.errors.SourcesError: there is no source 'dun'; did you mean Dune?
+    """
+    for known in (ids, names):
+        if wanted in known:
+            if known.count(wanted) > 1:
+                own = [identity for identity, name in zip(ids, names, strict=True) if name == wanted]
+                raise SourcesError(
+                    f"{len(own)} sources are called {wanted!r}: name one by its id, such as {name_some(own)}."
+                )
+            return known.index(wanted)
+    raise SourcesError(f"there is no source {wanted!r}{suggest_names(wanted, dict.fromkeys((*ids, *names)))}")
+
+
 def find_groups(groups: Mapping[Any, Any] | Sequence[Hashable] | Tensor, ids: Sequence[str]) -> Sources:
     """Return groups of the sources with these ids, in which the members are the places of sources.
 
@@ -209,9 +229,10 @@ def _find_places(key: object, values: Any, places: Mapping[str, int]) -> Members
     given: Any = [values] if isinstance(values, str | int) else values
     if isinstance(given, Iterable) and not isinstance(given, Tensor) and any(isinstance(v, str) for v in given):
         if unknown := [repr(value) for value in given if value not in places]:
+            first = next(str(value) for value in given if value not in places)
             raise SourcesError(
                 f"group {str(key)!r} has sources that do not exist: {name_some(unknown, 5)}. Sources are named by "
-                f"their ids, which are {name_some(list(map(repr, places)), 5)}."
+                f"their ids{suggest_names(first, places)}"
             )
         given = [places[value] for value in given]
     if isinstance(given, list | tuple) and given and all(isinstance(value, bool) for value in given):

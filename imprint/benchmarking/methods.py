@@ -1,13 +1,17 @@
 """Defines Imprint's own scores as methods of a benchmark."""
 
+import hashlib
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 
 from imprint.attribution.scoring import attribute
 from imprint.benchmarking.bench import Bench, Method, Runs
 from imprint.benchmarking.comparison import MethodScores
+from imprint.data import length_of
+from imprint.errors import ReadoutError
 from imprint.plan import Plan
 from imprint.simulation.runner import simulate
 from imprint.sources import Sources
@@ -30,6 +34,37 @@ def imprints(plan: Plan | None = None, *, runs: int = 1) -> Method:
         yield MethodScores(result.scores, ready - begin, took, bytes=store.bytes, note=_describe_plan(chosen))
 
     return Method(score, {"plan": plan.to_json() if plan else "auto"}, runs)
+
+
+def custom(name: str, function: Callable[..., Any], source: bytes) -> Method:
+    """Score every example by a function of your own: function(task, data, queries, checkpoints) -> scores.
+
+    task measures the margin of a query, and its model is trained; data and queries are columns; checkpoints are the
+    state dicts of one training run, the trained one last. Scores have shape (queries, examples), and are positive where
+    more weight of the example would raise the margin of the query.
+
+    source: the text of the function's file: if it changes, scores are computed again.
+    """
+
+    def score(bench: Bench, kept: Runs) -> Iterator[MethodScores]:
+        protocol = bench.protocol
+        task, data = protocol.build_task("margin"), protocol.train.examples
+        columns = data.gather(torch.arange(len(data)))
+        task.model.eval().load_state_dict(kept[0][-1])
+        begin = time.monotonic()
+        found = function(task, columns, protocol.queries, [dict(state) for state in kept[0]])
+        took = time.monotonic() - begin
+        scores = torch.as_tensor(found).detach().float().cpu()
+        wanted = (length_of(protocol.queries), len(data))
+        if tuple(scores.shape) != wanted:
+            raise ReadoutError(
+                f"{name} returned scores of shape {tuple(scores.shape)}, expected {wanted}: (queries, examples)."
+            )
+        if not bool(scores.isfinite().all()):
+            raise ReadoutError(f"{name} returned scores that are not finite.")
+        yield MethodScores(scores, 0.0, took, note="preparation and queries together")
+
+    return Method(score, {"method": name, "sha256": hashlib.sha256(source).hexdigest()})
 
 
 def paths(plan: Plan, checkpoint: int) -> Method:

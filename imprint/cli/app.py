@@ -13,12 +13,14 @@ from typing import Annotated, Any
 import typer
 
 import imprint
+from imprint.cli.commands.attributing import attribute
 from imprint.cli.commands.bench import bench, sweep
 from imprint.cli.commands.demo import demo
 from imprint.cli.commands.evaluation import evaluate
 from imprint.cli.commands.export import export
 from imprint.cli.commands.retraining import retrain
-from imprint.cli.commands.stores import attribute, check, inspect, simulate, verify
+from imprint.cli.commands.stores import check, inspect, simulate, verify
+from imprint.cli.commands.suspecting import suspects
 from imprint.cli.commands.validation import validate
 from imprint.cli.loading import user_frames
 from imprint.cli.terminal import console, errors, escape_markup
@@ -44,7 +46,10 @@ app = typer.Typer(
     rich_markup_mode="markdown",
     pretty_exceptions_enable=False,
 )
-for command in (demo, check, simulate, attribute, inspect, verify, validate, export, retrain, evaluate, bench, sweep):
+for command in (
+    *(demo, check, simulate, attribute, suspects, inspect, verify, validate),
+    *(export, retrain, evaluate, bench, sweep),
+):
     app.command(epilog=_EXIT_STATUS)(command)
 
 _TRACEBACK = "IMPRINT_TRACEBACK"

@@ -3,7 +3,6 @@
 Flags override a TOML file, which overrides a manifest. `imprint.cli.loading` loads the objects that the strings name.
 """
 
-import difflib
 import os
 import tomllib
 from collections.abc import Collection, Iterable, Mapping
@@ -11,6 +10,7 @@ from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
+from imprint.display import suggest_names
 from imprint.errors import ConfigurationError
 from imprint.store.reading import Store
 
@@ -223,16 +223,3 @@ def _parse_value(text: str) -> Any:
         except ValueError:
             continue
     return text
-
-
-def suggest_names(name: str, known: Iterable[str]) -> str:
-    """Finish a message about an unknown name: suggest similar names, or list the known ones.
-
-    >>> suggest_names("trian", ["train", "task"]), suggest_names("x", ["train"]), suggest_names("x", [])
-    ('; did you mean train?', '; known names: train.', '.')
-    """
-    known = list(known)
-    near = difflib.get_close_matches(name, known, n=3)
-    if near:
-        return f"; did you mean {' or '.join(near)}?"
-    return f"; known names: {', '.join(sorted(known)[:12])}." if known else "."

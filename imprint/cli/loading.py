@@ -12,14 +12,16 @@ import sys
 import sysconfig
 import traceback
 import zlib
+from collections.abc import Callable
 from functools import cached_property
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 from imprint.benchmarking.settings.catalogue import SETTINGS, BuiltIn, load_setting
-from imprint.cli.experiment import PER_EXAMPLE, Experiment, split_run, suggest_names
+from imprint.cli.experiment import PER_EXAMPLE, Experiment, split_run
 from imprint.data import Data, as_tensors, is_columns, length_of
+from imprint.display import suggest_names
 from imprint.errors import ConfigurationError, ImprintError, PlanError, first_line
 from imprint.evaluation.reports.illustrations import Illustrations
 from imprint.plan import Plan, engine_for
@@ -259,6 +261,16 @@ def _call_function(found: Any, string: str, what: str) -> Any:
         raise
     except (Exception, SystemExit) as error:
         raise ConfigurationError(f"{string}() failed: {_locate_error(error)}") from error
+
+
+def load_function(string: str) -> tuple[Callable[..., Any], bytes]:
+    """Load a function by its import string, with the text of its file."""
+    module, name = _load_module(string), string.rpartition(":")[2]
+    found = getattr(module, name, None)
+    if not callable(found):
+        known = [name for name, value in vars(module).items() if callable(value) and not name.startswith("_")]
+        raise ConfigurationError(f"{string} is not a function{suggest_names(name, known)}")
+    return found, Path(str(module.__file__)).read_bytes() if getattr(module, "__file__", None) else b""
 
 
 def _load_module(string: str) -> ModuleType:

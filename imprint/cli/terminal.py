@@ -4,7 +4,6 @@ import sys
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, redirect_stdout
 from itertools import chain, islice
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console, Group, RenderableType
@@ -13,7 +12,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 from rich.text import Text
 
-from imprint.attribution.labels import MEANINGS, Labels
+from imprint.attribution.labels import Labels
 from imprint.attribution.top import Credit, Top, explain_marks
 from imprint.attribution.uncertainty import describe_error
 from imprint.checking import Check
@@ -25,9 +24,8 @@ from imprint.store.values import is_number
 
 if TYPE_CHECKING:
     from imprint.benchmarking.demo.report import Row
-    from imprint.evaluation.metrics import Metric
-    from imprint.evaluation.truth import Truth
     from imprint.evaluation.validating import Comparison
+    from imprint.language import TokenAttribution
 
 console = Console(emoji=False)  # a source may be called :fire:
 errors = Console(stderr=True, emoji=False)
@@ -218,8 +216,8 @@ def render_check(check: Check) -> RenderableType:
     return Group(render_pairs("Check", pairs), table, *verdict, *_render_warnings(check.warnings))
 
 
-def render_attribution(mean: Top, top: Top) -> RenderableType:
-    """Render the top sources of the mean over queries, then those of each query."""
+def render_attribution(mean: Top, top: Top, names: Sequence[str] = ()) -> RenderableType:
+    """Render the top sources of the mean over queries, then those of each query, with its name if it has one."""
     unit = top.labels.unit[0].upper() + top.labels.unit[1:]
     shown = list(islice(top, _MOST_QUERIES))
     more = len(top) - _MOST_QUERIES
@@ -229,7 +227,7 @@ def render_attribution(mean: Top, top: Top) -> RenderableType:
         cell(top.labels.meaning, "italic"),
         _render_standing(top.labels),
         *(cell(line, "italic") for line in describe_error(top.labels)),
-        _render_queries(shown),
+        _render_queries(shown, names),
         *map(cell, explain_marks([*mean[0], *chain.from_iterable(shown)])),
         *([Text(f"… and {more:,} more queries: write all of them with --out.")] if more > 0 else []),
         *_render_warnings(top.warnings),
@@ -258,19 +256,35 @@ def render_comparison(found: "Comparison") -> RenderableType:
     return Group(table, *map(cell, left), cell(str(verdict), _STYLES.get(verdict.outcome, "yellow")))
 
 
-def _render_mean(credits: list[Credit]) -> Table:
-    table = Table("source", "effect of removal, mean over queries", *_error_columns(credits))
+def _render_mean(credits: list[Credit], title: str = "effect of removal, mean over queries") -> Table:
+    table = Table("source", title, *_error_columns(credits))
     for credit in credits:
         table.add_row(cell(credit.name), *_effect_cells(credit))
     return table
 
 
-def _render_queries(shown: list[list[Credit]]) -> Table:
+def render_words(words: "TokenAttribution", source: str | None, most: int) -> RenderableType:
+    """Render the first sources of a completion, and its words shaded by what one of them contributes."""
+    top = words.completion.top(most)
+    return Group(
+        _render_mean(top[0], "effect of removal, whole completion"),
+        cell(words.labels.unit[0].upper() + words.labels.unit[1:], "italic"),
+        cell(words.labels.meaning, "italic"),
+        _render_standing(words.labels),
+        *(cell(line, "italic") for line in describe_error(words.labels)),
+        words.shade(source),
+        *map(cell, explain_marks(top[0])),
+        *_render_warnings(words.labels.warnings),
+    )
+
+
+def _render_queries(shown: list[list[Credit]], names: Sequence[str] = ()) -> Table:
     table = Table("query", "source", "effect of removal", *_error_columns(shown[0] if shown else []))
     for credits in shown:
         for position, credit in enumerate(credits):
             last = position == len(credits) - 1
-            number = str(credit.query) if position == 0 else ""
+            named = f": {names[int(credit.query)]}" if names and credit.query != "mean" else ""
+            number = f"{credit.query}{named}" if position == 0 else ""
             table.add_row(cell(number), cell(credit.name), *_effect_cells(credit), end_section=last)
     return table
 
@@ -302,63 +316,6 @@ def render_demo(rows: "list[Row]", statistics: Sequence[tuple[str, ...]], labels
     for line in statistics:
         figures.add_row(*map(cell, line))
     return Group(table, cell(labels.meaning, "italic"), figures, *_render_warnings(labels.warnings))
-
-
-def render_truth(truth: "Truth", path: Path) -> RenderableType:
-    """Render what a ground truth holds."""
-    runs, subsets, queries = truth.values.shape
-    what = "random halves" if truth.subsets.kind == "halves" else "all data, and removals from it"
-    often = "once each" if runs == 1 else f"{runs:,} times each"
-    made = "replayed from recorded runs" if truth.replayed else "trained"
-    table = render_pairs(
-        f"Ground truth {path}",
-        (
-            ("question", MEANINGS[truth.question]),
-            ("models", f"{subsets:,} subsets ({what}), {made} {often}"),
-            ("queries", f"{queries:,}, measured by {truth.measure}: {float(truth.values.mean()):.4g} on average"),
-            ("sources", f"{len(truth.subsets.sources):,} of {truth.subsets.n:,} training examples"),
-        ),
-    )
-    more = f"{_ONE_RUN}. The same command with --runs 2 adds a second run to this folder."
-    return Group(table, *([Text(more)] if runs == 1 and truth.question == "expected" else []))
-
-
-_ONE_RUN = "With a single run the noise of retraining is unknown, so there is no ceiling"
-
-
-def render_metrics(metrics: "Sequence[Metric]", truth: "Truth") -> RenderableType:
-    """Render metrics with their intervals and ceilings, within 80 columns."""
-    what = "random halves" if truth.subsets.kind == "halves" else "removals"
-    columns = ("", "value", "95% interval", "ceiling", "another\nrun")
-    title = f"Scores compared with ground truth from {what}: {truth.question}"
-    table = Table(*columns, title=title, title_justify="left", show_edge=False)
-    for metric in metrics:
-        found = metric.estimate
-        table.add_row(
-            metric.name.replace(" of removals", "").removesuffix(" effects"),
-            f"{found.value:.3f}",
-            "–" if found.low != found.low else cell(f"[{found.low:.3f}, {found.high:.3f}]"),
-            *("–" if limit != limit else f"{limit:.3f}" for limit in (metric.ceiling, metric.single_run)),
-        )
-    remarks = [f"Intervals are over {over}." for over in sorted({m.over for m in metrics if m.over != "queries"})]
-    remarks += [
-        f"{m.name}: undefined for {count_of(m.undefined, 'query', 'queries')}, left out of the mean"
-        for m in metrics
-        if m.undefined
-    ]
-    for question in sorted({m.scores_question for m in metrics if m.scores_question} - {truth.question}):
-        asked, known = MEANINGS[question], MEANINGS[truth.question]
-        remarks.append(f"The scores answer {asked}, the ground truth {known}.")
-    if truth.question == "this_run":
-        remarks.append("There is no ceiling: the ground truth is this one run, without noise from other seeds.")
-    elif truth.runs == 1:
-        remarks.append(f"{_ONE_RUN}.")
-    else:
-        remarks.append(
-            "Ceiling: about what a perfect predictor would reach against this ground truth; rough with few runs."
-        )
-        remarks.append("Another run: what the mean of the other runs reaches against one run.")
-    return Group(table, *(Text(remark) for remark in remarks))
 
 
 @contextmanager

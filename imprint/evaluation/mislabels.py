@@ -1,7 +1,7 @@
 """Measures how well wrong labels are found by self-influence, always compared with the plain loss of each example."""
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -55,6 +55,63 @@ class MislabelDetection:
             "loss": self.loss.to_json(),
             "ahead": ahead,
             "better": self.better,
+        }
+
+
+class Suspect(NamedTuple):
+    """A training example: its influence on itself and its loss, with its rank by each, from 1 for the most suspect."""
+
+    example: int
+    rank: int
+    self_influence: float
+    loss: float
+    rank_by_loss: int
+
+
+@dataclass(frozen=True)
+class Suspects:
+    """Training examples in the order of suspicion by self-influence, beside their plain loss.
+
+    self_influence: s(b, b) of each, as `imprint.self_influence` returns it, divided by N: what the example changes in
+        its own measurement by being there.
+    """
+
+    rows: tuple[Suspect, ...]
+    mean_loss: float
+
+    @classmethod
+    def rank(cls, self_influence: Tensor, losses: Tensor, better: Better, n: int) -> "Suspects":
+        """Rank examples: those that lower their own loss most come first, or raise their own margin most."""
+        if better is None:
+            raise DataError(
+                "it is unknown whether high or low values of this measurement are good, so that nothing can be "
+                'suspected by them: use the loss, or a measurement by name, such as "margin".'
+            )
+        own, loss = self_influence.double() / n, losses.double()
+        order = (own if better == "higher" else -own).argsort(descending=True, stable=True)
+        place = loss.argsort(descending=True, stable=True).argsort()
+        rows = (
+            Suspect(int(example), rank, float(own[example]), float(loss[example]), int(place[example]) + 1)
+            for rank, example in enumerate(order, 1)
+        )
+        return cls(tuple(rows), float(loss.mean()))
+
+    @property
+    def by_loss(self) -> list[Suspect]:
+        """The same examples, those with the largest loss first."""
+        return sorted(self.rows, key=lambda row: row.rank_by_loss)
+
+    def count_common(self, most: int) -> int:
+        """Count the examples that are among the first by both."""
+        return sum(row.rank_by_loss <= most for row in self.rows[:most])
+
+    def to_json(self, most: int) -> dict[str, Any]:
+        """Return plain JSON values: the first examples by each order."""
+        return {
+            "suspects": [row._asdict() for row in self.rows[:most]],
+            "by_loss": [row.example for row in self.by_loss[:most]],
+            "common": self.count_common(most),
+            "mean_loss": self.mean_loss,
         }
 
 

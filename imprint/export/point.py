@@ -7,12 +7,12 @@ with weights and adapters in a given precision.
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from difflib import get_close_matches
 from functools import cached_property, partial
 
 import torch
 from torch import Tensor
 
+from imprint.display import suggest_names
 from imprint.errors import ReadoutError, SourcesError, TaskError
 from imprint.export.likelihood import is_log_likelihood, log_likelihood, widened
 from imprint.export.lora import Adapted, adapted_layers, weight_moves
@@ -229,8 +229,7 @@ def _rows(store: Store, sources: Sequence[str] | None) -> tuple[int, ...]:
     places = {name: row for row, name in enumerate(store.source_ids)}
     for name in sources:
         if name not in places:
-            known = ", ".join(get_close_matches(str(name), places, n=4, cutoff=0.3) or list(places)[:4])
-            raise SourcesError(f"the store has no source {name!r}; it has {known}{', …' * (len(places) > 4)}.")
+            raise SourcesError(f"the store has no source {name!r}{suggest_names(str(name), places)}")
     if len(set(sources)) < len(sources):
         raise SourcesError("a source is asked for twice: give each id once.")
     return tuple(places[name] for name in sources)

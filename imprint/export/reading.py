@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from imprint.display import suggest_names
 from imprint.errors import ReadoutError
 from imprint.export.record import Export
 
@@ -72,7 +73,7 @@ class Scores:
 
     def _column(self, source: str) -> int:
         if source not in self.source_ids:
-            raise ReadoutError(f"the export has no source {source!r}; it has {', '.join(self.source_ids[:6])}.")
+            raise ReadoutError(f"the export has no source {source!r}{suggest_names(source, self.source_ids)}")
         return self.source_ids.index(source)
 
 

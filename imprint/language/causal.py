@@ -60,7 +60,9 @@ def task(
         for name in adapter_names(model):
             model.get_parameter(name).requires_grad_()
         globs = _globs(model, parameters)
-    return LanguageTask(model, globs, adapter=adapter, under=under, regulariser=regulariser, compute=compute)
+    return LanguageTask(
+        model, globs, adapter=adapter, under=under, regulariser=regulariser, compute=compute, tokenizer=tokenizer
+    )
 
 
 class LanguageTask(Task):
@@ -68,6 +70,7 @@ class LanguageTask(Task):
 
     adapter: the configuration of the adapter that was made for it by "lora:R", else None.
     under: the model that the adapter was made for, as the user gave it.
+    tokenizer: the model's, if `language.task` was given it.
     """
 
     def __init__(
@@ -79,10 +82,12 @@ class LanguageTask(Task):
         under: nn.Module | None = None,
         regulariser: Callable[[nn.Module], Tensor] | None,
         compute: Compute,
+        tokenizer: Any = None,
     ) -> None:
         if compute not in (None, "bfloat16"):
             raise TaskError(f'compute is None or "bfloat16", got {compute!r}.')
         self.adapter = adapter
+        self.tokenizer = tokenizer
         self._under = under
         self.compute = compute
         self._adapter_names = adapter_names(model)
@@ -106,7 +111,9 @@ class LanguageTask(Task):
         """The task of the model without the adapter that "lora:R" made, which retraining trains and measures."""
         if self._under is None or not any(parameter.requires_grad for parameter in self._under.parameters()):
             return self
-        return LanguageTask(self._under, ["*"], adapter=None, regulariser=None, compute=self.compute)
+        return LanguageTask(
+            self._under, ["*"], adapter=None, regulariser=None, compute=self.compute, tokenizer=self.tokenizer
+        )
 
     def complete(self, state: Mapping[str, Tensor]) -> Parameters:
         """Return a checkpoint as a complete state; for models with adapters it need not hold everything.

@@ -147,7 +147,8 @@ class Completions:
                 )
             rows.append(before + after)
             weights.append([0.0] * len(before) + [1.0] * len(after))
-        self.texts = [prompt + completion for prompt, completion in zip(prompts, completions, strict=True)]
+        self.pairs = list(zip(prompts, completions, strict=True))
+        self.texts = [prompt + completion for prompt, completion in self.pairs]
         self.warnings = _warn_of_missing_spaces(prompts, completions, tokenizer)
         self.columns = _pad_rows(rows, weights)
 

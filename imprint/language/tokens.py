@@ -14,15 +14,15 @@ from imprint.attribution.result import Attribution
 from imprint.attribution.top import describe_warnings, explain_marks
 from imprint.attribution.uncertainty import ERROR, LACKING, describe_error, explain_errors
 from imprint.display import for_terminal
-from imprint.errors import ReadoutError
 from imprint.language.causal import LanguageTask
 from imprint.language.data import Completions, Tokenizer
 from imprint.readout.reader import Reader
+from imprint.sources import find_source
 from imprint.store.reading import Store
 from imprint.tensors.vectors import root_mean_square
 
 if TYPE_CHECKING:
-    from rich.console import Console, ConsoleOptions, RenderResult
+    from rich.console import Console, ConsoleOptions, Group, RenderResult
 
 _RAISES, _LOWERS = (33, 102, 172), (178, 24, 43)  # what a source makes likelier, and less likely
 _LISTED = 12  # sources in the table of a page
@@ -77,14 +77,14 @@ class TokenAttribution:
                 words[-1] = words[-1][0] + token, words[-1][1] + value
         return words
 
+    def name_source(self, source: str | None = None) -> str:
+        """Return the name of a source, by its id or name; by default of the one that moves the completion most."""
+        return self.labels.source_names[self._index(source)]
+
     def _index(self, source: str | None) -> int:
         if source is None:
             return int(self.scores.sum(0).abs().argmax())
-        for known in (self.labels.source_ids, self.labels.source_names):
-            if source in known:
-                return known.index(source)
-        some = ", ".join(self.labels.source_names[:5]) + ", …" * (len(self.labels.source_names) > 5)
-        raise ReadoutError(f"there is no source {source!r}: the store has {some}.")
+        return find_source(source, self.labels.source_ids, self.labels.source_names)
 
     def __repr__(self) -> str:
         tokens, sources = self.scores.shape
@@ -96,20 +96,26 @@ class TokenAttribution:
         return "\n".join((head, *about, f"  completion: {top}", *notes))
 
     def __rich_console__(self, console: "Console", options: "ConsoleOptions") -> "RenderResult":
-        """Show the completion, its words shaded by what its first source contributes."""
+        yield self.shade()
+
+    def shade(self, source: str | None = None) -> "Group":
+        """Return the completion for a terminal, its words shaded by what a source contributes.
+
+        source: an id or a name; by default the source that moves the completion most.
+        """
+        from rich.console import Group
         from rich.text import Text
 
-        index = self._index(None)
-        words = self.words()
+        words = self.words(source)
         largest = _largest(words)
-        yield Text(_legend(self, index, largest), style="italic")
-        shown = Text(self.prompt, style="dim")
+        legend = Text(for_terminal(_legend(self, self._index(source), largest)), style="italic")
+        shown = Text("\n".join(map(for_terminal, self.prompt.split("\n"))), style="dim")
         for word, value in words:
             red, green, blue = _shade(value, largest)
             style = f"black on rgb({red},{green},{blue})"
             lead = len(word) - len(word.lstrip())  # the space before a word stays as it is
-            shown.append(word[:lead]).append(word[lead:], style=style)
-        yield shown
+            shown.append(word[:lead]).append(for_terminal(word[lead:]), style=style)
+        return Group(legend, shown)
 
     def to_html(self, source: str | None = None) -> str:
         """Return a page: the completion shaded by what a source contributes, and the first sources in a table.

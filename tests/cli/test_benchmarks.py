@@ -63,3 +63,36 @@ def test_peers_are_asked_for(
     monkeypatch.setattr(peers, "peers", lambda bench: {name: every(bench)[name] for name in cheap})
     found = command("bench", "digits", "--runs", 1, "--peers", "-o", "bench/digits", "--json").values
     assert set(found["methods"]) == {"Imprint", *cheap}
+
+
+METHOD = """
+import torch
+def scores(task, data, queries, checkpoints):
+    assert len(checkpoints) > 1 and not task.model.training
+    same = queries[1][:, None] == data[1][None, :]
+    return same.float() - 0.5
+def short(task, data, queries, checkpoints):
+    return torch.zeros(2, 3)
+def nan(task, data, queries, checkpoints):
+    return torch.full((len(queries[1]), len(data[1])), float("nan"))
+"""
+
+
+def test_a_method_of_ones_own_is_compared_on_the_same_ground_truth(
+    command: Command, empty: Path, small_digits: None
+) -> None:
+    Path("mine.py").write_text(METHOD)
+    line = ("bench", "digits", "--runs", 1, "--out", "bench/digits", "--json", "--method", "mine.py:scores")
+    found = command(*line).values["methods"]
+    assert list(found) == ["Imprint", "mine.py:scores"]
+    assert 0 < found["mine.py:scores"]["lds"]["value"] < 1  # examples of one's own label help
+    Path("mine.py").write_text(METHOD.replace("same.float() - 0.5", "0.5 - same.float()"))
+    again = command(*line).values["methods"]["mine.py:scores"]["lds"]["value"]
+    assert again == pytest.approx(-found["mine.py:scores"]["lds"]["value"])  # another file is another method
+    for name, says in (
+        ("short", "mine.py:short returned scores of shape (2, 3), expected ("),
+        ("nan", "mine.py:nan returned scores that are not finite."),
+        ("score", "mine.py:score is not a function; did you mean scores"),
+    ):
+        failed = command("bench", "digits", "--runs", 1, "--out", "bench/digits", "--method", f"mine.py:{name}")
+        assert failed.code == 1 and says in failed.err, failed.err

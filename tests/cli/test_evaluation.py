@@ -17,8 +17,8 @@ from typer.testing import CliRunner, Result
 from imprint import Attribution, ImprintError, Store, attribute
 from imprint.cli.app import app
 from imprint.cli.experiment import Experiment
+from imprint.cli.ground_truth import render_metrics
 from imprint.cli.loading import Objects
-from imprint.cli.terminal import render_metrics
 from imprint.evaluation.metrics import evaluate
 from imprint.evaluation.truth import Truth
 

@@ -313,7 +313,7 @@ def test_a_graph_that_overflows_gives_no_scores(found: Export) -> None:
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     [
-        ({"sources": ["site/9"]}, SourcesError, "the store has no source 'site/9'; it has site/"),
+        ({"sources": ["site/9"]}, SourcesError, "the store has no source 'site/9'; did you mean site/"),
         ({"sources": "site/1"}, SourcesError, "must be a list of ids"),
         ({"sources": []}, SourcesError, "must be a list of ids"),
         ({"sources": ["site/1", "site/1"]}, SourcesError, "asked for twice"),

@@ -10,7 +10,7 @@ import pytest
 import torch
 from rich.console import Console
 
-from imprint import ReadoutError, Store, attribute
+from imprint import SourcesError, Store, attribute
 from imprint.attribution.labels import Labels
 from imprint.language import Completions, LanguageTask, TokenAttribution, task, token_scores
 from tests.language.models import documents, gpt2, tokenizer
@@ -73,7 +73,7 @@ def test_words_have_what_a_source_contributes_to_them() -> None:
     assert found.words() == [(" one", 1.0), (" two", 1.0), ("\n<i>", 0.0)]
     assert found.words("Beta") == found.words("b") == [(" one", 0.0), (" two", pytest.approx(-0.1)), ("\n<i>", 0.0)]
     assert found.top() == [("<Alpha> & co", -2.0), ("Beta", pytest.approx(0.1))]
-    with pytest.raises(ReadoutError, match="there is no source 'c': the store has <Alpha> & co, Beta"):
+    with pytest.raises(SourcesError, match="there is no source 'c'; known names: <Alpha> & co, Beta"):
         found.words("c")
 
 

@@ -9,11 +9,12 @@ from rich.markdown import Markdown
 
 from imprint.attribution.labels import MEANINGS
 from imprint.benchmarking.bench import Bench, Method
-from imprint.benchmarking.methods import imprints, paths
+from imprint.benchmarking.methods import custom, imprints, paths
 from imprint.benchmarking.settings.catalogue import SETTINGS, load_protocol
 from imprint.benchmarking.sweep import name_sweep, plot_sweep
 from imprint.benchmarking.sweep import sweep as run_sweep
 from imprint.cli.commands.options import AsJson
+from imprint.cli.loading import load_function
 from imprint.cli.terminal import console, errors, escape_markup, redirect_prints
 from imprint.errors import ConfigurationError
 from imprint.runtime.threads import set_threads
@@ -38,6 +39,16 @@ def bench(
         bool, typer.Option("--path", help="Also simulate along the path of training, with the halves as sources.")
     ] = False,
     loo: LeaveOneOut = False,
+    method: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--method",
+            metavar="FILE.py:NAME",
+            help="Also score with a function of your own, `scores(task, data, queries, checkpoints)`, which returns a "
+            "tensor (queries, examples): positive where the example raises the query's margin. Repeat the option for "
+            "several.",
+        ),
+    ] = None,
     device: Device = "cpu",
     json: AsJson = False,
 ) -> None:
@@ -47,7 +58,11 @@ def bench(
     results.md, results.png and results.json to the folder. An interrupted benchmark resumes when you run the same
     command again.
 
-    For example: `imprint bench mnist-mlp --peers --ten --path --loo --device cuda --out bench/mnist-mlp`
+    For example:
+
+    - `imprint bench mnist-mlp --peers --ten --path --loo --device cuda --out bench/mnist-mlp`
+
+    - `imprint bench digits --method my_method.py:scores --out bench/digits`
     """
     with redirect_prints():
         benchmark = Bench(load_protocol(setting, device), out)
@@ -63,6 +78,7 @@ def bench(
             from imprint.benchmarking.peers import peers as others
 
             methods |= others(benchmark)
+        methods |= {name: custom(name, *load_function(name)) for name in method or ()}
         with benchmark.alone():
             found = benchmark.compare(methods, range(runs), loo)
     text = found.to_markdown()

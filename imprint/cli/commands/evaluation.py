@@ -11,13 +11,13 @@ from imprint.cli.commands.options import AsJson, CollateString, QueriesString, S
 from imprint.cli.commands.repeating import format_command, merge_with_store
 from imprint.cli.commands.retraining import is_truth
 from imprint.cli.experiment import Experiment
+from imprint.cli.ground_truth import render_metrics
 from imprint.cli.loading import Objects
 from imprint.cli.terminal import (
     console,
     errors,
     escape_markup,
     redirect_prints,
-    render_metrics,
     show_progress,
 )
 from imprint.errors import ConfigurationError

@@ -15,8 +15,9 @@ from imprint.benchmarking.settings.catalogue import SETTINGS
 from imprint.cli.commands.options import AsJson, CollateString, DataString, QueriesString, SourcesString
 from imprint.cli.effects import render_effects
 from imprint.cli.experiment import Experiment
+from imprint.cli.ground_truth import render_truth
 from imprint.cli.loading import Objects
-from imprint.cli.terminal import console, errors, escape_markup, redirect_prints, render_truth, show_progress
+from imprint.cli.terminal import console, errors, escape_markup, redirect_prints, show_progress
 from imprint.data import length_of
 from imprint.errors import ConfigurationError
 from imprint.evaluation.effects import list_effects

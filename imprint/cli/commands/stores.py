@@ -1,6 +1,5 @@
 """Implements `imprint check`, `simulate`, `attribute`, `inspect` and `verify`: making stores and reading them."""
 
-import csv
 import os
 import re
 import warnings
@@ -27,11 +26,9 @@ from imprint.cli.commands.options import (
     MemoryText,
     PlanPairs,
     QueriesString,
-    ReadoutName,
     RunString,
     SourcesString,
     StorePath,
-    StoreTask,
     TaskString,
     TrainingBatch,
     TrainingSteps,
@@ -46,16 +43,14 @@ from imprint.cli.terminal import (
     errors,
     escape_markup,
     redirect_prints,
-    render_attribution,
     render_check,
     render_recording,
     render_store,
     show_progress,
 )
-from imprint.display import for_csv, for_terminal
-from imprint.errors import ConfigurationError, ReliabilityWarning, StoreError
+from imprint.display import for_terminal
+from imprint.errors import ConfigurationError, ReliabilityWarning
 from imprint.recording.header import RECORD
-from imprint.store.files import write
 from imprint.store.manifest import JOURNAL, MANIFEST
 from imprint.validation.witnesses import verify_witnesses
 
@@ -264,90 +259,6 @@ def _explain_interruption(out: Path) -> Iterator[None]:
         if not (out / JOURNAL).exists():
             errors.print("stopped before the first part was finished: the same command will start over")
         raise
-
-
-def attribute(
-    context: typer.Context,
-    store: StorePath,
-    task: StoreTask = None,
-    queries: QueriesString = None,
-    collate: CollateString = None,
-    top: Annotated[int, typer.Option(min=1, help="How many sources to show for each query.")] = 5,
-    by: Annotated[
-        str,
-        typer.Option(
-            help="Sort sources by `magnitude`, or list first those whose removal `raises` or `lowers` the measurement."
-        ),
-    ] = "magnitude",
-    readout: ReadoutName = None,
-    batch_size: Annotated[int, typer.Option(min=1, help="How many queries to evaluate at once.")] = 64,
-    memory: MemoryText = None,
-    device: DeviceName = None,
-    out: Annotated[
-        Path | None,
-        typer.Option("--out", "-o", help="Write all scores to a `.csv` or `.safetensors` file.", dir_okay=False),
-    ] = None,
-    config: ConfigPath = None,
-    json: AsJson = False,
-) -> None:
-    """Show how much each source moves each query, using forward passes only.
-
-    An effect is the predicted change in the measurement if the source were removed. The table states the unit, and
-    which sign means that a source helps. With --out, all scores are also written to a file.
-
-    For example:
-
-    - `imprint attribute runs/news --task my_model.py:task`
-
-    - `imprint attribute runs/news --task my_model.py:task --queries other.py:queries --top 3 --json`
-
-    - `imprint attribute runs/digits --out scores.csv`, for a built-in setting, which needs no --task
-    """
-    if out is not None and out.suffix not in (".csv", ".safetensors"):
-        raise ConfigurationError(f"--out must end in .csv or .safetensors, got {out}.")
-    if out is not None and not out.parent.is_dir():
-        raise StoreError(f"could not write {out}: there is no folder {out.parent}.")
-    opened = imprint.Store(store)
-    given = Experiment(task=task, queries=queries, collate_fn=collate, memory=memory, device=device).override_file(
-        config
-    )
-    if given.task is None:
-        given = merge_with_store(given, opened, ("task", "queries", "collate_fn"), context)
-    with redirect_prints(), warnings.catch_warnings(), show_progress(errors, "attributing") as advance:
-        if not json:  # the table shows the warnings
-            warnings.simplefilter("ignore", ReliabilityWarning)
-        objects = Objects(given)
-        options: Any = {
-            "readout": readout,
-            "by": by,
-            "batch_size": batch_size,
-            "memory": given.memory,
-            "collate_fn": objects.query_collate_fn,
-        }
-        result = imprint.attribute(objects.task, opened, objects.queries, progress=advance, **options)
-    first = result.top(top, options["by"])
-    if out is not None:
-        _write_scores(result, out)
-        errors.print(f"all scores written to [bold]{escape_markup(out)}[/bold]")
-    if json:
-        typer.echo(dumps(first.to_json()))
-    else:
-        console.print(render_attribution(result.mean().top(top, options["by"]), first))
-
-
-def _write_scores(result: imprint.Attribution, out: Path) -> None:
-    if out.suffix == ".safetensors":
-        result.save(out)
-        return
-
-    def write_rows(path: Path) -> None:
-        with path.open("w", newline="", encoding="utf-8") as file:
-            writer = csv.writer(file)
-            writer.writerow(imprint.Credit._fields)
-            for credits in result.top(result.scores.shape[1]):
-                writer.writerows(map(for_csv, credit) for credit in credits)
-
-    write(out, write_rows)
 
 
 def inspect(store: StorePath, json: AsJson = False) -> None:

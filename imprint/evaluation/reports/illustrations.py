@@ -18,6 +18,7 @@ from torch import Tensor
 
 from imprint.batches import leaves
 from imprint.data import as_tensors, is_columns, length_of
+from imprint.display import shorten
 from imprint.errors import DataError
 from imprint.store.fingerprint import of_batches
 
@@ -81,6 +82,13 @@ class Illustrations:
             return []
         text = str(self.texts[query])
         return (text if len(text) <= _TEXT else f"{text[:_TEXT]} …").splitlines() or [""]
+
+    def name_queries(self, queries: int, examples: int) -> list[str]:
+        """Return a short name of each query: its label or the text of it; none if there are neither."""
+        if self.labels is None and self.texts is None:
+            return []
+        self.check(queries, examples)
+        return [shorten(self.label(query) or str(self.texts and self.texts[query])) for query in range(queries)]
 
     def label(self, query: int) -> str | None:
         """Return the label of a query; None if there is none."""

@@ -1,0 +1,248 @@
+"""Implements `imprint attribute`: the effect of every source on queries, on completions, and on their words."""
+
+import csv
+import warnings
+from collections.abc import Sequence
+from json import dumps
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+import imprint
+from imprint.cli.commands.options import (
+    AsJson,
+    CollateString,
+    ConfigPath,
+    DeviceName,
+    MemoryText,
+    QueriesString,
+    ReadoutName,
+    StorePath,
+    StoreTask,
+)
+from imprint.cli.commands.repeating import merge_with_store
+from imprint.cli.experiment import Experiment
+from imprint.cli.loading import Objects
+from imprint.cli.terminal import (
+    console,
+    errors,
+    escape_markup,
+    redirect_prints,
+    render_attribution,
+    render_words,
+    show_progress,
+)
+from imprint.display import for_csv, shorten
+from imprint.errors import ConfigurationError, ReliabilityWarning, StoreError
+from imprint.store.files import write
+
+if TYPE_CHECKING:
+    from imprint.language import Completions, TokenAttribution
+
+
+def attribute(
+    context: typer.Context,
+    store: StorePath,
+    task: StoreTask = None,
+    queries: QueriesString = None,
+    prompt: Annotated[
+        list[str] | None,
+        typer.Option("--prompt", help="The text before each --completion, in the same order. Default: none."),
+    ] = None,
+    completion: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--completion",
+            help="A text to attribute, instead of the queries, for a language model; usually it begins with a space. "
+            "Repeat the option for several.",
+        ),
+    ] = None,
+    tokens: Annotated[
+        bool, typer.Option("--tokens", help="Show which words of the one --completion a source moved.")
+    ] = False,
+    source: Annotated[
+        str | None,
+        typer.Option(
+            "--source", "-s", help="The source to shade words by, with --tokens. Default: the one with the most effect."
+        ),
+    ] = None,
+    collate: CollateString = None,
+    top: Annotated[int, typer.Option(min=1, help="How many sources to show for each query.")] = 5,
+    by: Annotated[
+        str,
+        typer.Option(
+            help="Sort sources by `magnitude`, or list first those whose removal `raises` or `lowers` the measurement."
+        ),
+    ] = "magnitude",
+    readout: ReadoutName = None,
+    batch_size: Annotated[int, typer.Option(min=1, help="How many queries to evaluate at once.")] = 64,
+    memory: MemoryText = None,
+    device: DeviceName = None,
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            "--out",
+            "-o",
+            help="Write all scores to a `.csv` or `.safetensors` file, or the words to `.html`.",
+            dir_okay=False,
+        ),
+    ] = None,
+    config: ConfigPath = None,
+    json: AsJson = False,
+) -> None:
+    """Show how much each source moves each query, using forward passes only.
+
+    An effect is the predicted change in the measurement if the source were removed. The table states the unit, and
+    which sign means that a source helps. With --out, all scores are also written to a file. If the task's file has
+    `query_labels` or `query_texts`, one for each query, the table shows them.
+
+    For example:
+
+    - `imprint attribute runs/news --task my_model.py:task`
+
+    - `imprint attribute runs/news --task my_model.py:task --queries other.py:queries --top 3 --json`
+
+    - `imprint attribute runs/news --task my_model.py:task --prompt "The old ship" --completion " sails on" --tokens`
+
+    - `imprint attribute runs/digits --out scores.csv`, for a built-in setting, which needs no --task
+    """
+    _check_output(out, tokens)
+    _check_texts(queries, prompt, completion, tokens, source)
+    opened = imprint.Store(store)
+    given = Experiment(task=task, queries=queries, collate_fn=collate, memory=memory, device=device).override_file(
+        config
+    )
+    if given.task is None:
+        named = ("task", "collate_fn") if completion else ("task", "queries", "collate_fn")
+        given = merge_with_store(given, opened, named, context)
+    with redirect_prints(), warnings.catch_warnings(), show_progress(errors, "attributing") as advance:
+        if not json:  # the table shows the warnings
+            warnings.simplefilter("ignore", ReliabilityWarning)
+        objects = Objects(given)
+        asked = _ask(objects, prompt or [""] * len(completion), completion) if completion else None
+        options: Any = {"readout": readout, "memory": given.memory}
+        if tokens and asked is not None:
+            words = _score_words(objects, opened, asked, options)
+        else:
+            options |= {"by": by, "batch_size": batch_size, "progress": advance}
+            result, labels = _score(objects, opened, asked, options)
+    if tokens:
+        _show_words(words, source, top, out, json)
+        return
+    first = result.top(top, options["by"])
+    if out is not None:
+        _write_scores(result, labels, out)
+        errors.print(f"all scores written to [bold]{escape_markup(out)}[/bold]")
+    if json:
+        typer.echo(dumps({**first.to_json(), **({"query_labels": labels} if labels else {})}))
+    else:
+        console.print(render_attribution(result.mean().top(top, options["by"]), first, labels))
+
+
+def _check_output(out: Path | None, tokens: bool) -> None:
+    """Refuse a file that could not be written, before anything is computed."""
+    if out is None:
+        return
+    if out.suffix not in ((".html",) if tokens else (".csv", ".safetensors")):
+        expected = ".html, with --tokens" if tokens else ".csv or .safetensors (or .html, with --tokens)"
+        raise ConfigurationError(f"--out must end in {expected}, got {out}.")
+    if not out.parent.is_dir():
+        raise StoreError(f"could not write {out}: there is no folder {out.parent}.")
+
+
+def _check_texts(
+    queries: str | None, prompts: list[str] | None, completions: list[str] | None, tokens: bool, source: str | None
+) -> None:
+    """Refuse texts that do not belong together."""
+    if not completions and (prompts or tokens):
+        raise ConfigurationError(f"{'--prompt' if prompts else '--tokens'} needs a --completion to attribute.")
+    if completions and queries:
+        raise ConfigurationError("give --queries or --completion, not both.")
+    if completions and prompts and len(prompts) != len(completions):
+        raise ConfigurationError(
+            f"every --completion needs its --prompt, in the same order: there are {len(prompts)} and "
+            f'{len(completions)}. (--prompt "" is one without text.)'
+        )
+    if tokens and completions and len(completions) > 1:
+        raise ConfigurationError(f"--tokens shows one --completion at a time, got {len(completions)}.")
+    if source is not None and not tokens:
+        raise ConfigurationError("--source chooses whose words are shaded: it goes with --tokens.")
+
+
+def _ask(objects: Objects, prompts: list[str], completions: list[str]) -> "Completions":
+    """Make queries from texts, with the tokenizer of the task or of its file."""
+    _require_language(objects)
+    from imprint.language import Completions
+
+    return Completions(prompts, completions, _find_tokenizer(objects))
+
+
+def _require_language(objects: Objects) -> None:
+    from imprint.language import LanguageTask
+
+    if not isinstance(objects.task, LanguageTask):
+        raise ConfigurationError(
+            f"--completion is for language models, as imprint.language.task makes their tasks; {objects.module} has a "
+            f"{type(objects.task).__name__}. Give its queries with --queries."
+        )
+
+
+def _find_tokenizer(objects: Objects) -> Any:
+    found = getattr(objects.task, "tokenizer", None) or objects.find_optional("tokenizer")
+    if found is None:
+        raise ConfigurationError(
+            f"the tokenizer is unknown: give it to language.task(model, tokenizer), or define `tokenizer` in "
+            f"{objects.module}."
+        )
+    return found
+
+
+def _score(
+    objects: Objects, store: imprint.Store, asked: "Completions | None", options: dict[str, Any]
+) -> tuple[imprint.Attribution, list[str]]:
+    """Attribute completions, or else the queries of the task's file; return a label of each too, if there are any."""
+    if asked is not None:
+        return imprint.attribute(objects.task, store, asked.columns, **options), [shorten(each) for each in asked.texts]
+    result = imprint.attribute(objects.task, store, objects.queries, collate_fn=objects.query_collate_fn, **options)
+    if objects.experiment.queries is not None:  # the labels in the file are those of its own queries
+        return result, []
+    return result, objects.illustrations.name_queries(len(result), store.n)
+
+
+def _score_words(
+    objects: Objects, store: imprint.Store, asked: "Completions", options: dict[str, Any]
+) -> "TokenAttribution":
+    from imprint.language import token_scores
+
+    prompt, completion = asked.pairs[0]
+    return token_scores(objects.task, store, prompt, completion, _find_tokenizer(objects), **options)  # type: ignore[arg-type]
+
+
+def _show_words(words: "TokenAttribution", source: str | None, top: int, out: Path | None, json: bool) -> None:
+    """Show or write the words of a completion."""
+    shaded = words.words(source)
+    if out is not None:
+        write(out, lambda path: path.write_text(words.to_html(source), encoding="utf-8"))
+        errors.print(f"written to [bold]{escape_markup(out)}[/bold]")
+    if json:
+        credited = words.completion.top(top).to_json()
+        typer.echo(dumps({**credited, "shaded_by": words.name_source(source), "words": shaded}))
+    else:
+        console.print(render_words(words, source, top))
+
+
+def _write_scores(result: imprint.Attribution, labels: Sequence[str], out: Path) -> None:
+    if out.suffix == ".safetensors":
+        result.save(out)
+        return
+
+    def write_rows(path: Path) -> None:
+        with path.open("w", newline="", encoding="utf-8") as file:
+            writer = csv.writer(file)
+            writer.writerow([*imprint.Credit._fields, *["query_label"] * bool(labels)])
+            for query, credits in enumerate(result.top(result.scores.shape[1])):
+                label = [for_csv(labels[query])] if labels else []
+                writer.writerows([*map(for_csv, credit), *label] for credit in credits)
+
+    write(out, write_rows)
