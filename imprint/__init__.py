@@ -1,6 +1,7 @@
 """Imprint: how much does each data source move this prediction? Answered with forward passes only."""
 
 from imprint.attribution.combining import combine
+from imprint.attribution.drilling import Inside, drill_down
 from imprint.attribution.result import Attribution
 from imprint.attribution.scoring import attribute, self_influence
 from imprint.attribution.top import Credit, Top
@@ -39,6 +40,7 @@ __all__ = [
     "Credit",
     "DataError",
     "ImprintError",
+    "Inside",
     "MissingExtra",
     "Plan",
     "PlanError",
@@ -58,6 +60,7 @@ __all__ = [
     "attribute",
     "check",
     "combine",
+    "drill_down",
     "self_influence",
     "simulate",
     "validate",

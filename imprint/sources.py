@@ -151,6 +151,26 @@ class Sources:
         united = tuple(np.unique(np.concatenate([self.members[i] for i in places])) for places in found.members)
         return Sources(found.ids, found.names, united, self.length)
 
+    def inside(self, source: str, documents: Sequence[Hashable] | Tensor | None, n: int) -> "Sources":
+        """Make sources of the documents of one source, which is named by its id or name.
+
+        documents: the document of each of the `n` training examples; None makes every example a document.
+
+        >>> sources = Sources.by_label(["times", "post", "times", "times"])
+        >>> sources.inside("times", ["monday", "monday", "monday", "tuesday"], 4)
+        Sources(2: 'monday' (2), 'tuesday' (1))
+        """
+        members = self.members[find_source(source, self.ids, self.names)]
+        labels: Sequence[Hashable] = (
+            documents.tolist() if isinstance(documents, Tensor | np.ndarray) else documents or range(n)
+        )
+        if len(labels) != n:
+            raise SourcesError(f"expected the document of each of {n} training examples, got {len(labels)}.")
+        found: dict[Hashable, list[int]] = {}
+        for index in members.tolist():
+            found.setdefault(labels[index], []).append(index)
+        return replace(Sources.groups(found), length=n)
+
     def check(self, n: int) -> None:
         """Refuse members that are not examples of a training set of length `n`."""
         if self.length is not None and self.length != n:

@@ -18,6 +18,7 @@ from imprint.cli.commands.bench import bench, sweep
 from imprint.cli.commands.demo import demo
 from imprint.cli.commands.evaluation import evaluate
 from imprint.cli.commands.export import export
+from imprint.cli.commands.inside import inside
 from imprint.cli.commands.retraining import retrain
 from imprint.cli.commands.stores import check, inspect, simulate, verify
 from imprint.cli.commands.suspecting import suspects
@@ -47,7 +48,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 for command in (
-    *(demo, check, simulate, attribute, suspects, inspect, verify, validate),
+    *(demo, check, simulate, attribute, inside, suspects, inspect, verify, validate),
     *(export, retrain, evaluate, bench, sweep),
 ):
     app.command(epilog=_EXIT_STATUS)(command)

@@ -17,12 +17,13 @@ from imprint.attribution.top import Credit, Top, explain_marks
 from imprint.attribution.uncertainty import describe_error
 from imprint.checking import Check
 from imprint.cli.experiment import read_note
-from imprint.display import count_of, for_terminal, format_size, name_some
+from imprint.display import count_of, for_terminal, format_size, name_some, shorten
 from imprint.plan import Plan, format_plan
 from imprint.runtime.progress import Advance, format_duration
 from imprint.store.values import is_number
 
 if TYPE_CHECKING:
+    from imprint.attribution.drilling import Inside
     from imprint.benchmarking.demo.report import Row
     from imprint.evaluation.validating import Comparison
     from imprint.language import TokenAttribution
@@ -275,6 +276,29 @@ def render_words(words: "TokenAttribution", source: str | None, most: int) -> Re
         words.shade(source),
         *map(cell, explain_marks(top[0])),
         *_render_warnings(words.labels.warnings),
+    )
+
+
+def render_documents(found: "Inside", most: int) -> RenderableType:
+    """Render the documents of a source that move each query most."""
+    labels, shown = found.result.labels, range(min(len(found.result), _MOST_QUERIES))
+    table = Table("query", "document", "effect of removal", *(["text"] if found.texts else []))
+    listed = []
+    for query in shown:
+        rows = found.top(most, query)
+        for position, (credit, text) in enumerate(rows):
+            named = f"{query}: {shorten(found.asked[query])}" if found.asked else str(query)
+            cells = (cell("" if position else named), cell(credit.name), _effect_cells(credit)[0])
+            table.add_row(*cells, *([cell(shorten(text, 60))] if text else []), end_section=position == len(rows) - 1)
+            listed.append(credit)
+    return Group(
+        cell(f"Inside {found.source}: {len(labels.source_ids):,} documents", "bold"),
+        *(cell(line, "italic") for line in (labels.unit[0].upper() + labels.unit[1:], labels.meaning)),
+        _render_standing(labels),
+        *(cell(line, "italic") for line in describe_error(labels)),
+        table,
+        *map(cell, explain_marks(listed)),
+        *_render_warnings(labels.warnings),
     )
 
 

@@ -25,7 +25,7 @@ texts = ["the ship sails on", "a dog barks there", "the ship drifts on"]
 documents = language.Documents(texts, {tokenizer}, length=12)
 data, sources = documents.columns, documents.sources(["log", "kennel", "log"])
 completions = language.Completions(["the ship", "a dog"], [" sails on", " barks"], {tokenizer})
-queries, query_texts = completions.columns, completions.texts
+queries, query_texts, example_texts = completions.columns, completions.texts, documents.texts
 plan = Plan(steps=2, lr=0.1)
 task = language.task(gpt2(){given}, parameters="last:1")
 """
@@ -117,3 +117,28 @@ def test_words_of_a_hostile_text_do_not_reach_the_terminal(command: Command) -> 
     )
     assert shown.code == 0, shown.err
     assert "\x1b" not in shown.out and "\x07" not in shown.out
+
+
+def test_the_documents_of_a_source_are_shown_and_written(command: Command, tmp_path: Path) -> None:
+    """The file's `documents` are `language.Documents`: its windows belong to three texts, two of them of the log."""
+    line = ("inside", "runs/news", "log", *TASK, "--keep", tmp_path / "log")
+    found = command(*line, "--json").values
+    assert found["source"] == "log" and {credit["source"] for credit in found["queries"][0]} == {"0", "2"}
+    asked = command(*line, "--prompt", "the ship", "--completion", " sails on", "--out", tmp_path / "log.html")
+    assert "Inside log: 2 documents" in asked.out and "0: the ship sails on" in asked.out
+    assert "the ship drifts on" in (tmp_path / "log.html").read_text()
+
+
+@pytest.mark.parametrize(
+    ("line", "says"),
+    [
+        ("inside runs/news lag --task model.py:task", "there is no source 'lag'; did you mean log?"),
+        ("inside runs/news log --task model.py:task --out x.txt", "--out must end in .html, got x.txt."),
+        ("inside runs/news log --task regrouped.py:task", "the sources of regrouped.py are not those that runs/news"),
+    ],
+)
+def test_a_source_that_cannot_be_looked_into_is_refused(line: str, says: str, command: Command) -> None:
+    text = Path("model.py").read_text()
+    Path("regrouped.py").write_text(text.replace('["log", "kennel", "log"]', '["log", "log", "kennel"]'))
+    failed = command(*shlex.split(line))
+    assert (failed.code, failed.out) == (1, "") and says in failed.err

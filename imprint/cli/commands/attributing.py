@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 import imprint
+from imprint.cli.asking import CompletionTexts, PromptTexts, ask, check_texts, find_tokenizer
 from imprint.cli.commands.options import (
     AsJson,
     CollateString,
@@ -46,18 +47,8 @@ def attribute(
     store: StorePath,
     task: StoreTask = None,
     queries: QueriesString = None,
-    prompt: Annotated[
-        list[str] | None,
-        typer.Option("--prompt", help="The text before each --completion, in the same order. Default: none."),
-    ] = None,
-    completion: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--completion",
-            help="A text to attribute, instead of the queries, for a language model; usually it begins with a space. "
-            "Repeat the option for several.",
-        ),
-    ] = None,
+    prompt: PromptTexts = None,
+    completion: CompletionTexts = None,
     tokens: Annotated[
         bool, typer.Option("--tokens", help="Show which words of the one --completion a source moved.")
     ] = False,
@@ -108,7 +99,8 @@ def attribute(
     - `imprint attribute runs/digits --out scores.csv`, for a built-in setting, which needs no --task
     """
     _check_output(out, tokens)
-    _check_texts(queries, prompt, completion, tokens, source)
+    check_texts(queries, prompt, completion)
+    _check_words(completion, tokens, source)
     opened = imprint.Store(store)
     given = Experiment(task=task, queries=queries, collate_fn=collate, memory=memory, device=device).override_file(
         config
@@ -120,7 +112,7 @@ def attribute(
         if not json:  # the table shows the warnings
             warnings.simplefilter("ignore", ReliabilityWarning)
         objects = Objects(given)
-        asked = _ask(objects, prompt or [""] * len(completion), completion) if completion else None
+        asked = ask(objects, prompt, completion) if completion else None
         options: Any = {"readout": readout, "memory": given.memory}
         if tokens and asked is not None:
             words = _score_words(objects, opened, asked, options)
@@ -151,51 +143,14 @@ def _check_output(out: Path | None, tokens: bool) -> None:
         raise StoreError(f"could not write {out}: there is no folder {out.parent}.")
 
 
-def _check_texts(
-    queries: str | None, prompts: list[str] | None, completions: list[str] | None, tokens: bool, source: str | None
-) -> None:
-    """Refuse texts that do not belong together."""
-    if not completions and (prompts or tokens):
-        raise ConfigurationError(f"{'--prompt' if prompts else '--tokens'} needs a --completion to attribute.")
-    if completions and queries:
-        raise ConfigurationError("give --queries or --completion, not both.")
-    if completions and prompts and len(prompts) != len(completions):
-        raise ConfigurationError(
-            f"every --completion needs its --prompt, in the same order: there are {len(prompts)} and "
-            f'{len(completions)}. (--prompt "" is one without text.)'
-        )
+def _check_words(completions: list[str] | None, tokens: bool, source: str | None) -> None:
+    """Refuse to show words of no completion, or of several."""
+    if tokens and not completions:
+        raise ConfigurationError("--tokens needs a --completion to attribute.")
     if tokens and completions and len(completions) > 1:
         raise ConfigurationError(f"--tokens shows one --completion at a time, got {len(completions)}.")
     if source is not None and not tokens:
         raise ConfigurationError("--source chooses whose words are shaded: it goes with --tokens.")
-
-
-def _ask(objects: Objects, prompts: list[str], completions: list[str]) -> "Completions":
-    """Make queries from texts, with the tokenizer of the task or of its file."""
-    _require_language(objects)
-    from imprint.language import Completions
-
-    return Completions(prompts, completions, _find_tokenizer(objects))
-
-
-def _require_language(objects: Objects) -> None:
-    from imprint.language import LanguageTask
-
-    if not isinstance(objects.task, LanguageTask):
-        raise ConfigurationError(
-            f"--completion is for language models, as imprint.language.task makes their tasks; {objects.module} has a "
-            f"{type(objects.task).__name__}. Give its queries with --queries."
-        )
-
-
-def _find_tokenizer(objects: Objects) -> Any:
-    found = getattr(objects.task, "tokenizer", None) or objects.find_optional("tokenizer")
-    if found is None:
-        raise ConfigurationError(
-            f"the tokenizer is unknown: give it to language.task(model, tokenizer), or define `tokenizer` in "
-            f"{objects.module}."
-        )
-    return found
 
 
 def _score(
@@ -216,7 +171,7 @@ def _score_words(
     from imprint.language import token_scores
 
     prompt, completion = asked.pairs[0]
-    return token_scores(objects.task, store, prompt, completion, _find_tokenizer(objects), **options)  # type: ignore[arg-type]
+    return token_scores(objects.task, store, prompt, completion, find_tokenizer(objects), **options)  # type: ignore[arg-type]
 
 
 def _show_words(words: "TokenAttribution", source: str | None, top: int, out: Path | None, json: bool) -> None:
