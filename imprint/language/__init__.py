@@ -6,6 +6,7 @@ from imprint.language.callback import CheckpointCallback
 from imprint.language.causal import LanguageTask, task
 from imprint.language.chats import Conversations, Instructions
 from imprint.language.data import Completions, Documents
+from imprint.language.packed import Packed, PackedRun
 from imprint.language.tokens import TokenAttribution, token_scores
 
 __all__ = [
@@ -15,6 +16,8 @@ __all__ = [
     "Documents",
     "Instructions",
     "LanguageTask",
+    "Packed",
+    "PackedRun",
     "TokenAttribution",
     "aim",
     "recording",

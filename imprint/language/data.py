@@ -22,6 +22,7 @@ from imprint.sources import Sources
 
 Tokens = list[int]
 IGNORED = -100  # the label of tokens that are not learnt, in transformers
+SEGMENTS, EXAMPLES = "segments", "examples"  # columns of packed rows: whose each token is, and which are asked for
 _ALTERING = ("position_ids", "token_type_ids", "inputs_embeds", "shift_labels")  # columns that change what a model says
 _LONGEST = 1024  # tokens of a window where the tokenizer gives no context, or an enormous one
 
@@ -355,6 +356,15 @@ def read_columns(batch: Any) -> tuple[Tensor, Tensor]:
     if "attention_mask" in columns and has_values(ids):
         _refuse_mask(batch["attention_mask"] != 0, learnt)
     return ids, learnt.to(torch.get_default_dtype())
+
+
+def segment_sums(of_each: Tensor, batch: Mapping[str, Tensor]) -> Tensor:
+    """Return the sum of what each token has, (rows, length − 1), over the tokens of each example of packed rows, (n,).
+
+    Tokens count to the example whose place `segments` has; those of no example go to the place after the last.
+    """
+    places, asked = batch[SEGMENTS][:, 1:].flatten(), batch[EXAMPLES][0]
+    return of_each.new_zeros(len(asked) + 1).index_add(0, places, of_each.flatten())[asked]
 
 
 def _refuse_mask(seen: Tensor, learnt: Tensor) -> None:
