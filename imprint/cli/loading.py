@@ -18,7 +18,7 @@ from types import ModuleType
 from typing import Any
 
 from imprint.benchmarking.settings.catalogue import SETTINGS, BuiltIn, load_setting
-from imprint.cli.experiment import PER_EXAMPLE, Experiment, split_run, suggest_names
+from imprint.cli.experiment import PER_EXAMPLE, Experiment, is_checkpoint, split_run, suggest_names
 from imprint.data import Data, as_tensors, is_columns, length_of
 from imprint.errors import ConfigurationError, ImprintError, PlanError, first_line
 from imprint.evaluation.reports.illustrations import Illustrations
@@ -30,7 +30,6 @@ from imprint.store.request import DTYPES
 from imprint.task import Task
 
 _TYPE_NAMES = {"task": "an imprint.Task", "sources": "an imprint.Sources", "plan": "an imprint.Plan"}
-_NOT_TAKEN = (".pt", ".pth", ".bin", ".ckpt")  # checkpoint files that `simulate` refuses with advice
 
 
 class Objects:
@@ -137,7 +136,7 @@ class Objects:
             return None if self.run is not None else self._find_by_convention("checkpoints")
         if any(map(split_run, named)):
             return [list(split_run(each) or (each,)) for each in named]
-        if len(named) > 1 or Path(named[0]).suffix in (".safetensors", *_NOT_TAKEN):
+        if len(named) > 1 or is_checkpoint(named[0]):
             return list(named)
         return self._find("checkpoints", named[0])
 
