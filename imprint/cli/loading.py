@@ -17,6 +17,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from torch.utils.data import DataLoader
+
 from imprint.benchmarking.settings.catalogue import SETTINGS, BuiltIn, load_setting
 from imprint.cli.experiment import PER_EXAMPLE, Experiment, is_checkpoint, split_run, suggest_names
 from imprint.data import Data, as_tensors, is_columns, length_of
@@ -115,8 +117,8 @@ class Objects:
         return Data(self.data, device=self.task.device, collate_fn=self.examples_collate_fn)
 
     def _collate_for(self, dataset: Any) -> Any:
-        """Return the collate function unless the dataset is columns of tensors."""
-        return None if is_columns(as_tensors(dataset)) else self.collate_fn
+        """Return the collate function unless the dataset is columns of tensors, or a loader with its own."""
+        return None if is_columns(as_tensors(dataset)) or isinstance(dataset, DataLoader) else self.collate_fn
 
     @cached_property
     def run(self) -> Any:
