@@ -58,8 +58,8 @@ def unwrap_loader(
             f"the DataLoader drops the last {count % size} of {count} samples (drop_last=True): give it "
             "drop_last=False, or a torch.utils.data.Subset of what was trained on."
         )
-    own = loader.collate_fn
-    return loader.dataset, None if own is default_collate else own
+    is_plain = loader.collate_fn is default_collate and not isinstance(loader.dataset, list)  # which may be of batches
+    return loader.dataset, None if is_plain else loader.collate_fn
 
 
 def is_table(dataset: Any) -> bool:
