@@ -51,8 +51,8 @@ def imprints(data: Any, **options: Any) -> Tensor:
 
 def test_loaders_and_tables_give_what_their_columns_give() -> None:
     expected = imprints((X, Y))
-    loaders = [DataLoader(SAMPLES, batch_size=3), DataLoader(SAMPLES, batch_size=7, drop_last=True)]
-    loaders.append(DataLoader([{"x": x, "y": y} for x, y in SAMPLES], batch_size=2))  # type: ignore[arg-type]
+    pairs: Any = [{"x": x, "y": y} for x, y in zip(X, Y, strict=True)]
+    loaders = [DataLoader(SAMPLES, 3), DataLoader(SAMPLES, 7, drop_last=True), DataLoader(pairs, 2)]
     for data in (*loaders, Table(COLUMNS)):
         assert torch.equal(imprints(data), expected)
 

@@ -109,11 +109,15 @@ class Packed(Examples):
         """Find the segments: each pair of a row and a document that has a token to learn there."""
         places: dict[tuple[int, int], int] = {}
         length = max(map(len, rows))
-        self._tokens = torch.full((len(rows), length), NOBODY)  # the segment that each token is learnt for
+        segments: list[list[int]] = []
         for number, (owned, marks) in enumerate(zip(owners, learnt, strict=True)):
-            for place, (owner, is_learnt) in enumerate(zip(owned, marks, strict=True)):
-                if place and is_learnt and owner != NOBODY:
-                    self._tokens[number, place] = places.setdefault((number, owner), len(places))
+            counted = [place > 0 and is_learnt and owned[place] != NOBODY for place, is_learnt in enumerate(marks)]
+            found = [
+                places.setdefault((number, owner), len(places)) if counts else NOBODY
+                for owner, counts in zip(owned, counted, strict=True)
+            ]
+            segments.append(found + [NOBODY] * (length - len(found)))
+        self._tokens = torch.tensor(segments)  # the segment that each token is learnt for, (rows, length)
         if empty := sorted(set(range(len(rows))) - {row for row, _ in places}):
             raise DataError(f"packed row {empty[0]} has no token to learn, after its first: leave it out.")
         self._row_of = torch.tensor([row for row, _ in places])
