@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 from torch.utils.data import default_collate
 
 from imprint.data import Data
@@ -177,16 +178,28 @@ class Packed(Examples):
         """Make one batch of the rows of some segments, each row once, and say which tokens are whose."""
         numbers = list(dict.fromkeys(self._row_of[segments].tolist()))
         batch = dict(collate_fn([dict(self.rows[number]) for number in numbers]))
-        ids = torch.stack([self.rows[number]["input_ids"] for number in numbers])
-        if not torch.equal(batch["input_ids"], ids):
-            raise DataError(
-                "the collate_fn changes the tokens of packed rows: give one that stacks and pads rows only."
-            )
+        whose = self._refuse_changes(batch, numbers)
         distinct = {segment: place for place, segment in enumerate(dict.fromkeys(segments))}
         local = torch.full((len(self) + 1,), len(segments))  # where tokens go that were not asked for; −1 is the last
         local[list(distinct)] = torch.arange(len(distinct))
         asked = torch.tensor([[distinct[segment] for segment in segments]])
-        return {**batch, SEGMENTS: local[self._tokens[numbers]], EXAMPLES: asked}
+        return {**batch, SEGMENTS: local[whose], EXAMPLES: asked}
+
+    def _refuse_changes(self, batch: dict[str, Tensor], numbers: list[int]) -> Tensor:
+        """Return the segment of each token of a batch of rows; refuse a collate_fn that did more than pad them."""
+        ids, whose = torch.stack([self.rows[number]["input_ids"] for number in numbers]), self._tokens[numbers]
+        length = ids.shape[1]
+        if not torch.equal(batch["input_ids"][:, :length], ids):
+            raise DataError(
+                "the collate_fn changes the tokens of packed rows: give one that pads on the right at most."
+            )
+        whose = pad(whose, (0, batch["input_ids"].shape[1] - length), value=NOBODY)
+        if "labels" in batch and bool(((batch["labels"] != IGNORED) & (whose == NOBODY))[:, 1:].any()):
+            raise DataError(
+                "the collate_fn has tokens learnt that packed rows leave out, such as padding: give one that keeps the "
+                "labels of the rows, such as transformers.default_data_collator."
+            )
+        return whose
 
 
 class PackedRun(Recording):

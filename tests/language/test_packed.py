@@ -252,6 +252,25 @@ def test_a_source_of_which_nothing_is_learnt_is_refused() -> None:
         packed.sources(["a", "b"])
 
 
+def widen(samples: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+    """A collator that pads three tokens more, as one that pads to a multiple does."""
+    batch = default_data_collator(samples)
+    return {"input_ids": F.pad(batch["input_ids"], (0, 3)), "labels": F.pad(batch["labels"], (0, 3), value=-100)}
+
+
+def test_a_collator_may_pad_rows_but_not_change_them() -> None:
+    model, packed = gpt2().eval(), pack()
+    chosen = [len(packed) - 1, 0, 0, 2]
+    plain, wide = (task(model).loss(model, packed.collate(chosen, by)) for by in (default_data_collator, widen))
+    torch.testing.assert_close(wide, plain)
+    each, whose = token_losses(model, rows_of(packed)["input_ids"]), owners(packed)
+    torch.testing.assert_close(plain[1], each[0][whose[0] == 0].sum())
+    with pytest.raises(DataError, match="changes the tokens of packed rows"):
+        packed.collate(chosen, lambda samples: {k: v.flip(1) for k, v in default_data_collator(samples).items()})
+    with pytest.raises(DataError, match="has tokens learnt that packed rows leave out, such as padding"):
+        packed.collate(chosen, lambda samples: {k: default_data_collator(samples)["input_ids"] for k in samples[0]})
+
+
 def test_a_run_on_other_rows_is_refused(tmp_path: Path) -> None:
     by_token = record_by_hand(pack(), tmp_path)
     with pytest.raises(DataError, match="other training data"):
