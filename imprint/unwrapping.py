@@ -75,6 +75,11 @@ def is_table(dataset: Any) -> bool:
 def read_table(dataset: Any) -> dict[str, Tensor]:
     """Return the columns of numbers of a table as tensors; leave out columns of anything else, such as texts."""
     first = dataset[0] if len(dataset) else {}
+    if not isinstance(first, Mapping):
+        raise DataError(
+            f"[0] of the {type(dataset).__name__} is a {type(first).__name__}, not a row: give a mapping of arrays or "
+            "tensors with one row per example, one for each column."
+        )
     numeric = [name for name in dataset.column_names if _is_numeric(first.get(name))]
     if left_out := [name for name in dataset.column_names if name not in numeric]:
         logger.info("columns of the data that are no numbers are left out: %s", ", ".join(left_out))

@@ -128,6 +128,12 @@ def test_tables_that_are_no_columns_of_numbers_say_what_to_do(table: Any, reason
         Data(table, device="cpu")
 
 
+def test_a_table_of_which_an_index_gives_a_column_is_refused() -> None:
+    arrow: Any = pytest.importorskip("pyarrow")
+    with pytest.raises(DataError, match=r"\[0\] of the Table is a ChunkedArray, not a row: give a mapping of arrays"):
+        Data(arrow.table({"x": [1.0, 2.0], "y": [0, 1]}), device="cpu")
+
+
 def test_several_splits_are_refused() -> None:
     splits = Table({"train": [1], "test": [2]})
     splits.column_names = {"train": ["x"], "test": ["x"]}  # type: ignore[assignment]

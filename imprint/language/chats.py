@@ -192,20 +192,25 @@ def _render(chat: list[Message], tokenizer: Any, whose: str) -> Masked:
 
 
 def _mask_turns(chat: list[Message], whole: Tokens, tokenizer: Any, whose: str) -> list[bool]:
-    """Mark what each message of the assistant adds to the conversation before it."""
+    """Mark what each message of the assistant adds to the conversation before it.
+
+    The last token of the prompt for a generation may merge with the beginning of the message, and is learnt then.
+    """
     mask = [False] * len(whole)
     for turn, message in enumerate(chat):
         if message["role"] != "assistant":
             continue
         before = _apply(chat[:turn], tokenizer, whose, add_generation_prompt=True)["input_ids"] if turn else []
         after = _apply(chat[: turn + 1], tokenizer, whose)["input_ids"]
-        if after[: len(before)] != before or whole[: len(after)] != after or len(after) == len(before):
+        pairs = zip(before, after, strict=False)
+        start = next((place for place, (one, other) in enumerate(pairs) if one != other), len(before))
+        if start < len(before) - 1 or whole[: len(after)] != after or start >= len(after):
             raise DataError(
                 f"the chat template renders {whose} up to message {turn} in another way than as a part of the whole, "
                 "so it does not show which tokens are the assistant's: put {% generation %} and {% endgeneration %} "
                 "around them in tokenizer.chat_template."
             )
-        mask[len(before) : len(after)] = [True] * (len(after) - len(before))
+        mask[start : len(after)] = [True] * (len(after) - start)
     return mask
 
 

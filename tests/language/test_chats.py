@@ -70,6 +70,22 @@ def test_the_marks_of_a_template_decide_where_it_has_them() -> None:
     assert [learnt(chats, tokens, row) for row in range(3)] == [["sat on the mat"], ["sails", "the sea"], ["sat"]]
 
 
+def test_a_token_that_spans_the_header_and_the_message_is_learnt() -> None:
+    spaced = PLAIN.replace("'|>'", "'|> '").replace("'<|assistant|>'", "'<|assistant|> '")
+    tokens = chat_tokenizer(spaced)
+    asked = tokens("<|assistant|> ")["input_ids"]
+    assert tokens("<|assistant|> sat")["input_ids"][: len(asked)] != asked  # so that the space is merged
+    assert learnt(Conversations(CHATS[:1], tokens, length=24), tokens, 0) == [" sat on the mat<|end|>"]
+
+
+def test_a_default_system_prompt_is_not_learnt() -> None:
+    system = "{% if messages[0]['role'] != 'system' %}{{ 'the wind is<|end|>' }}{% endif %}"
+    tokens = chat_tokenizer(system + PLAIN)
+    chats = Conversations(CHATS[2:], tokens, length=24)
+    assert chats.texts[0].startswith("the wind is<|end|><|user|>the dog")
+    assert learnt(chats, tokens, 0) == ["sat<|end|>"]
+
+
 def test_rows_are_what_a_trainer_learns_from() -> None:
     model, tokens = llama(), chat_tokenizer()
     chats = Conversations(CHATS, tokens, length=24, loss="sum")
