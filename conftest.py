@@ -24,7 +24,7 @@ _BEGAN = time.monotonic()
 _WIDE = re.compile(
     "|".join(
         (
-            r"tests/(language|export|benchmarking)/(?!test_data|test_tokens|demo)",
+            r"tests/(language|export|benchmarking)/(?!test_data|test_tokens|test_chats|test_packed|demo)",
             r"tests/language/.*\[.*llama",
             r"tests/evaluation/test_brittleness\.py",
             r"tests/test_pages\.py::.*\[docs/(?!quickstart)",

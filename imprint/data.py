@@ -10,26 +10,18 @@ from typing import Any, Literal
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import (
-    DataLoader,
-    IterableDataset,
-    RandomSampler,
-    SubsetRandomSampler,
-    TensorDataset,
-    WeightedRandomSampler,
-    default_collate,
-)
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset, default_collate
 
 from imprint.batches import concatenate, copy_batch, describe_batch, is_columnar, leaves, length, map_tensors, raw_bytes
 from imprint.display import strip_addresses
 from imprint.errors import DataError, ImprintError, ReliabilityWarning, first_line
 from imprint.task import Batch
+from imprint.unwrapping import is_table, read_table, shuffles, unwrap_loader
 
 HashData = Literal["all", "sampled", "none"]
 Collate = Callable[[list[Any]], Batch]
 _KEPT_BYTES = 2 << 30  # collated data up to this size stays in memory
 _READ_TWICE = 32  # examples that are read again, to see whether they change
-_SHUFFLERS = (RandomSampler, SubsetRandomSampler, WeightedRandomSampler)
 _SPARSE = (torch.sparse_coo, torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc)
 
 
@@ -49,7 +41,8 @@ def _move_to(device: torch.device, tensor: Tensor) -> Tensor:
 class Data:
     """A dataset that returns batches on a device, by index or in one pass in order.
 
-    dataset: map-style (`len`, `[i]`), or a tuple or mapping of tensors with one row per example.
+    dataset: map-style (`len`, `[i]`), or a tuple or mapping of tensors with one row per example; also a table of the
+        package `datasets`, or a DataLoader that goes through its dataset in order.
     batch_size: how many examples are evaluated at once; changes memory and speed, not results.
     """
 
@@ -65,6 +58,10 @@ class Data:
             raise DataError(f"batch_size must be at least 1, got {batch_size}.")
         self.device = device = torch.device(device)
         self.batch_size = batch_size
+        if isinstance(dataset, DataLoader):
+            dataset, collate_fn = unwrap_loader(dataset, collate_fn)
+        if is_table(dataset) and collate_fn is None:
+            dataset = read_table(dataset)
         self._collate = collate_fn or default_collate
         self._passes: list[tuple[Tensor, Batch]] | None = None
         self._columns: Batch | None = None
@@ -266,8 +263,8 @@ def _as_tensor(name: object, column: Any) -> Tensor:
 
 
 def length_of(dataset: Any) -> int:
-    """Count the samples of a dataset, given as columns or map-style."""
-    dataset = as_tensors(dataset)
+    """Count the samples of a dataset, given as columns, map-style or by a loader."""
+    dataset = as_tensors(dataset.dataset if isinstance(dataset, DataLoader) else dataset)
     if not is_columns(dataset) and not hasattr(dataset, "__len__"):
         raise DataError(f"expected a map-style dataset (with len and [index]), got {_describe_type(dataset)}.")
     return len(leaves(dataset)[0]) if is_columns(dataset) else _read_length(dataset)
@@ -305,7 +302,7 @@ def query_batches(
         return [(len(indices), batch) for indices, batch in data.batches()]
     if not isinstance(queries, Iterable):
         raise DataError(f"queries must be a map-style dataset or an iterable of batches, got {type(queries).__name__}.")
-    if isinstance(queries, DataLoader) and _shuffles(queries):
+    if isinstance(queries, DataLoader) and shuffles(queries):
         warnings.warn(
             "the queries come from a DataLoader that shuffles (shuffle=True, or a random sampler), so scores are in "
             "the order it drew, not in the order of its dataset. Give a DataLoader with shuffle=False, or the dataset.",
@@ -317,9 +314,3 @@ def query_batches(
     if not any(count for count, _ in counted):
         raise DataError("there are no queries: the iterable yields no batch.")
     return [(count, batch) for count, batch in counted if count]
-
-
-def _shuffles(loader: "DataLoader[Any]") -> bool:
-    """Tell whether a loader draws its samples in random order."""
-    samplers = (loader.sampler, getattr(loader.batch_sampler, "sampler", None))
-    return any(isinstance(s, _SHUFFLERS) or getattr(s, "shuffle", False) is True for s in samplers)

@@ -25,7 +25,7 @@ Question = Literal["this_run", "expected"]
 """What a score answers: what removing a source does to the model of this very run, or to a model trained like it."""
 Tensors = Mapping[str, Tensor] | str | os.PathLike[str]
 State = Tensors | tuple[Tensors, Tensors]
-"""A checkpoint: a state dict or a .safetensors file; or a pair of one and of Adam's second moments, given likewise."""
+"""A checkpoint: a state dict, a file or a Trainer's folder; or a pair of one and of Adam's second moments."""
 Checkpoints = Sequence[State | Sequence[State]]
 """The checkpoints of one training run, or a list of them for each of several runs."""
 _choosers: list[Callable[..., "Plan"]] = []

@@ -175,13 +175,16 @@ def test_a_folder_given_as_checkpoint_names_the_file_in_it(tmp_path: Path) -> No
     def simulated() -> None:
         made(checkpoints=[tmp_path])
 
-    with pytest.raises(TaskError, match=r"is a folder: give a \.safetensors file \(the folder contains none\)\.$"):
+    with pytest.raises(TaskError, match=r"is a folder without model\.safetensors, .* that a Trainer .* writes\.$"):
+        simulated()
+    (tmp_path / "epoch-1.safetensors").touch()
+    with pytest.raises(TaskError, match=r"Give a file in it, such as .*epoch-1\.safetensors\.$"):
         simulated()
     (tmp_path / "model.safetensors").touch()
-    with pytest.raises(TaskError, match=r"is a folder: give a \.safetensors file, such as .*model\.safetensors\.$"):
+    with pytest.raises(TaskError, match=r"model\.safetensors cannot be read as safetensors"):
         simulated()
-    (tmp_path / "second.safetensors").touch()
-    with pytest.raises(TaskError, match="one of several: load the model and give its state dict"):
+    (tmp_path / "adapter_model.safetensors").touch()
+    with pytest.raises(TaskError, match=r"several models \(model\.safetensors, adapter_model\.safetensors\)"):
         simulated()
 
 

@@ -187,12 +187,6 @@ def test_what_is_not_what_it_should_be_is_named(error: type[Exception], options:
         store_of(**options)
 
 
-def test_files_of_torch_save_are_told_from_safetensors(tmp_path: Path) -> None:
-    torch.save(classifier().model.state_dict(), tmp_path / "model.pt")
-    with pytest.raises(TaskError, match=r"Files of torch\.save are not read"):
-        store_of(checkpoints=[tmp_path / "model.pt"])
-
-
 def test_no_parameters_and_labels_in_two_dimensions_are_refused() -> None:
     with pytest.raises(TaskError, match="parameters is empty"):
         classifier(parameters=[])

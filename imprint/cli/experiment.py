@@ -12,6 +12,7 @@ from typing import Any
 
 from imprint.display import suggest_names
 from imprint.errors import ConfigurationError
+from imprint.simulation.state_files import WEIGHTS, holds_weights
 from imprint.store.reading import Store
 
 NOTE = "imprint"
@@ -44,8 +45,8 @@ class Experiment:
 
     task, data, sources, queries, collate_fn: import strings; `task` may also name a built-in setting, and `sources`
         may be "per-example".
-    checkpoints: .safetensors files, or the import string of a list. Files with commas between or after them are of one
-        of several training runs.
+    checkpoints: files or a Trainer's folders, or the import string of a list. Those with commas between or after them
+        are of one of several training runs.
     run: the folder of a recorded run, or the import string of one.
     plan: fields of a `Plan`, which override the `plan` in the task's module.
     training_steps, training_batch: how long a training is, to compare a simulation with retraining.
@@ -133,18 +134,20 @@ class Experiment:
 
         def resolve(text: str) -> str:
             path, colon, name = text.rpartition(":")
-            if text.endswith(".safetensors"):
-                return os.path.normpath(folder / text)
             if text == self.run and not colon:
                 return os.path.normpath(folder / text)
             return f"{os.path.normpath(folder / path)}{colon}{name}" if path.endswith(".py") else text
+
+        def resolve_checkpoint(text: str) -> str:
+            return os.path.normpath(folder / text) if is_checkpoint(text, folder) else resolve(text)
 
         objects: dict[str, Any] = {name: resolve(value) for name in _OBJECTS if (value := getattr(self, name))}
         return replace(
             self,
             **objects,
             checkpoints=tuple(
-                join_run(map(resolve, run)) if (run := split_run(each)) else resolve(each) for each in self.checkpoints
+                join_run(map(resolve_checkpoint, run)) if (run := split_run(each, folder)) else resolve_checkpoint(each)
+                for each in self.checkpoints
             ),
             out=None if self.out is None else os.path.normpath(folder / self.out),
         )
@@ -174,8 +177,15 @@ _TYPE_NAMES = {
 }
 
 
-def split_run(text: str) -> tuple[str, ...]:
-    """Split the checkpoints of one of several training runs, files with commas between or after them.
+def is_checkpoint(text: str, folder: Path = Path()) -> bool:
+    """Tell whether a setting names the file or the folder of a checkpoint, and not an object by an import string."""
+    if Path(text).suffix in WEIGHTS:
+        return True
+    return (folder / text).is_dir() and (holds_weights(folder / text) or not text.isidentifier())
+
+
+def split_run(text: str, folder: Path = Path()) -> tuple[str, ...]:
+    """Split the checkpoints of one of several training runs, files or folders with commas between or after them.
 
     Anything else is of no run, and there are none.
 
@@ -183,7 +193,7 @@ def split_run(text: str) -> tuple[str, ...]:
     (('a/1.safetensors', 'a/2.safetensors'), ('a/1.safetensors',), ())
     """
     files = tuple(text.removesuffix(",").split(","))
-    return files if "," in text and all(file.endswith(".safetensors") for file in files) else ()
+    return files if "," in text and all(file and is_checkpoint(file, folder) for file in files) else ()
 
 
 def join_run(run: Iterable[str]) -> str:

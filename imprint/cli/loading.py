@@ -18,8 +18,10 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from torch.utils.data import DataLoader
+
 from imprint.benchmarking.settings.catalogue import SETTINGS, BuiltIn, load_setting
-from imprint.cli.experiment import PER_EXAMPLE, Experiment, split_run
+from imprint.cli.experiment import PER_EXAMPLE, Experiment, is_checkpoint, split_run
 from imprint.data import Data, as_tensors, is_columns, length_of
 from imprint.display import suggest_names
 from imprint.errors import ConfigurationError, ImprintError, PlanError, first_line
@@ -32,7 +34,6 @@ from imprint.store.request import DTYPES
 from imprint.task import Task
 
 _TYPE_NAMES = {"task": "an imprint.Task", "sources": "an imprint.Sources", "plan": "an imprint.Plan"}
-_NOT_TAKEN = (".pt", ".pth", ".bin", ".ckpt")  # checkpoint files that `simulate` refuses with advice
 
 
 class Objects:
@@ -118,8 +119,8 @@ class Objects:
         return Data(self.data, device=self.task.device, collate_fn=self.examples_collate_fn)
 
     def _collate_for(self, dataset: Any) -> Any:
-        """Return the collate function unless the dataset is columns of tensors."""
-        return None if is_columns(as_tensors(dataset)) else self.collate_fn
+        """Return the collate function unless the dataset is columns of tensors, or a loader with its own."""
+        return None if is_columns(as_tensors(dataset)) or isinstance(dataset, DataLoader) else self.collate_fn
 
     @cached_property
     def run(self) -> Any:
@@ -139,7 +140,7 @@ class Objects:
             return None if self.run is not None else self._find_by_convention("checkpoints")
         if any(map(split_run, named)):
             return [list(split_run(each) or (each,)) for each in named]
-        if len(named) > 1 or Path(named[0]).suffix in (".safetensors", *_NOT_TAKEN):
+        if len(named) > 1 or is_checkpoint(named[0]):
             return list(named)
         return self._find("checkpoints", named[0])
 

@@ -4,14 +4,20 @@ from imprint.language import recording
 from imprint.language.aiming import aim
 from imprint.language.callback import CheckpointCallback
 from imprint.language.causal import LanguageTask, task
+from imprint.language.chats import Conversations, Instructions
 from imprint.language.data import Completions, Documents
+from imprint.language.packed import Packed, PackedRun
 from imprint.language.tokens import TokenAttribution, token_scores
 
 __all__ = [
     "CheckpointCallback",
     "Completions",
+    "Conversations",
     "Documents",
+    "Instructions",
     "LanguageTask",
+    "Packed",
+    "PackedRun",
     "TokenAttribution",
     "aim",
     "recording",

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from imprint.compat import forward_hooks, has_values
 from imprint.errors import TaskError
 from imprint.language.checkpointing import checkpointing
-from imprint.language.data import read_columns
+from imprint.language.data import SEGMENTS, read_columns, segment_sums
 from imprint.language.head import in_full_precision, log_likelihoods, of_targets, token_log_probs, weighted_sum
 from imprint.language.presets import Preset, adapter_names, blocks, causal, text_config, with_adapter
 from imprint.task import Batch, Parameters, Task
@@ -177,7 +177,7 @@ class LanguageTask(Task):
     def _log_likelihood(self, model: nn.Module, batch: Batch) -> Tensor:
         """Return Σ_t weight_t · log p(token_t | tokens before), (n,)."""
         ids, weights = self._read(batch)
-        if not self._contracts:
+        if not self._contracts or SEGMENTS in batch:
             return -_weighted_loss(self._logits_before(model, batch), batch)
         first, last = _counted(weights)
         with self._precision():
@@ -275,6 +275,8 @@ def _weighted_loss(logits: Tensor, batch: Batch) -> Tensor:
     """Return Σ_t weight_t · (−log p(token_t)), (n,), from the logits before each token but the first."""
     ids, weights = (column[:, 1:] for column in read_columns(batch))
     each = F.cross_entropy(logits.flatten(0, 1), ids.flatten(), reduction="none").view_as(ids)
+    if SEGMENTS in batch:  # packed rows, in which several examples have their tokens
+        return segment_sums(weights.to(each.dtype) * each, batch)
     return weighted_sum(each, weights)
 
 

@@ -22,6 +22,7 @@ from imprint.sources import Sources
 
 Tokens = list[int]
 IGNORED = -100  # the label of tokens that are not learnt, in transformers
+SEGMENTS, EXAMPLES = "segments", "examples"  # columns of packed rows: whose each token is, and which are asked for
 _ALTERING = ("position_ids", "token_type_ids", "inputs_embeds", "shift_labels")  # columns that change what a model says
 _LONGEST = 1024  # tokens of a window where the tokenizer gives no context, or an enormous one
 
@@ -34,7 +35,40 @@ class Tokenizer(Protocol):
     def decode(self, token_ids: list[int], /, **options: Any) -> Any: ...
 
 
-class Documents:
+class Examples:
+    """Rows of tokens to train on, each a training example that belongs to one item of the user's dataset.
+
+    columns: what a simulation takes: `input_ids` and the `weights` of predicting each token, (rows, length).
+    documents: for each row, the place of its item in the dataset.
+    """
+
+    kind = "document"
+    columns: dict[str, Tensor]
+    documents: Tensor
+    _count: int  # items
+
+    def __len__(self) -> int:
+        """Return the number of training examples."""
+        return len(self.documents)
+
+    @property
+    def rows(self) -> Sequence[dict[str, Tensor]]:
+        """The examples as a Trainer of transformers takes them: labels are −100 where nothing is learnt."""
+        labels = self.columns["input_ids"].masked_fill(self.columns["weights"] == 0, IGNORED)
+        pairs = zip(self.columns["input_ids"], labels, strict=True)
+        return [{"input_ids": ids, "labels": wanted} for ids, wanted in pairs]
+
+    def sources(self, labels: Sequence[Hashable] | Tensor, names: Mapping[Any, str] | None = None) -> Sources:
+        """Make one source for each distinct label; `labels[i]` is the label of item i, a column of the dataset."""
+        values = list(labels.tolist() if isinstance(labels, Tensor) else labels)
+        if len(values) != self._count:
+            raise DataError(
+                f"there must be one label per {self.kind}: {self._count} {self.kind}s, {len(values)} labels."
+            )
+        return Sources.by_label([values[index] for index in self.documents.tolist()], names)
+
+
+class Documents(Examples):
     """Training texts, cut into windows of at most `length` tokens.
 
     Each window but the first of a document begins with the last token of the one before, so that every token but a
@@ -52,17 +86,14 @@ class Documents:
         length: int | None = None,
         loss: Literal["mean", "sum"] = "mean",
     ) -> None:
-        _refuse_tokenizer(tokenizer)
-        if loss not in ("mean", "sum"):
-            raise DataError(f'the loss of a document is the "mean" or the "sum" over its tokens, got {loss!r}.')
-        length = min(_context(tokenizer) or _LONGEST, _LONGEST) if length is None else length
-        if not isinstance(length, int) or length < 2:
-            raise DataError(f"a window needs at least 2 tokens, one to predict from and one to predict; got {length}.")
+        refuse_tokenizer(tokenizer)
+        refuse_loss(loss)
+        length = check_length(length, tokenizer)
         rows: list[Tokens] = []
         weights: list[list[float]] = []
         owners: list[int] = []
-        for index, text in enumerate(_texts(texts, "documents")):
-            tokens = _tokens(tokenizer, text)
+        for index, text in enumerate(check_texts(texts, "documents")):
+            tokens = tokens_of(tokenizer, text)
             if not tokens:
                 raise DataError(f"document {index} is empty: leave it out.")
             if len(tokens) == 1:
@@ -73,14 +104,10 @@ class Documents:
                 rows.append(window)
                 weights.append([0.0] + [weight] * (len(window) - 1))
                 owners.append(index)
-        self.columns = _pad_rows(rows, weights)
+        self.columns = pad_rows(rows, weights)
         self._tokenizer = tokenizer
         self.documents = torch.tensor(owners)
         self._count = owners[-1] + 1
-
-    def __len__(self) -> int:
-        """Return the number of windows, which is the number of training examples."""
-        return len(self.documents)
 
     @cached_property
     def texts(self) -> list[str]:
@@ -94,20 +121,6 @@ class Documents:
         windows, length = self.columns["input_ids"].shape
         return f"Documents({self._count} in {windows} windows of up to {length} tokens)"
 
-    @property
-    def rows(self) -> list[dict[str, Tensor]]:
-        """Return the windows as a Trainer of transformers takes them: labels are −100 where nothing is learnt."""
-        labels = self.columns["input_ids"].masked_fill(self.columns["weights"] == 0, -100)
-        pairs = zip(self.columns["input_ids"], labels, strict=True)
-        return [{"input_ids": ids, "labels": wanted} for ids, wanted in pairs]
-
-    def sources(self, labels: Sequence[Hashable] | Tensor, names: Mapping[Any, str] | None = None) -> Sources:
-        """Make one source for each distinct label; `labels[i]` is the label of document i, a column of the dataset."""
-        values = list(labels.tolist() if isinstance(labels, Tensor) else labels)
-        if len(values) != self._count:
-            raise DataError(f"there must be one label per document: {self._count} documents, {len(values)} labels.")
-        return Sources.by_label([values[index] for index in self.documents.tolist()], names)
-
 
 class Completions:
     """Queries: each a prompt with the completion whose log-likelihood is attributed.
@@ -115,7 +128,7 @@ class Completions:
     Prompt and completion are tokenised together, as the model would have met them. A token that spans the two counts
     to the completion. Where nothing stands before the completion, the tokenizer's beginning-of-text token does. A
     completion that lacks the space at its start has other tokens than the word it means; that is a warning, kept in
-    `warnings`. `texts` has each prompt with its completion, for reports.
+    `warnings`. `texts` has each prompt with its completion, for reports. `Completions.from_messages` takes chats.
 
     length: the most tokens a prompt and its completion may have together; by default the tokenizer's context.
     """
@@ -128,29 +141,49 @@ class Completions:
         *,
         length: int | None = None,
     ) -> None:
-        _refuse_tokenizer(tokenizer)
-        prompts, completions = _texts(prompts, "prompts"), _texts(completions, "completions")
+        refuse_tokenizer(tokenizer)
+        prompts, completions = check_texts(prompts, "prompts"), check_texts(completions, "completions")
         if len(prompts) != len(completions):
             raise DataError(
                 f"every prompt needs its completion: {len(prompts)} prompts, {len(completions)} completions."
             )
-        limit = _context(tokenizer) if length is None else length
-        rows: list[Tokens] = []
-        weights: list[list[float]] = []
-        for index, (prompt, completion) in enumerate(zip(prompts, completions, strict=True)):
-            before, after = _split(tokenizer, prompt, completion, index)
+        pairs = list(zip(prompts, completions, strict=True))
+        self._set_columns(
+            [split_completion(tokenizer, *pair, f"query {i}") for i, pair in enumerate(pairs)], tokenizer, length
+        )
+        self.texts = [prompt + completion for prompt, completion in pairs]
+        self.warnings = _warn_of_missing_spaces(prompts, completions, tokenizer)
+
+    @classmethod
+    def from_messages(
+        cls, conversations: Sequence[Sequence[Mapping[str, Any]]], tokenizer: Tokenizer, *, length: int | None = None
+    ) -> "Completions":
+        """Make each conversation a query: its last message, which must be the assistant's, is what is attributed.
+
+        conversations: lists of messages, {"role": …, "content": …}, rendered by the tokenizer's chat template. The
+            tokens that count are those of that message which `Conversations` would learn, its end included.
+        """
+        from imprint.language.chats import render_queries
+
+        made, pairs = cls.__new__(cls), render_queries(conversations, tokenizer)
+        made._set_columns(pairs, tokenizer, length)
+        made.texts = [str(tokenizer.decode(before + after)) for before, after in pairs]
+        made.warnings = ()
+        return made
+
+    def _set_columns(self, pairs: list[tuple[Tokens, Tokens]], tokenizer: Tokenizer, length: int | None) -> None:
+        limit = context_of(tokenizer) if length is None else length
+        for index, (before, after) in enumerate(pairs):
             if limit is not None and len(before) + len(after) > limit:
                 raise DataError(
                     f"query {index} has {len(before)} tokens of prompt and {len(after)} of completion, "
                     f"{len(before) + len(after) - limit} more than the {limit} that fit: shorten the prompt from its "
                     "beginning."
                 )
-            rows.append(before + after)
-            weights.append([0.0] * len(before) + [1.0] * len(after))
-        self.pairs = list(zip(prompts, completions, strict=True))
-        self.texts = [prompt + completion for prompt, completion in self.pairs]
-        self.warnings = _warn_of_missing_spaces(prompts, completions, tokenizer)
-        self.columns = _pad_rows(rows, weights)
+        self.columns = pad_rows(
+            [before + after for before, after in pairs],
+            [[0.0] * len(before) + [1.0] * len(after) for before, after in pairs],
+        )
 
     def __len__(self) -> int:
         return len(self.columns["input_ids"])
@@ -159,12 +192,28 @@ class Completions:
         return f"Completions({len(self)}, {int(self.columns['weights'].sum())} tokens)"
 
 
-def _refuse_tokenizer(tokenizer: object) -> None:
+def refuse_tokenizer(tokenizer: object) -> None:
+    """Refuse what cannot be called with a text."""
     if not callable(tokenizer):
         raise DataError(f"a tokenizer of transformers is needed, got a {type(tokenizer).__name__}.")
 
 
-def _texts(texts: Sequence[str], what: str) -> list[str]:
+def refuse_loss(loss: object) -> None:
+    """Refuse a loss that is neither the mean nor the sum over tokens."""
+    if loss not in ("mean", "sum"):
+        raise DataError(f'the loss of a document is the "mean" or the "sum" over its tokens, got {loss!r}.')
+
+
+def check_length(length: int | None, tokenizer: Tokenizer) -> int:
+    """Return how many tokens a row may have; by default the tokenizer's context, at most 1,024."""
+    length = min(context_of(tokenizer) or _LONGEST, _LONGEST) if length is None else length
+    if not isinstance(length, int) or length < 2:
+        raise DataError(f"a window needs at least 2 tokens, one to predict from and one to predict; got {length}.")
+    return length
+
+
+def check_texts(texts: Sequence[str], what: str) -> list[str]:
+    """Return texts as a list; refuse what is none, such as a single text."""
     if isinstance(texts, str):
         raise DataError(f"{what} must be a list of texts, got a single text: give a list of one.")
     texts = list(texts)
@@ -176,30 +225,31 @@ def _texts(texts: Sequence[str], what: str) -> list[str]:
     return texts
 
 
-def _context(tokenizer: Any) -> int | None:
+def context_of(tokenizer: Any) -> int | None:
     """Return the longest input of a tokenizer; None where it gives an enormous number for "unknown"."""
     longest = getattr(tokenizer, "model_max_length", None)
     return int(longest) if longest is not None and longest < 10**9 else None
 
 
-def _tokens(tokenizer: Tokenizer, text: str) -> Tokens:
+def tokens_of(tokenizer: Tokenizer, text: str) -> Tokens:
+    """Return the tokens of a text; none of an empty one."""
     if not text:  # some tokenizers would still put their special tokens
         return []
     return list(tokenizer(text)["input_ids"])
 
 
-def _open_ended(tokenizer: Any, text: str) -> Tokens:
+def open_ended(tokenizer: Any, text: str) -> Tokens:
     """Remove the end-of-text token that some tokenizers put after every text, since this text goes on."""
-    tokens, end = _tokens(tokenizer, text), getattr(tokenizer, "eos_token_id", None)
+    tokens, end = tokens_of(tokenizer, text), getattr(tokenizer, "eos_token_id", None)
     closed = len(tokens) > 1 and tokens[-1] == end and not text.endswith(tokenizer.decode([end]))
     return tokens[:-1] if closed else tokens
 
 
-def _split(tokenizer: Any, prompt: str, completion: str, index: int) -> tuple[Tokens, Tokens]:
+def split_completion(tokenizer: Any, prompt: str, completion: str, whose: str) -> tuple[Tokens, Tokens]:
     """Return the tokens of a prompt and of its completion, which begins where both together differ from the prompt."""
     if not completion:
-        raise DataError(f"the completion of query {index} is empty: there is nothing to attribute.")
-    whole, alone = _open_ended(tokenizer, prompt + completion), _open_ended(tokenizer, prompt)
+        raise DataError(f"the completion of {whose} is empty: there is nothing to attribute.")
+    whole, alone = open_ended(tokenizer, prompt + completion), open_ended(tokenizer, prompt)
     beginning = getattr(tokenizer, "bos_token_id", None)
     shared = next(
         (i for i, (a, b) in enumerate(zip(alone, whole, strict=False)) if a != b), min(len(alone), len(whole))
@@ -207,12 +257,12 @@ def _split(tokenizer: Any, prompt: str, completion: str, index: int) -> tuple[To
     if shared == 0 and whole and whole[0] == beginning and not completion.startswith(tokenizer.decode([beginning])):
         shared = 1  # a prompt without text, before which the tokenizer has put its own beginning
     if shared == len(whole):
-        raise DataError(f"the completion of query {index} has no token of its own: {completion!r}.")
+        raise DataError(f"the completion of {whose} has no token of its own: {completion!r}.")
     if shared > 0:
         return whole[:shared], whole[shared:]
     if beginning is None:
         raise DataError(
-            f"query {index} has no token before its completion, and the tokenizer has no beginning-of-text token to "
+            f"{whose} has no token before its completion, and the tokenizer has no beginning-of-text token to "
             "put there: give a prompt."
         )
     return [beginning], whole
@@ -240,7 +290,7 @@ def _warn_of_missing_spaces(prompts: list[str], completions: list[str], tokenize
         index
         for index, (prompt, completion) in enumerate(zip(prompts, completions, strict=True))
         if _runs_together(prompt, completion)
-        and _tokens(tokenizer, prompt + completion) != _tokens(tokenizer, f"{prompt} {completion}")
+        and tokens_of(tokenizer, prompt + completion) != tokens_of(tokenizer, f"{prompt} {completion}")
     ]
     notices = Notices()
     if joined:
@@ -270,7 +320,7 @@ def _in_spaced_word(character: str) -> bool:
     return character.isalnum() and script not in _WITHOUT_SPACES
 
 
-def _pad_rows(rows: list[Tokens], weights: list[list[float]]) -> dict[str, Tensor]:
+def pad_rows(rows: list[Tokens], weights: list[list[float]]) -> dict[str, Tensor]:
     """Return rows of different lengths as columns, filled up on the right with token 0 of weight 0."""
     length = max(map(len, rows))
     return {
@@ -306,6 +356,15 @@ def read_columns(batch: Any) -> tuple[Tensor, Tensor]:
     if "attention_mask" in columns and has_values(ids):
         _refuse_mask(batch["attention_mask"] != 0, learnt)
     return ids, learnt.to(torch.get_default_dtype())
+
+
+def segment_sums(of_each: Tensor, batch: Mapping[str, Tensor]) -> Tensor:
+    """Return the sum of what each token has, (rows, length − 1), over the tokens of each example of packed rows, (n,).
+
+    Tokens count to the example whose place `segments` has; those of no example go to the place after the last.
+    """
+    places, asked = batch[SEGMENTS][:, 1:].flatten(), batch[EXAMPLES][0]
+    return of_each.new_zeros(len(asked) + 1).index_add(0, places, of_each.flatten())[asked]
 
 
 def _refuse_mask(seen: Tensor, learnt: Tensor) -> None:

@@ -71,11 +71,13 @@ def simulate(
     """Simulate the imprint of every source and keep them in a store.
 
     plan: how; "auto" lets `Plan.auto` choose from curvature and gradients at the checkpoints.
-    data: the training data: a map-style dataset, or a tuple or mapping of tensors with one row per example.
-    checkpoints: state dicts or .safetensors files; by default the model as it is. A pair (checkpoint, moments) brings
-        Adam's second moments for a plan with that preconditioner, as a dict by parameter or a .safetensors file; those
-        that a `Recorder` has kept beside a file are found without being named. Checkpoints of several training runs
-        are a list of lists, [first.paths, second.paths]: their spread gives scores standard errors.
+    data: the training data: a map-style dataset, or a tuple or mapping of tensors with one row per example; also a
+        table of `datasets`, or a DataLoader that does not shuffle.
+    checkpoints: state dicts, .safetensors or .pt files, or a Trainer's checkpoint folders; by default the model as it
+        is. A pair (checkpoint, moments) brings Adam's second moments for a plan with that preconditioner, as a dict by
+        parameter or a .safetensors file; those that a `Recorder` has kept beside a file, or a Trainer in its folder,
+        are found without being named. Checkpoints of several training runs are a list of lists,
+        [first.paths, second.paths]: their spread gives scores standard errors.
     run: a recorded training run in place of checkpoints: a `RunRecorder`, a `Recording` or its folder. Without a plan
         it is repeated once per source, with that source at weight 0: scores then say what removing the source does to
         the model of this very run. With "auto" it is repeated where that is affordable and the run is calm.

@@ -7,20 +7,20 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from imprint.errors import PlanError, TaskError
 from imprint.plan import Checkpoints, State
 from imprint.recorder import MOMENTS, moments_beside
+from imprint.simulation.state_files import load_state
+from imprint.simulation.trainer_moments import read_moments
 from imprint.task import Parameters, Task
 
 logger = logging.getLogger(__name__)
 
 
 class States:
-    """Checkpoints given as state dicts or .safetensors files, each read and put on the device when it is its turn.
+    """Checkpoints given as state dicts, files or a Trainer's folders, each read when it is its turn.
 
     runs: the training run that each is of, counted from 0. Checkpoints of several runs come as one list for each run.
     """
@@ -30,7 +30,7 @@ class States:
             raise PlanError("checkpoints must be a list: for one checkpoint, give a list of one.")
         if checkpoints is not None and not isinstance(checkpoints, Iterable):
             raise PlanError(
-                f"checkpoints must be a list of state dicts or .safetensors files, not of type "
+                f"checkpoints must be a list of state dicts or files, not of type "
                 f"{type(checkpoints).__name__}{_hint_at_paths(checkpoints)}."
             )
         given, self.runs = flatten([task.state()] if checkpoints is None else list(checkpoints))
@@ -60,12 +60,12 @@ class States:
                 raise TaskError(
                     f"{state} holds the second moments of a checkpoint, not its weights: give the checkpoint beside it."
                 )
-            state = _load_tensors("checkpoint", state)
+            state = load_state(state)
         if not isinstance(state, Mapping):
             hint = ": give its state_dict()" if isinstance(state, nn.Module) else _hint_at_paths(state)
             raise TaskError(
                 f"checkpoint {index} has type {type(state).__name__}, where a state dict or the path of a "
-                f".safetensors file is needed{hint}."
+                f".safetensors file or a Trainer's checkpoint folder is needed{hint}."
             )
         return self._task.complete(state)
 
@@ -73,7 +73,7 @@ class States:
         """Return the second moments that came with a checkpoint, or lie beside its file."""
         given = self._checkpoints[index]
         if isinstance(given, tuple):
-            found = _load_tensors("second moments", given[1]) if isinstance(given[1], str | os.PathLike) else given[1]
+            found = load_state(given[1], "second moments") if isinstance(given[1], str | os.PathLike) else given[1]
             if not isinstance(found, Mapping):
                 raise TaskError(
                     f"the second moments of checkpoint {index} have type {type(found).__name__}, where a dict by "
@@ -84,19 +84,27 @@ class States:
                     f"the second moments of checkpoint {index} lack {lacking}: every selected parameter needs its own. "
                     "Give the checkpoint alone to have them estimated."
                 )
-        elif isinstance(given, str | os.PathLike) and moments_beside(Path(given)).is_file():
-            found = _load_tensors("second moments", moments_beside(Path(given)))
-            if lacking := self._name_lacking(found):
-                if not self._warned:
-                    logger.warning(
-                        "%s has no second moments of %s: those of all parameters are estimated",
-                        *(moments_beside(Path(given)), lacking),
-                    )
-                self._warned = True
-                return None
         else:
-            return None
+            recorded = self._find_recorded(given)
+            if recorded is None:
+                return None
+            found = recorded
         return {name: self._checked(index, name, found[name]) for name in self._task.names}
+
+    def _find_recorded(self, given: object) -> Mapping[str, Tensor] | None:
+        """Read the moments that lie beside a file or in a Trainer's folder; None where some of them are lacking."""
+        if not isinstance(given, str | os.PathLike):
+            return None
+        place = Path(given) if Path(given).is_dir() else moments_beside(Path(given))
+        if not place.exists():
+            return None
+        found = read_moments(place, self._task) if place.is_dir() else load_state(place, "second moments")
+        if found is None or not (lacking := self._name_lacking(found)):
+            return found
+        if not self._warned:
+            logger.warning("%s has no second moments of %s: those of all parameters are estimated", place, lacking)
+        self._warned = True
+        return None
 
     def _name_lacking(self, moments: Mapping[str, Tensor]) -> str:
         """Name the first selected parameter without moments, and how many others there are."""
@@ -140,21 +148,3 @@ def flatten(checkpoints: Sequence[Any]) -> tuple[list[State], tuple[int, ...]]:
 
 def _hint_at_paths(given: Any) -> str:
     return ": give its .paths" if hasattr(given, "paths") else ""
-
-
-def _load_tensors(what: str, file: str | os.PathLike[str]) -> dict[str, Tensor]:
-    """Load the tensors of a file."""
-    if Path(file).is_dir():
-        inside = sorted(path.name for path in Path(file).glob("*.safetensors"))
-        hint = f", such as {Path(file) / inside[0]}" if inside else " (the folder contains none)"
-        more = " (it is one of several: load the model and give its state dict)" if len(inside) > 1 else ""
-        raise TaskError(f"{what} {file} is a folder: give a .safetensors file{hint}{more}.")
-    if not Path(file).is_file():
-        raise TaskError(f"{what} file {file} does not exist.")
-    try:
-        return load_file(file)
-    except (OSError, SafetensorError) as error:
-        raise TaskError(
-            f"{what} file {file} cannot be read as safetensors: {error}. (Files of torch.save are not "
-            "read: load them and give the state dict.)"
-        ) from error

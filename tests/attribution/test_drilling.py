@@ -120,5 +120,6 @@ def test_what_does_not_fit_is_refused() -> None:
 
 def test_documents_may_be_numbered_by_an_array() -> None:
     sources = Sources.by_label(OWNERS)
-    for labels in (np.arange(N) // 8, torch.arange(N) // 8):
+    numbered: tuple[Any, ...] = (np.arange(N) // 8, torch.arange(N) // 8)
+    for labels in numbered:
         assert sources.inside("times", labels, N).ids == ("0", "1", "2")

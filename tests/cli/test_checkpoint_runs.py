@@ -2,13 +2,15 @@
 
 import csv
 from pathlib import Path
+from shutil import copy
 
 import pytest
-from safetensors.torch import save_file
+import torch
+from safetensors.torch import load_file, save_file
 
 from imprint import attribute
 from imprint.cli.experiment import Experiment
-from tests.cli.commands import TASK, Command, loaded
+from tests.cli.commands import TASK, Command, imprints, loaded
 
 
 @pytest.fixture
@@ -66,3 +68,31 @@ def test_a_file_of_settings_has_a_list_for_each_run(tmp_path: Path) -> None:
     assert found == (a, b)
     (tmp_path / "same.toml").write_text('checkpoints = ["a1.safetensors,a2.safetensors", "b1.safetensors,"]')
     assert Experiment.from_toml(tmp_path / "same.toml").checkpoints == found
+
+
+def test_folders_and_files_of_torch_save_are_checkpoints_too(
+    command: Command, here: Path, files: list[str], tmp_path: Path
+) -> None:
+    for number in (1, 2):
+        folder = tmp_path / "train" / f"checkpoint-{number}"
+        folder.mkdir(parents=True)
+        copy(files[number - 1], folder / "model.safetensors")
+        torch.save(load_file(files[number - 1]), tmp_path / f"epoch-{number}.pt")
+    (here / "early").mkdir(exist_ok=True)  # without weights: the name is an import string
+    with (here / "model.py").open("a") as file:
+        file.write("early = [task.state()]\n")
+    first, second = tmp_path / "train" / "checkpoint-1", tmp_path / "train" / "checkpoint-2"
+    given: dict[str, tuple[tuple[object, ...], list[int]]] = {
+        "one": ((first,), [0]),
+        "two": ((first, second), [0, 0]),
+        "runs": ((f"{first},", f"{second},"), [0, 1]),
+        "pickled": ((tmp_path / "epoch-1.pt", tmp_path / "epoch-2.pt"), [0, 0]),
+        "named": (("early",), [0]),
+    }
+    for name, (options, runs) in given.items():
+        words = [word for option in options for word in ("-c", option)]
+        values = command("simulate", "model.py:task", "-o", tmp_path / name, "--no-check", *words, "--json").values
+        assert [checkpoint["run"] for checkpoint in values["checkpoints"]] == runs, name
+    assert imprints(tmp_path / "two") == imprints(tmp_path / "pickled")
+    (tmp_path / "train.toml").write_text('checkpoints = [["train/checkpoint-1"], ["epoch-2.pt"]]')
+    assert Experiment.from_toml(tmp_path / "train.toml").checkpoints == (f"{first},", f"{tmp_path}/epoch-2.pt,")

@@ -46,7 +46,7 @@ ERRORS = {
     "no such device": ("check model.py:task --device gpu", "the model cannot be moved to 'gpu'"),
     "no such dtype": ("check model.py:task --dtype int8", "dtype must be one of float32, bfloat16, float64"),
     "no configuration": ("check --config nothing.toml", "nothing.toml cannot be read"),
-    "a checkpoint of torch.save": ("check model.py:task -c model.py -c b.pt", "Files of torch.save are not read"),
+    "a checkpoint that is none": ("check model.py:task -c model.py -c b.pt", "cannot be read as safetensors"),
     "no checkpoint": ("check model.py:task -c nothing.safetensors", "nothing.safetensors does not exist"),
     "no such readout": ("attribute runs/news --task model.py:task --readout guess", "readout 'guess' is unknown"),
     "no such order": ("attribute runs/news --task model.py:task --by size", "sources can be ordered by"),

@@ -12,7 +12,7 @@ PAGE = Path(__file__).parents[2] / "docs" / "language.md"
 def test_the_quickstarts_are_short_and_credit_who_wrote_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     blocks = re.findall(r"```python\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.S)
-    completion, words, fine_tune, replayed, aimed = blocks
+    completion, words, fine_tune, replayed, aimed, chats, packed = blocks
     page: dict[str, Any] = {}
     for code in (completion, fine_tune):
         assert len(code.splitlines()) < 40
@@ -28,3 +28,8 @@ def test_the_quickstarts_are_short_and_credit_who_wrote_it(tmp_path: Path, monke
     exec(aimed, page)
     again = page["imprint"].attribute(page["task"], page["store"], page["queries"])
     assert [query[0].name for query in again.top(1, by="lowers")] == ["ann", "ben"]
+    exec(chats, page)
+    assert [query[0].name for query in page["result"].top(1, by="lowers")] == ["ann", "ben"]
+    exec(packed, page)
+    assert page["result"].top(1, by="lowers")[0][0].name == "ann"
+    assert page["result"].question == "this_run"

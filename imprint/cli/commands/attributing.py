@@ -114,8 +114,8 @@ def attribute(
         objects = Objects(given)
         asked = ask(objects, prompt, completion) if completion else None
         options: Any = {"readout": readout, "memory": given.memory}
-        if tokens and asked is not None:
-            words = _score_words(objects, opened, asked, options)
+        if tokens and completion:
+            words = _score_words(objects, opened, (prompt or [""])[0], completion[0], options)
         else:
             options |= {"by": by, "batch_size": batch_size, "progress": advance}
             result, labels = _score(objects, opened, asked, options)
@@ -166,12 +166,12 @@ def _score(
 
 
 def _score_words(
-    objects: Objects, store: imprint.Store, asked: "Completions", options: dict[str, Any]
+    objects: Objects, store: imprint.Store, prompt: str, completion: str, options: dict[str, Any]
 ) -> "TokenAttribution":
     from imprint.language import token_scores
 
-    prompt, completion = asked.pairs[0]
-    return token_scores(objects.task, store, prompt, completion, find_tokenizer(objects), **options)  # type: ignore[arg-type]
+    task: Any = objects.task
+    return token_scores(task, store, prompt, completion, find_tokenizer(objects), **options)
 
 
 def _show_words(words: "TokenAttribution", source: str | None, top: int, out: Path | None, json: bool) -> None:

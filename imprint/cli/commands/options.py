@@ -45,7 +45,8 @@ CheckpointStrings = Annotated[
         "--checkpoint",
         "-c",
         metavar="FILE",
-        help="A `.safetensors` file (repeat the option for several), or the import string of a list of state dicts. "
+        help="A `.safetensors` or `.pt` file, or a Trainer's checkpoint folder (repeat the option for several), or the "
+        "import string of a list of state dicts. "
         "For several training runs, repeat it for each run, with commas between or after its files. "
         "Default: `checkpoints` in the task's file, or else the current weights of the model.",
     ),
