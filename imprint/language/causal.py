@@ -38,7 +38,8 @@ def task(
     the loss of one is Σ_t weight_t · (−log p(token_t | tokens before)), where tokens with a label have weight 1.
     Its queries are `Completions`: what is measured is the log-likelihood of the completion, in nats.
 
-    tokenizer: where given, one that is not the model's is refused here and not in the middle of a simulation.
+    tokenizer: where given, one that is not the model's is refused here and not in the middle of a simulation, and
+        exports for serving engines contain it.
     parameters: what carries the imprint. None: everything that is trainable; of a model with an adapter, the adapter.
         "last:K": the last K blocks. "lora:R", "lora:R:last:K": an adapter on all or the last K blocks, with R numbers
         for each input of the layers that lead out of their wide inside (`language.presets`), made for this task in a
@@ -60,7 +61,9 @@ def task(
         for name in adapter_names(model):
             model.get_parameter(name).requires_grad_()
         globs = _globs(model, parameters)
-    return LanguageTask(model, globs, adapter=adapter, under=under, regulariser=regulariser, compute=compute)
+    return LanguageTask(
+        model, globs, adapter=adapter, under=under, regulariser=regulariser, compute=compute, tokenizer=tokenizer
+    )
 
 
 class LanguageTask(Task):
@@ -68,6 +71,7 @@ class LanguageTask(Task):
 
     adapter: the configuration of the adapter that was made for it by "lora:R", else None.
     under: the model that the adapter was made for, as the user gave it.
+    tokenizer: the model's, where it was given: exports for serving engines write it beside the model.
     """
 
     def __init__(
@@ -79,10 +83,12 @@ class LanguageTask(Task):
         under: nn.Module | None = None,
         regulariser: Callable[[nn.Module], Tensor] | None,
         compute: Compute,
+        tokenizer: Any = None,
     ) -> None:
         if compute not in (None, "bfloat16"):
             raise TaskError(f'compute is None or "bfloat16", got {compute!r}.')
         self.adapter = adapter
+        self.tokenizer = tokenizer
         self._under = under
         self.compute = compute
         self._adapter_names = adapter_names(model)
@@ -106,7 +112,9 @@ class LanguageTask(Task):
         """The task of the model without the adapter that "lora:R" made, which retraining trains and measures."""
         if self._under is None or not any(parameter.requires_grad for parameter in self._under.parameters()):
             return self
-        return LanguageTask(self._under, ["*"], adapter=None, regulariser=None, compute=self.compute)
+        return LanguageTask(
+            self._under, ["*"], adapter=None, regulariser=None, compute=self.compute, tokenizer=self.tokenizer
+        )
 
     def complete(self, state: Mapping[str, Tensor]) -> Parameters:
         """Return a checkpoint as a complete state; for models with adapters it need not hold everything.
