@@ -18,8 +18,9 @@ from imprint.cli.commands.demo import demo
 from imprint.cli.commands.evaluation import evaluate
 from imprint.cli.commands.export import export
 from imprint.cli.commands.retraining import retrain
-from imprint.cli.commands.stores import attribute, check, inspect, simulate, verify
+from imprint.cli.commands.stores import attribute, check, inspect, simulate
 from imprint.cli.commands.validation import validate
+from imprint.cli.commands.verification import verify
 from imprint.cli.loading import user_frames
 from imprint.cli.terminal import console, errors, escape_markup
 from imprint.display import for_terminal

@@ -10,7 +10,7 @@ from tokenizers import models as tokenizer_models
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from imprint import Plan, RunRecorder, Store, Task, language, simulate
+from imprint import Plan, RunRecorder, Sources, Store, Task, language, simulate
 from imprint.export import Export, to_vllm
 from imprint.export.likelihood import log_likelihood
 
@@ -58,9 +58,7 @@ def _data() -> dict[str, Tensor]:
     return {**rows, "weights": rows["weights"] / rows["weights"].sum(1, keepdim=True)}
 
 
-def _sources() -> Any:
-    from imprint import Sources
-
+def _sources() -> Sources:
     return Sources.by_label([f"site/{row % 3}" for row in range(N)])
 
 
@@ -95,9 +93,12 @@ def removal_export(folder: Path) -> tuple[Task, Store, Export]:
     return task, store, to_vllm(task, store, folder / "removals", queries(), tokenizer=tokenizer())
 
 
+def plain(export: Export) -> Any:
+    return LlamaForCausalLM.from_pretrained(export.folder / "model")
+
+
 @torch.no_grad()
 def values(export: Export, adapter: str, asked: dict[str, Tensor]) -> Tensor:
     """Log-likelihoods under an adapter, by PEFT."""
-    model = LlamaForCausalLM.from_pretrained(export.folder / "model")
-    adapted: Any = peft.PeftModel.from_pretrained(model, export.folder / adapter)
+    adapted: Any = peft.PeftModel.from_pretrained(plain(export), export.folder / adapter)
     return log_likelihood(adapted.eval(), asked).double()

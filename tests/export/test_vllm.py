@@ -121,7 +121,7 @@ def test_base_and_pairs_agree_with_pytorch(path: Any) -> None:
 def test_scores_are_those_of_the_library(path: Any) -> None:
     task, store, export, engine = path
     found = read_remote(export.folder, engine.url, served.queries())
-    model = served.LlamaForCausalLM.from_pretrained(export.folder / "model")
+    model = served.plain(export)
     own = read_peft(export, model, served.queries())
     assert float((found.measured - own.measured).norm() / own.measured.norm()) < 1e-3
     exact = torch.as_tensor(attribute(task, store, served.queries(), progress=False).scores)
@@ -139,8 +139,8 @@ def test_removals_are_exact(removals: Any) -> None:
     torch.testing.assert_close(-scores.measured / scores.n, effects.double(), rtol=0, atol=2 * NEAR)
 
 
-def test_adapters_are_loaded_while_the_server_runs(path: Any, tmp_path: Path) -> None:
-    task, store, export, engine = path
+def test_adapters_are_loaded_while_the_server_runs(path: Any) -> None:
+    _, _, export, engine = path
     server = Server(engine.url)
     for name in ("0001-plus", "0002-minus"):
         assert server.ask("POST", "/v1/unload_lora_adapter", {"lora_name": name}).status == 200
@@ -148,13 +148,13 @@ def test_adapters_are_loaded_while_the_server_runs(path: Any, tmp_path: Path) ->
         read_remote(export, engine.url, served.queries())
     found = read_remote(export, engine.url, served.queries(), load_from=export.folder)
     assert set(server.models() or []) >= {"0001-plus", "0002-minus"}
-    model = served.LlamaForCausalLM.from_pretrained(export.folder / "model")
+    model = served.plain(export)
     own = read_peft(export, model, served.queries())
     assert float((found.measured - own.measured).norm() / own.measured.norm()) < 1e-3
 
 
-def test_another_export_s_server_is_refused(path: Any, removals: Any, tmp_path: Path) -> None:
-    _, _, export, engine = path
+def test_another_export_s_server_is_refused(path: Any, removals: Any) -> None:
+    _, _, export, _ = path
     _, _, _, other = removals
     with pytest.raises(ReadoutError, match="does not serve the model of this export"):
         read_remote(export, other.url, served.queries(), load_from=export.folder)
@@ -162,9 +162,7 @@ def test_another_export_s_server_is_refused(path: Any, removals: Any, tmp_path: 
 
 def test_a_higher_rank_than_the_server_s_is_refused_by_name(path: Any, tmp_path: Path) -> None:
     _, _, _, engine = path
-    folder = tmp_path / "high"
-    folder.mkdir()
-    task, store, high = served.path_export(folder, parameters="lora:8")
+    _, _, high = served.path_export(tmp_path, parameters="lora:8")
     with pytest.raises(ReadoutError, match="raise --max-lora-rank"):
         Server(engine.url).load("high", str(high.folder / "adapters" / "0000-plus"))
 
@@ -185,7 +183,7 @@ def test_a_server_killed_in_the_middle_loses_nothing(path: Any) -> None:
     assert 20 <= kept < 420
     with serving(export, port=port):
         found = reader.scores(asked)
-    model = served.LlamaForCausalLM.from_pretrained(export.folder / "model")
+    model = served.plain(export)
     own = read_peft(export, model, asked)
     assert float((found.measured - own.measured).norm() / own.measured.norm()) < 1e-3
 
