@@ -53,7 +53,7 @@ class EngineCheck:
     def __str__(self) -> str:
         text = f"{self.url}: {self.adapters} adapters on {self.probes} probes, "
         text += f"log-likelihoods within {self.deviation:.1e} nats of PyTorch's"
-        return text if self.moves is None else f"{text}, what adapters change within {self.moves:.1%}"
+        return text if self.moves is None else f"{text}, and what adapters change to a relative {self.moves:.1e}"
 
 
 class RemoteReader:

@@ -167,7 +167,7 @@ def test_a_tokenizer_is_for_vllm_only(exported: Any, tmp_path: Path) -> None:
     command = ["export", str(store.path), "--out", str(tmp_path / "x"), "--tokenizer", str(tmp_path / "none")]
     with pytest.raises(ConfigurationError, match="--tokenizer applies to --format vllm only"):
         RUNNER.invoke(app, command, catch_exceptions=False)
-    with pytest.raises(ConfigurationError, match="the tokenizer '.*none' cannot be loaded"):
+    with pytest.raises(ConfigurationError, match=r"the tokenizer '.*none' cannot be loaded"):
         RUNNER.invoke(app, [*command, "--format", "vllm"], catch_exceptions=False)
 
 
