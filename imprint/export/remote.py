@@ -9,6 +9,7 @@ import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -81,7 +82,7 @@ class RemoteReader:
         _refuse_layers(self.export)
         self.server = Server(url.rstrip("/"), timeout, retries, api_key)
         self._at_once, self._load_from = at_once, None if load_from is None else Path(load_from).absolute()
-        self._finished: dict[tuple[str, Query], float] = {}  # of a call that failed, for the next one
+        self._finished: dict[tuple[str, Query], float] = {}  # of calls that failed, for the next ones
         self._checked: EngineCheck | None = None
 
     def check(self) -> EngineCheck:
@@ -110,8 +111,21 @@ class RemoteReader:
         if self._checked is None:
             self.check()
         paths = self._paths()
-        values = self._ask([(path, query) for path in paths for query in asked], self._finished)
-        self._finished.clear()
+        wanted = [(path, query) for path in paths for query in asked]
+        finished = {key: self._finished[key] for key in wanted if key in self._finished}
+        try:
+            values = self._ask(wanted, finished)
+        except BaseException as error:
+            self._checked = None  # a server that comes back may be another one
+            self._finished.update(finished)
+            if not isinstance(error, ServerGone):
+                raise
+            raise ServerGone(
+                f"{error} {sum(key in finished for key in wanted)} of {len(wanted)} log-likelihoods are finished and "
+                "kept: call scores again on this reader when the server is back, and only the others are asked for."
+            ) from error
+        for key in wanted:
+            self._finished.pop(key, None)
         table = torch.tensor(values, dtype=torch.float64).reshape(len(paths), len(asked))
         plus, minus = ([table[paths.index(str(path))] for path in ends] for ends in self._ends())
         return read(self.export, torch.stack(plus, 1), torch.stack(minus, 1))
@@ -181,17 +195,7 @@ class RemoteReader:
             finished[path, query] = sum(w * v for w, v in zip(query.weights[1:], values, strict=True))
 
         todo = [key for key in dict.fromkeys(wanted) if key not in finished]
-        try:
-            _run([lambda key=key: ask(*key) for key in todo], self._at_once, stop)  # type: ignore[misc]
-        except BaseException as error:
-            self._checked = None  # a server that comes back may be another one
-            if isinstance(error, ServerGone) and finished is self._finished:
-                raise ServerGone(
-                    f"{error} {sum(key in finished for key in wanted)} of {len(wanted)} log-likelihoods are finished "
-                    "and kept: call scores again on this reader when the server is back, and only the others are asked "
-                    "for."
-                ) from error
-            raise
+        _run([partial(ask, *key) for key in todo], self._at_once, stop)
         return [finished[key] for key in wanted]
 
 
@@ -234,6 +238,6 @@ def _refuse_layers(export: Export) -> None:
             )
         if rank > RANKS[-1]:
             raise ReadoutError(
-                f"the adapter of {path!r} has rank {rank}, and serving engines take at most {RANKS[-1]}: simulate with "
-                'a smaller R in "lora:R", or read this export with read_peft.'
+                f"the adapter of {path!r} has rank {rank}, and vLLM serves at most {RANKS[-1]}: simulate with a "
+                'smaller R in "lora:R", or read this export with read_peft.'
             )

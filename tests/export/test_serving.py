@@ -116,7 +116,7 @@ def test_an_adapter_of_the_head_is_refused_by_name(layer: str, tmp_path: Path) -
 def test_rank_is_refused_by_a_reader_too(tmp_path: Path) -> None:
     task, store = _adapted(["down_proj"], 513)
     found = to_peft(task, store, tmp_path / "x", models.queries())
-    with pytest.raises(ReadoutError, match="has rank 513, and serving engines take at most 512"):
+    with pytest.raises(ReadoutError, match="has rank 513, and vLLM serves at most 512"):
         RemoteReader(found, "http://127.0.0.1:1")
 
 
@@ -135,9 +135,12 @@ def test_the_command_exports_for_vllm_and_compares_a_server(tmp_path: Path) -> N
     _, store = _adapted(["down_proj"], 4)
     served.tokenizer().save_pretrained(tmp_path / "words")
     command = ["export", str(store.path), "--out", str(out), "--task", f"{place}:task", "--format", "vllm"]
-    found = RUNNER.invoke(app, [*command, "--tokenizer", str(tmp_path / "words")], catch_exceptions=False)
+    command += ["--tokenizer", str(tmp_path / "words")]
+    found = RUNNER.invoke(app, command, catch_exceptions=False)
     assert found.exit_code == 0 and f"start the server: {out}/serve.sh" in found.stdout
     assert (out / "model" / "tokenizer.json").is_file()
+    again = RUNNER.invoke(app, [*command, "--out", str(tmp_path / "y"), "--json"], catch_exceptions=False)
+    assert json.loads(again.stdout)["serve"] == str(tmp_path / "y" / "serve.sh")
     with running(Export.open(out)) as fake:
         same = RUNNER.invoke(app, ["verify", str(out), "--url", fake.url, "--json"], catch_exceptions=False)
         told = json.loads(same.stdout)

@@ -167,30 +167,47 @@ def test_a_higher_rank_than_the_server_s_is_refused_by_name(path: Any, tmp_path:
         Server(engine.url).load("high", str(high.folder / "adapters" / "0000-plus"))
 
 
-def test_a_server_killed_in_the_middle_loses_nothing(path: Any) -> None:
+def test_a_server_killed_in_the_middle_loses_nothing(path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     _, _, export, _ = path
-    port = free_port()
-    asked = served.columns(60, seed=8)
+    port, asked, answered = free_port(), served.columns(60, seed=8), []
+    log_probs = Server.log_probs
+
+    def counted(*given: Any) -> list[float]:
+        answered.append(log_probs(*given))
+        return answered[-1]
+
+    monkeypatch.setattr(Server, "log_probs", counted)
     with serving(export, port=port) as engine:
         reader = RemoteReader(export, engine.url, at_once=2, retries=1)
         reader.check()
-        killer = Thread(target=_kill_after, args=(engine, reader, 20))
+        killer = Thread(target=_kill_after, args=(engine, answered, len(answered) + 20))
         killer.start()
         with pytest.raises(ServerGone, match=r"of 420 log-likelihoods are finished and kept"):
             reader.scores(asked)
         killer.join()
-    kept = len(reader._finished)
-    assert 20 <= kept < 420
+    assert 20 <= len(answered) - 7 * 4 < 420
     with serving(export, port=port):
         found = reader.scores(asked)
-    model = served.plain(export)
-    own = read_peft(export, model, asked)
+    assert len(answered) == 2 * 7 * 4 + 420  # the probes twice, and nothing else
+    own = read_peft(export, served.plain(export), asked)
     assert float((found.measured - own.measured).norm() / own.measured.norm()) < 1e-3
 
 
-def _kill_after(engine: Engine, reader: RemoteReader, count: int) -> None:
-    """Kill a server once so many requests are finished."""
+def _kill_after(engine: Engine, answered: list[Any], count: int) -> None:
+    """Kill a server once it has answered so many requests."""
     until = time.monotonic() + 120
-    while len(reader._finished) < count and time.monotonic() < until:
+    while len(answered) < count and time.monotonic() < until:
         time.sleep(0.01)
     engine.kill()
+
+
+def test_half_precision_and_a_prefix_cache_are_allowed_for(tmp_path: Path) -> None:
+    _, _, export = served.path_export(tmp_path, dtype="bfloat16")
+    ids = list(range(1, 50))
+    with serving(export, "--enable-prefix-caching", "--block-size", "32") as engine:
+        check = RemoteReader(export, engine.url).check()
+        print(f"\nvLLM and PyTorch, in bfloat16: {check.deviation:.1e} nats")
+        assert NEAR < check.deviation < 1
+        server = Server(engine.url)
+        assert server.ask("POST", "/v1/completions", {"model": "base", "prompt": ids, "max_tokens": 1}).status == 200
+        assert len(server.log_probs("base", ids)) == len(server.log_probs("base", ids)) == 48

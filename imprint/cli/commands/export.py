@@ -114,6 +114,8 @@ def export(
             found = to_onnx(objects.task, opened, out, objects.queries, **options)
     if json:
         described = {"path": str(found.folder), "kind": found.kind, "sources": found.ids, "gains": found.gains.tolist()}
+        if format is Format.vllm:
+            described["serve"] = str(found.folder / SCRIPT)
         typer.echo(dumps({**described, "floors": found.floors.tolist(), "self_test": asdict(found.self_test)}))
         return
     console.print(repr(found), markup=False, soft_wrap=True)
