@@ -127,7 +127,7 @@ class RemoteReader:
         for key in wanted:
             self._finished.pop(key, None)
         table = torch.tensor(values, dtype=torch.float64).reshape(len(paths), len(asked))
-        plus, minus = ([table[paths.index(str(path))] for path in ends] for ends in self._ends())
+        plus, minus = ([table[paths.index(path)] for path in ends] for ends in self._ends())
         return read(self.export, torch.stack(plus, 1), torch.stack(minus, 1))
 
     def _paths(self) -> list[str]:
@@ -136,9 +136,9 @@ class RemoteReader:
         return list(dict.fromkeys([BASE, *(path for pair in zip(plus, minus, strict=True) for path in pair)]))
 
     def _ends(self) -> tuple[list[str], list[str]]:
-        return [str(source.plus) for source in self.export.sources], [
-            str(source.minus) for source in self.export.sources
-        ]
+        """Return both adapters of every source, by their folders."""
+        sources = self.export.sources
+        return [str(source.plus) for source in sources], [str(source.minus) for source in sources]
 
     def _find_adapters(self) -> None:
         """Refuse a server that lacks adapters, or have it load them."""
@@ -183,8 +183,8 @@ class RemoteReader:
                     f"{float(error):.3g} away from that. It is another adapter of this name, or the server leaves some "
                     "of its layers out."
                 )
-        deviation = float((found - expected).abs().max())
-        return EngineCheck(self.server.url, len(paths), len(base), deviation, float((errors / allowed).max()))
+        relative = float((errors / allowed.clamp(min=1e-12)).max())  # where no adapter changes anything
+        return EngineCheck(self.server.url, len(paths), len(base), float((found - expected).abs().max()), relative)
 
     def _ask(self, wanted: Sequence[tuple[str, Query]], finished: dict[tuple[str, Query], float]) -> list[float]:
         """Return the log-likelihood of every query under its adapter, many at a time; keep those that are finished."""

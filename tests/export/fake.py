@@ -4,7 +4,7 @@ import json
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
@@ -116,8 +116,9 @@ class _Handler(BaseHTTPRequestHandler):
         if self.fake.retry_after is not None:
             self.send_header("Retry-After", self.fake.retry_after)
         self.send_header("Content-Length", str(len(content)))
-        self.end_headers()
-        self.wfile.write(content)
+        with suppress(ConnectionError):  # a client that no longer waits
+            self.end_headers()
+            self.wfile.write(content)
 
 
 @contextmanager

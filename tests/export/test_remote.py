@@ -303,6 +303,12 @@ def test_a_url_that_is_none_is_refused(url: str, exported: Export) -> None:
         RemoteReader(exported, url)
 
 
+@pytest.mark.parametrize("option", [{"at_once": 0}, {"timeout": 0}, {"retries": -1}], ids=str)
+def test_settings_that_cannot_work_are_refused(option: dict[str, Any], exported: Export) -> None:
+    with pytest.raises(ReadoutError, match=f"{next(iter(option))} must be|{next(iter(option))} at least"):
+        RemoteReader(exported, "http://127.0.0.1:1", **option)
+
+
 def test_a_place_without_a_server_is_named(exported: Export, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(completions, "_PAUSE", 0.01)
     with running(exported) as fake:
