@@ -10,12 +10,15 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet --constraint constraints.txt \
 	$(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
 
+# An environment of its own for the serving engine that long tests start.
+VLLM := .venv-vllm
+
 # SLICE and MINUTES: a part of the long tests, as in SLICE=3/8, and after how many minutes no more of them are started.
 SLICE ?=
 MINUTES ?=
 FAST := -m "not system and not wide and not long" --ignore tests/attacks -n $(WORKERS) --dist worksteal
 
-.PHONY: demo test coverage test-system test-long lint docs release-check clean
+.PHONY: demo test coverage test-system test-long serving-engine lint docs release-check clean
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/.report
@@ -36,6 +39,9 @@ test-system: $(VENV)/.test
 test-long: $(VENV)/.test
 	$(BIN)/pytest -m long $(if $(SLICE),--slice $(SLICE)) $(if $(MINUTES),--minutes $(MINUTES)) tests
 
+# vLLM for CPUs, whose requirements clash with ours; TORCH_INDEX matters here too. With it, test-long starts servers on 127.0.0.1.
+serving-engine: $(VLLM)/.ready
+
 lint: $(VENV)/.test
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -51,7 +57,7 @@ release-check: $(VENV)/.release
 	$(BIN)/python tests/release.py dist -- --constraint constraints.txt $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
 
 clean:
-	rm -rf $(VENV) site dist imprint-demo .coverage .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) $(VLLM) site dist imprint-demo .coverage .mypy_cache .ruff_cache .pytest_cache .hypothesis
 
 $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
@@ -75,4 +81,13 @@ $(VENV)/.docs: $(VENV)/.torch pyproject.toml requirements/docs.txt
 
 $(VENV)/.release: $(BIN)/python constraints.txt requirements/release.txt
 	$(PIP) --requirement requirements/release.txt
+	touch $@
+
+# without dependencies: those that text on a CPU needs are all listed, and vLLM's own list has many more
+$(VLLM)/.ready: requirements/vllm.txt
+	$(PYTHON) -m venv $(VLLM)
+	$(VLLM)/bin/python -m pip --disable-pip-version-check install --quiet --constraint $< torch \
+		$(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
+	$(VLLM)/bin/python -m pip --disable-pip-version-check install --quiet --no-deps --requirement $<
+	$(VLLM)/bin/python -c "import vllm.entrypoints.openai.api_server"
 	touch $@

@@ -20,9 +20,10 @@ from imprint.cli.commands.evaluation import evaluate
 from imprint.cli.commands.export import export
 from imprint.cli.commands.inside import inside
 from imprint.cli.commands.retraining import retrain
-from imprint.cli.commands.stores import check, inspect, simulate, verify
+from imprint.cli.commands.stores import check, inspect, simulate
 from imprint.cli.commands.suspecting import suspects
 from imprint.cli.commands.validation import validate
+from imprint.cli.commands.verification import verify
 from imprint.cli.loading import user_frames
 from imprint.cli.terminal import console, errors, escape_markup
 from imprint.display import for_terminal

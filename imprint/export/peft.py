@@ -7,6 +7,8 @@ probes.safetensors                   a few queries, to recognise the model
 adapters/base/                       θ: the adapter at the checkpoint
 adapters/0000-plus/, 0000-minus/     adapter_config.json and adapter_model.safetensors; of a replay 0000-without/
 model/                               the plain model, unless another place of it is named
+
+`imprint.export.vllm` writes the same with what that engine needs besides.
 """
 
 import logging
@@ -16,10 +18,11 @@ import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from imprint.errors import ReadoutError, StoreError, first_line
 from imprint.export.gains import DTYPES, choose_gains
@@ -38,6 +41,16 @@ logger = logging.getLogger(__name__)
 
 _LOGIT_VALUES = 1 << 26  # of a mixed batch: more of them at once only take memory
 _SOURCES_AT_ONCE = 16  # adapters are loaded for so many sources at a time
+
+
+class Engine(Protocol):
+    """A serving engine that adapters are written for: what it refuses, and the files it is started with."""
+
+    def pad_rank(self, model: Any, layers: list[Adapted]) -> int:
+        """Return the rank to fill adapters up to with zeros; refuse layers that the engine does not serve."""
+
+    def write(self, where: Path, model: str, adapters: list[str], layers: list[Adapted], rank: int) -> None:
+        """Write what the engine needs besides the adapters into the folder of the export."""
 
 
 def to_peft(
@@ -61,19 +74,36 @@ def to_peft(
     dtype: the precision they will be served in, "float32", "bfloat16" or "float16".
     base: the name or path of a model that has the weights under the adapter; by default they are written, to `model/`.
     """
+    return export_adapters(task, store, folder, queries, sources, checkpoint, dtype, base, None)
+
+
+def export_adapters(
+    task: Task,
+    store: Store | str | os.PathLike[str],
+    folder: str | os.PathLike[str],
+    queries: Any,
+    sources: Sequence[str] | None,
+    checkpoint: int | None,
+    dtype: str,
+    base: str | os.PathLike[str] | None,
+    engine: Engine | None,
+) -> Export:
+    """Write and test the adapters of `to_peft`, in the form that an engine needs, where one is given."""
     point, batches = prepare_export(task, store, folder, queries, sources, checkpoint)
     model = plain_model(task, point.state)
+    rank = None if engine is None else engine.pad_rank(model, point.layers)
     if base is not None:
         base = str(Path(base).absolute() if Path(base).is_dir() else base)
         model = _base_model(base, model)
-    _warn_of_head(model, point.layers)
+    if engine is None:
+        _warn_of_head(model, point.layers)
     gains = choose_gains(point, batches, dtype)
 
     def fill(where: Path, place: Path) -> tuple[str, dict[str, tuple[str, ...]]]:
         if base is None:
             with _hide_bars():
                 model.save_pretrained(where / MODEL)
-        about = _configuration(point.layers, model, str(place / MODEL) if base is None else base)
+        about = _configuration(point.layers, model, str(place / MODEL) if base is None else base, rank)
         _write_adapter(where / BASE, point.layers, point.state, about)
         pairs: dict[str, tuple[str, ...]] = {}
         for positions, imprints in point.chunks():
@@ -83,6 +113,9 @@ def to_peft(
                     moved = {key: point.state[key] + signed * u[row] for key, u in imprints.items()}
                     _write_adapter(where / path, point.layers, {**point.state, **moved}, about)
                 pairs[point.ids[position]] = (BASE, *moves) if point.removes else tuple(moves)
+        if engine is not None and rank is not None:
+            every = list(dict.fromkeys([BASE, *(path for pair in pairs.values() for path in pair)]))
+            engine.write(where, base or MODEL, every, point.layers, rank)
         return base or MODEL, pairs
 
     def tested(draft: Export) -> Tensor:
@@ -127,12 +160,17 @@ def _list_moves(point: Point, position: int, gain: float) -> dict[str, float]:
 
 
 def _warn_of_head(model: Any, layers: list[Adapted]) -> None:
-    head = model.get_output_embeddings()
-    if any(model.get_submodule(layer.path) is head for layer in layers):
+    if head_layers(model, layers):
         logger.warning(
             "the output head has an adapter, which some engines leave out of the log-probabilities of prompts: in your "
             "engine, compare the base adapter with the probes of the export"
         )
+
+
+def head_layers(model: Any, layers: list[Adapted]) -> list[str]:
+    """Return the adapted layers that are the output head or the input embedding."""
+    ends = (model.get_output_embeddings(), model.get_input_embeddings())
+    return [layer.path for layer in layers if any(model.get_submodule(layer.path) is end for end in ends)]
 
 
 @contextmanager
@@ -182,23 +220,25 @@ def _precision(model: Any) -> str:
 
 
 def _write_adapter(folder: Path, layers: list[Adapted], parameters: Mapping[str, Tensor], about: Any) -> None:
-    """Write one adapter as PEFT does, in float32 at least and with a scale of 1."""
+    """Write one adapter as PEFT does, in float32 at least, with a scale of 1, filled with zeros up to its rank."""
     folder.mkdir(parents=True)
     tensors = {}
     for path, (down, up) in adapter_tensors(layers, parameters).items():
+        if not about.rank_pattern:  # else layers have ranks of their own
+            down, up = pad(down, (0, 0, 0, about.r - len(down))), pad(up, (0, about.r - up.shape[1]))
         for part, tensor in (("lora_A", down), ("lora_B", up)):
             tensors[f"base_model.model.{path}.{part}.weight"] = tensor.detach().cpu().contiguous()
     write_tensors(folder / "adapter_model.safetensors", tensors, {"format": "pt"})
     about.save_pretrained(str(folder))
 
 
-def _configuration(layers: list[Adapted], model: Any, name: str) -> Any:
+def _configuration(layers: list[Adapted], model: Any, name: str, padded: int | None) -> Any:
     """Return the adapter_config.json of these layers, by their last names, as serving engines prefer."""
     paths = {layer.path for layer in layers}
     last = {path.rsplit(".", 1)[-1] for path in paths}
     targets = last if {path for path, _ in model.named_modules() if path.rsplit(".", 1)[-1] in last} == paths else paths
-    rank = max(layer.rank for layer in layers)  # which is what engines make room for
-    others = {re.escape(layer.path): layer.rank for layer in layers if layer.rank != rank}
+    rank = padded or max(layer.rank for layer in layers)  # which is what engines make room for
+    others = {} if padded else {re.escape(layer.path): layer.rank for layer in layers if layer.rank != rank}
     return import_peft().LoraConfig(
         task_type="CAUSAL_LM",
         base_model_name_or_path=name,
@@ -225,9 +265,9 @@ def _loaded(export: Export, model: Any, paths: list[str]) -> Iterator[Any]:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # PEFT reports how layers store their weight
             base = str(export.folder / BASE)
-            adapted: Any = peft.PeftModel.from_pretrained(model, base, adapter_name=_adapter_name(BASE))
+            adapted: Any = peft.PeftModel.from_pretrained(model, base, adapter_name=adapter_name(BASE))
             for path in paths:
-                adapted.load_adapter(str(export.folder / path), adapter_name=_adapter_name(path))
+                adapted.load_adapter(str(export.folder / path), adapter_name=adapter_name(path))
     except (RuntimeError, ValueError, OSError) as error:
         raise StoreError(f"PEFT does not load the adapters of {export.folder}: {first_line(error)}.") from error
     try:
@@ -249,7 +289,8 @@ def _refuse_configuration(export: Export, path: str) -> None:
             about[name].refuse(f"{expected!r}, as exports have it")
 
 
-def _adapter_name(path: str) -> str:
+def adapter_name(path: str) -> str:
+    """Return the name of an adapter, in PEFT and in a serving engine."""
     return path.rsplit("/", 1)[-1]
 
 
@@ -287,7 +328,7 @@ def _mixed(adapted: Any, paths: list[str], batch: Batch) -> Tensor:
     at_once = max(1, _LOGIT_VALUES // (ids.numel() * adapted.get_input_embeddings().weight.shape[0]))
     blocks = []
     for start in range(0, len(paths), at_once):
-        part = [_adapter_name(path) for path in paths[start : start + at_once]]
+        part = [adapter_name(path) for path in paths[start : start + at_once]]
         rows, names = ids.repeat(len(part), 1), [name for name in part for _ in range(count)]
         logits = adapted(input_ids=rows, use_cache=False, adapter_names=names).logits
         values = of_logits(logits, rows, weights.repeat(len(part), 1))

@@ -146,6 +146,18 @@ class Point:
 
         return self._scores(queries, gains, range(len(self.rows)), read)
 
+    def ends(self, batch: Batch, gains: Tensor) -> tuple[Tensor, Tensor]:
+        """Return log-likelihoods at θ + c·u and θ − c·u, (queries, sources); of removals at θ and θ − u/N."""
+        found = []
+        with forward_only(self.task):
+            for row, c in enumerate(gains.tolist()):
+                imprints = self.imprints([row])
+                for sign in (0.0, -1 / self.store.n) if self.removes else (c, -c):
+                    moved = {name: self.state[name] + sign * u[0] for name, u in imprints.items()}
+                    found.append(self.task.call(log_likelihood, {**self.state, **moved}, batch).double().cpu())
+        values = torch.stack(found, 1)
+        return values[:, 0::2].contiguous(), values[:, 1::2].contiguous()
+
     def exact(self, queries: list[Counted], positions: Sequence[int] | None = None) -> tuple[Tensor, str]:
         """Return F'(θ)[u], shape (queries, sources), and its readout: "jvp", or "gradient" without forward mode.
 

@@ -27,6 +27,7 @@ from imprint.validation.verdict import Verdict
 
 RECORD, PROBES, MODEL = "export.json", "probes.safetensors", "model"
 ADAPTERS, BASE = "adapters", "adapters/base"
+ENDS = ("plus", "minus")  # of the probes, in their file: log-likelihoods under the adapters of every source
 SCHEMA = 3
 _NEAR = 1e-3  # log-likelihoods of one model in float32, by whatever engine; in half precision …
 _ROUNDINGS = 8.0  # … they differ by up to 5 times what rounding makes of them
@@ -157,6 +158,14 @@ class Export:
         """Return the queries of the probes."""
         with _tensors(self.folder / PROBES) as tensors:
             return {name: tensors.get_tensor(name) for name in COLUMNS}
+
+    def probe_ends(self) -> tuple[Tensor, Tensor] | None:
+        """Return log-likelihoods of the probes under both adapters of every source, if the export has them."""
+        with _tensors(self.folder / PROBES) as tensors:
+            if not set(ENDS) <= set(tensors.keys()):
+                return None
+            plus, minus = (tensors.get_tensor(name).double() for name in ENDS)
+        return plus, minus
 
     def batches(self, queries: Any, device: torch.device) -> list[Counted]:
         """Return queries as batches that the model of the export can take."""

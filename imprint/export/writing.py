@@ -17,7 +17,7 @@ from imprint.errors import ReadoutError, StoreError
 from imprint.export.gains import DTYPES, Gains
 from imprint.export.likelihood import COLUMNS, as_batches, log_likelihood, refuse_tokens
 from imprint.export.point import Counted, Point
-from imprint.export.record import MODEL, PROBES, RECORD, SCHEMA, Export, Exported, ExportKind, SelfTest
+from imprint.export.record import ENDS, MODEL, PROBES, RECORD, SCHEMA, Export, Exported, ExportKind, SelfTest
 from imprint.readout.kernels import forward_only
 from imprint.store.checkpoint import CHAOTIC
 from imprint.store.files import sha256, temporary_folder, write_tensors
@@ -80,7 +80,7 @@ def write_export(
     place = Path(folder).absolute()
     with _lock_place(place) as beside:
         model, adapters = fill(beside, place)
-        probes = _write_probes(beside, point, queries, dtype)
+        probes = _write_probes(beside, point, queries, dtype, gains if adapters else None)
         draft = Export(
             folder=beside,
             kind=kind,
@@ -141,12 +141,18 @@ def _hash_files(folder: Path) -> dict[str, str]:
     return {path.relative_to(folder).as_posix(): sha256(path) for path in files}
 
 
-def _write_probes(folder: Path, point: Point, queries: list[Counted], dtype: str) -> dict[str, list[float]]:
-    """Write a few queries; return their log-likelihoods at the checkpoint, in float32 and in the serving precision."""
+def _write_probes(
+    folder: Path, point: Point, queries: list[Counted], dtype: str, gains: Gains | None
+) -> dict[str, list[float]]:
+    """Write a few queries; return their log-likelihoods at the checkpoint, in float32 and in the serving precision.
+
+    gains: where there are adapters, to write the log-likelihoods under each of them too, by which engines are tested.
+    """
     count, batch = queries[0]
     few = map_tensors(lambda column: column[: min(count, _PROBES)].cpu().contiguous(), batch)
-    write_tensors(folder / PROBES, {name: few[name] for name in COLUMNS})
     on_device = map_tensors(lambda column: column.to(point.task.device), few)
+    ends = {} if gains is None else dict(zip(ENDS, point.ends(on_device, gains.values), strict=True))
+    write_tensors(folder / PROBES, {**{name: few[name] for name in COLUMNS}, **ends})
     states = {dtype: point.rounded(DTYPES[dtype]), "float32": point.state}
     with forward_only(point.task):
         found = {name: point.task.call(log_likelihood, state, on_device) for name, state in states.items()}

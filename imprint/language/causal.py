@@ -38,7 +38,8 @@ def task(
     the loss of one is Σ_t weight_t · (−log p(token_t | tokens before)), where tokens with a label have weight 1.
     Its queries are `Completions`: what is measured is the log-likelihood of the completion, in nats.
 
-    tokenizer: where given, one that is not the model's is refused here and not in the middle of a simulation.
+    tokenizer: where given, one that is not the model's is refused here and not in the middle of a simulation, and
+        exports for serving engines contain it.
     parameters: what carries the imprint. None: everything that is trainable; of a model with an adapter, the adapter.
         "last:K": the last K blocks. "lora:R", "lora:R:last:K": an adapter on all or the last K blocks, with R numbers
         for each input of the layers that lead out of their wide inside (`language.presets`), made for this task in a
@@ -70,7 +71,7 @@ class LanguageTask(Task):
 
     adapter: the configuration of the adapter that was made for it by "lora:R", else None.
     under: the model that the adapter was made for, as the user gave it.
-    tokenizer: the model's, if `language.task` was given it.
+    tokenizer: the model's, where it was given: exports for serving engines write it beside the model.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Implements `imprint check`, `simulate`, `attribute`, `inspect` and `verify`: making stores and reading them."""
+"""Implements `imprint check`, `simulate`, `attribute` and `inspect`: making stores and reading them."""
 
 import os
 import re
@@ -52,7 +52,6 @@ from imprint.display import for_terminal
 from imprint.errors import ConfigurationError, ReliabilityWarning
 from imprint.recording.header import RECORD
 from imprint.store.manifest import JOURNAL, MANIFEST
-from imprint.validation.witnesses import verify_witnesses
 
 _LOADED = ("task", "data", "sources", "collate_fn", "checkpoints", "run")  # what a simulation loads
 
@@ -274,18 +273,3 @@ def inspect(store: StorePath, json: AsJson = False) -> None:
         typer.echo(dumps(values))
     else:
         console.print(render_recording(values) if recorded else render_store(values))
-
-
-def verify(store: StorePath, json: AsJson = False) -> None:
-    """Check every file of a store against its checksum. Exits with status 1 if a file is damaged or missing.
-
-    For example: `imprint verify runs/news`
-    """
-    opened = imprint.Store(store)
-    opened.verify()
-    verify_witnesses(opened)
-    if json:
-        typer.echo(dumps({"path": str(opened.path), "bytes": opened.bytes, "sound": True}))
-    else:
-        text = f"{escape_markup(opened.path)}: all files match their checksums ({opened.bytes:,} bytes)."
-        console.print(text, soft_wrap=True)
