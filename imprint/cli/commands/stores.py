@@ -29,6 +29,7 @@ from imprint.cli.commands.options import (
     QueriesString,
     ReadoutName,
     RunString,
+    SignedBy,
     SourcesString,
     StorePath,
     StoreTask,
@@ -287,6 +288,7 @@ def attribute(
         Path | None,
         typer.Option("--out", "-o", help="Write all scores to a `.csv` or `.safetensors` file.", dir_okay=False),
     ] = None,
+    signed_by: SignedBy = None,
     config: ConfigPath = None,
     json: AsJson = False,
 ) -> None:
@@ -307,7 +309,7 @@ def attribute(
         raise ConfigurationError(f"--out must end in .csv or .safetensors, got {out}.")
     if out is not None and not out.parent.is_dir():
         raise StoreError(f"could not write {out}: there is no folder {out.parent}.")
-    opened = imprint.Store(store)
+    opened = imprint.Store(store, signed_by=signed_by)
     given = Experiment(task=task, queries=queries, collate_fn=collate, memory=memory, device=device).override_file(
         config
     )
@@ -365,12 +367,14 @@ def inspect(store: StorePath, json: AsJson = False) -> None:
         console.print(render_recording(values) if recorded else render_store(values))
 
 
-def verify(store: StorePath, json: AsJson = False) -> None:
+def verify(store: StorePath, signed_by: SignedBy = None, json: AsJson = False) -> None:
     """Check every file of a store against its checksum. Exits with status 1 if a file is damaged or missing.
+
+    With --signed-by, a store that is not signed with that key, or was changed since, is refused too.
 
     For example: `imprint verify runs/news`
     """
-    opened = imprint.Store(store)
+    opened = imprint.Store(store, signed_by=signed_by)
     opened.verify()
     verify_witnesses(opened)
     if json:

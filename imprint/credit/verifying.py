@@ -1,0 +1,456 @@
+"""Verifies a ledger: that no entry was changed, removed, moved or inserted, and that every amount can be recomputed.
+
+What the database says about itself is compared with the leaves, and the leaves with signed heads. Somebody who may
+write to the database can rewrite the whole log, with every hash in it. Only a head that was signed before, and that
+others hold,
+reveals that: pass such heads, and the public key of the ledger.
+"""
+
+import math
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any
+
+from sqlalchemy import Connection, func, select
+
+from imprint.credit import log, tables
+from imprint.credit.canonical import decode_object, encode
+from imprint.credit.drafting import find_help, hash_payload, read_evidence
+from imprint.credit.heads import Head
+from imprint.credit.leaves import SALT_BYTES, Leaf
+from imprint.credit.ledger import Ledger
+from imprint.credit.merkle import Frontier, hash_tree
+from imprint.credit.money import Tariff, apportion
+from imprint.credit.periods import describe_period
+from imprint.credit.policy import Policy
+from imprint.credit.reading import read_kept_heads
+from imprint.credit.requests import bind_request
+from imprint.credit.spread import ESTIMATOR
+from imprint.display import count_of, for_terminal
+from imprint.errors import CreditError
+from imprint.keys import PublicKey, load_public_keys
+from imprint.runtime.progress import Advance, Progress
+from imprint.validation.verdict import Figures, Verdict
+
+if TYPE_CHECKING:
+    from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
+
+_SHARES = 1e-6  # by how much intervals that are computed again may differ
+_MOST = 100  # problems that are listed
+_AT_ONCE = 500  # rows that are checked together
+_UNREADABLE = (CreditError, KeyError, TypeError, ValueError, AttributeError, IndexError, ArithmeticError)
+_UNSIGNED = (
+    "No published head was compared: somebody who may write to the database could have rewritten all of it, with the "
+    "heads that it keeps. Give the heads that were published, and the public key."
+)
+_UNCHECKED = "The signatures of heads were not checked: give the public key."
+_INTERVALS = "The intervals of a closed period differ from those that this version finds: another version closed it."
+_OUTCOMES = "The outcome of a validation differs from what this version concludes from its figures."
+
+
+@dataclass(frozen=True)
+class Problem:
+    """Something that is not as it was written; `sequence` is the place in the log, if it has one."""
+
+    text: str
+    sequence: int | None = None
+
+    def __str__(self) -> str:
+        return for_terminal(self.text if self.sequence is None else f"entry {self.sequence}: {self.text}")
+
+
+@dataclass(frozen=True)
+class Verification:
+    """What `verify` has found.
+
+    heads: how many signed heads the log was compared with.
+    remarks: what was not compared, or differs between versions.
+    """
+
+    entries: int
+    heads: int
+    problems: tuple[Problem, ...]
+    remarks: tuple[str, ...]
+    seconds: float
+
+    @property
+    def holds(self) -> bool:
+        """Whether everything is as it was written, as far as it was compared."""
+        return not self.problems
+
+    def __repr__(self) -> str:
+        rate = f"{self.entries / self.seconds:,.0f} per second" if self.seconds > 0 else ""
+        compared = f"{count_of(self.entries, 'entry', 'entries')} and {count_of(self.heads, 'signed head')}, {rate}"
+        if self.holds:
+            return "\n".join([f"verified: {compared}", *self.remarks])
+        listed = [f"  {problem}" for problem in self.problems[:_MOST]]
+        more = [f"  and {len(self.problems) - _MOST} more"] * (len(self.problems) > _MOST)
+        title = f"verification failed: {count_of(len(self.problems), 'problem')} ({compared})"
+        return "\n".join([title, *listed, *more, *self.remarks])
+
+
+def verify(
+    ledger: Ledger,
+    *,
+    heads: Sequence[Head] = (),
+    key: PublicKey | Sequence[PublicKey] | None = None,
+    progress: bool | Advance = True,
+) -> Verification:
+    """Compare every entry of a ledger with its hash, its neighbours, its policy and the signed heads.
+
+    heads: those that were published, beside the ones that the database keeps.
+    key: the public key that heads must be signed with, or several if it was exchanged.
+    """
+    began = time.monotonic()
+    keys = load_public_keys(key)
+    with tables.reading(ledger.engine) as connection:
+        checker = _Checker(connection, ledger.name)
+        known = {(head.content, head.signature): head for head in (*checker.read_heads(), *heads)}.values()
+        checker.sizes = {head.size for head in known}
+        bar = Progress("verifying", log.read_size(connection), "entries", progress)
+        try:
+            for rows in _in_chunks(log.read_rows(connection, -(2**63), 2**63 - 1)):
+                checker.check_chunk(rows)
+                bar.advance(len(rows))
+        finally:
+            bar.close()
+        checker.check_end()
+        for head in known:
+            checker.check_head(head, keys)
+    if not heads:
+        checker.remarks[_UNSIGNED] = None
+    if known and not keys:
+        checker.remarks[_UNCHECKED] = None
+    seconds = time.monotonic() - began
+    return Verification(checker.entries, len(known), tuple(checker.problems), tuple(checker.remarks), seconds)
+
+
+def _in_chunks(rows: Iterator[Any]) -> Iterator[list[Any]]:
+    chunk = list[Any]()
+    for row in rows:
+        chunk.append(row)
+        if len(chunk) == _AT_ONCE:
+            yield chunk
+            chunk = []
+    if chunk:
+        yield chunk
+
+
+@dataclass
+class _Checker:
+    """Goes through a log once, and collects what is not as it was written.
+
+    sizes: at which the root of the log is wanted, to be compared with heads.
+    broken: whether entries are missing or too many, so that the tree cannot be made again.
+    gone: entries whose query is not there. stop: where the last period ends.
+    """
+
+    connection: Connection
+    name: str
+    sizes: set[int] = field(default_factory=set)
+    entries: int = 0
+    problems: list[Problem] = field(default_factory=list)
+    remarks: dict[str, None] = field(default_factory=dict)
+    roots: dict[int, bytes] = field(default_factory=dict)
+    frontier: Frontier = field(default_factory=Frontier)
+    broken: bool = False
+    time: str = ""
+    policies: dict[str, Policy] = field(default_factory=dict)
+    erased: set[int] = field(default_factory=set)
+    gone: list[int] = field(default_factory=list)
+    there: list[int] = field(default_factory=list)
+    kept: int = 0
+    nodes: int = 0
+    kinds: set[tuple[str, int]] = field(default_factory=set)
+    periods: set[str] = field(default_factory=set)
+    stop: int = 0
+    requests: int = 0
+    request: Any = None
+    signer: str | None = None
+    unit: tuple[str, int] | None = None
+
+    def add(self, text: str, sequence: int | None = None) -> None:
+        self.problems.append(Problem(text, sequence))
+
+    def read_heads(self) -> list[Head]:
+        """Return the heads that the database keeps."""
+        try:
+            heads = read_kept_heads(self.connection)
+        except CreditError as error:
+            self.add(str(error))
+            return []
+        columns = {(row.size, row.time) for row in self.connection.execute(select(tables.heads))}
+        if columns != {(head.size, head.time) for head in heads}:
+            self.add("the table of heads differs from the heads")
+        return heads
+
+    def check_chunk(self, rows: Sequence[Any]) -> None:
+        """Check leaves that follow one another."""
+        checks: dict[str, Callable[[Leaf], None]] = {
+            "log": self._check_log,
+            "tariff": self._check_tariff,
+            "policy": self._check_policy,
+            "credit": self._check_credit,
+            "period": self._check_period,
+            "erasure": self._check_erasure,
+        }
+        for row in rows:
+            self.entries += 1
+            self._check_place(row.sequence)
+            leaf = Leaf(b"")
+            try:
+                leaf = log.make_leaf(row)
+                self._check_leaf(row, leaf)
+                if (check := checks.get(leaf.kind)) is not None:
+                    check(leaf)
+            except _UNREADABLE as error:
+                self.add(f"it cannot be read: {error}", row.sequence)
+            self._grow(leaf)
+
+    def _check_place(self, sequence: int) -> None:
+        expected = self.frontier.size
+        if self.broken:
+            return
+        if sequence > expected:
+            one = sequence == expected + 1
+            self.add(f"entry {expected} is missing" if one else f"entries {expected} to {sequence - 1} are missing")
+        elif sequence < expected:
+            self.add("an entry was inserted before the beginning", sequence)
+        self.broken = sequence != expected
+
+    def _check_leaf(self, row: Any, leaf: Leaf) -> None:
+        """Compare a leaf with its row, its hash, its lines and its neighbours."""
+        if tables.read_bytes(row.hash) != leaf.hash:
+            self.add("its content was changed: it differs from its hash", row.sequence)
+        about = leaf.about
+        if about["sequence"] != row.sequence:
+            self.add(f"it was written as entry {about['sequence']}, and has been moved", row.sequence)
+        for column in ("kind", "time"):
+            if getattr(row, column) != about[column]:
+                self.add(f"the database says {column} {getattr(row, column)}, it was {about[column]}", row.sequence)
+        if about["time"] < self.time:
+            self.add(f"its time, {about['time']}, is before that of the entry before it, {self.time}", row.sequence)
+        self.time = max(self.time, about["time"])
+        lines = about.get("lines")
+        if (lines is None) != (not leaf.lines) or len(leaf.salt) != (0 if lines is None else SALT_BYTES):
+            self.add("its lines or their salt were removed, or some were added", row.sequence)
+        elif lines is not None:
+            if lines["count"] != len(leaf.lines) or hash_tree(leaf.line_hashes).hex() != lines["root"]:
+                self.add("its lines were changed: they differ from their hash", row.sequence)
+            names = [each["source"] for each in leaf.rows]
+            if names != sorted(set(names)):
+                self.add("its lines are not in the order of their sources", row.sequence)
+        if leaf.kind != "credit":
+            self.kinds.add((leaf.kind, row.sequence))
+
+    def _grow(self, leaf: Leaf) -> None:
+        """Append a leaf to the tree, and compare the nodes that this completes with those of the database."""
+        if self.broken:
+            return
+        self.frontier, completed = self.frontier.extend([leaf.hash])
+        for level, index, node in completed:
+            if level % log.TILE:
+                continue
+            table = tables.nodes
+            query = select(table.c.hash).where(table.c.level == level, table.c.index == index)
+            kept = self.connection.execute(query).scalar_one_or_none()
+            self.nodes += 1
+            if kept is None or tables.read_bytes(kept) != node:
+                first, last = index << level, (index + 1 << level) - 1
+                self.add(f"entries {first} to {last} do not match their stored tree node")
+        if self.frontier.size in self.sizes:
+            self.roots[self.frontier.size] = self.frontier.root
+
+    def _check_log(self, leaf: Leaf) -> None:
+        if leaf.sequence or leaf.about["log"] != self.name:
+            self.add("unexpected beginning of a log", leaf.sequence)
+        self.signer = leaf.about["signer"]
+
+    def _check_tariff(self, leaf: Leaf) -> None:
+        tariff = Tariff(**leaf.about["tariff"])
+        unit = (tariff.currency, tariff.smallest)
+        if self.unit not in (None, unit):
+            self.add("it changes the currency of the ledger", leaf.sequence)
+        self.unit = unit
+
+    def _check_policy(self, leaf: Leaf) -> None:
+        policy = Policy.from_json(leaf.about["policy"])
+        self.policies[policy.sha256] = policy
+
+    def _check_erasure(self, leaf: Leaf) -> None:
+        erased = leaf.about["erased"]
+        if any(not 0 <= each < leaf.sequence for each in erased):
+            self.add("it notes the erasure of entries that were not there", leaf.sequence)
+        self.erased.update(erased)
+
+    def _check_credit(self, leaf: Leaf) -> None:
+        """Divide the pot of a query again, from its scores and its policy."""
+        about, rows = leaf.about, leaf.rows
+        self._check_payload(leaf)
+        self._check_request(leaf)
+        if self.signer is not None and about["signer"] != self.signer:
+            self.add("its store was not signed with the key that this ledger demands", leaf.sequence)
+        policy = self.policies.get(about["policy"])
+        if policy is None:
+            self.add("it names a policy that is not in the log before it", leaf.sequence)
+            return
+        if (verdict := about["validation"]) is not None and find_outcome(encode(verdict)) != verdict["outcome"]:
+            self.remarks[_OUTCOMES] = None
+        if any(row["helps"] != find_help(about, row) for row in rows):
+            self.add("a source helped by something else than its score says", leaf.sequence)
+        if not agree_errors(about, rows):
+            self.add("its standard errors do not follow from the spread of its runs", leaf.sequence)
+        division = policy.divide(read_evidence(leaf))
+        pot, rest = about["pot"], about["unattributed"]
+        weights = [*division.shares, division.unattributed]
+        amounts: Sequence[int | None] = [None] * len(weights) if pot is None else apportion(pot, weights)
+        found = [*((row["share"], row["amount"]) for row in rows), (rest["share"], rest["amount"])]
+        if (about["rule"], about["reason"]) != (division.rule, division.reason):
+            self.add(f"its rule is {about['rule']!r}, by its policy it is {division.rule!r}", leaf.sequence)
+        elif found != list(zip(weights, amounts, strict=True)):
+            self.add("its shares and amounts do not follow from its scores and its policy", leaf.sequence)
+
+    def _check_payload(self, leaf: Leaf) -> None:
+        """Compare a query with its hash; if it is not there, the log must say so."""
+        expected, table = leaf.about["payload"], tables.payloads
+        kept = self.connection.execute(select(table).where(table.c.sequence == leaf.sequence)).one_or_none()
+        self.kept += kept is not None
+        if kept is None:
+            if expected is not None:
+                self.gone.append(leaf.sequence)
+            return
+        salt, payload = tables.read_bytes(kept.salt), tables.read_bytes(kept.payload)
+        if expected is None or hash_payload(salt, payload) != expected:
+            self.add("its query was changed: it differs from its hash", leaf.sequence)
+        if kept.expires != leaf.about["expires"]:
+            self.add("the time at which its query is to be erased was changed", leaf.sequence)
+        self.there.append(leaf.sequence)
+
+    def _check_request(self, leaf: Leaf) -> None:
+        """Compare an entry with the request that credited it."""
+        known, table = self.request, tables.requests
+        if known is None or not known.first <= leaf.sequence < known.first + known.count:
+            query = select(table).where(table.c.first == leaf.sequence)
+            known = self.connection.execute(query).one_or_none()
+            self.requests += known is not None
+            self.request = known
+        bound = None
+        if known is not None:
+            bound = bind_request(tables.read_bytes(known.salt), known.caller, known.key)
+        if bound != leaf.about["request"]:
+            self.add("its request was changed or removed, so that it could be credited again", leaf.sequence)
+
+    def _check_period(self, leaf: Leaf) -> None:
+        """Close a period again."""
+        about = leaf.about
+        if about["period"] in self.periods or about["first"] != self.stop or not about["stop"] <= leaf.sequence:
+            self.add(f"period {about['period']} does not follow the one before it", leaf.sequence)
+        self.periods.add(about["period"])
+        self.stop = about["stop"]
+        header, rows = describe_period(self.connection, about["first"], about["stop"], about["pot"])
+        pairs = list(zip([about, *leaf.rows], [{**about, **header}, *rows], strict=False))
+        if len(rows) != len(leaf.rows) or not all(_agree(one, other) for one, other in pairs):
+            self.add(f"period {about['period']} does not follow from its entries", leaf.sequence)
+        elif about["estimator"] != ESTIMATOR or not all(_agree_intervals(one, other) for one, other in pairs):
+            self.remarks[_INTERVALS] = None
+
+    def check_end(self) -> None:
+        """Compare what the database says about the whole log."""
+        state, row = log.read_state(self.connection), self.connection.execute(select(tables.log)).first()
+        if row is not None and row.time != self.time:
+            self.add(f"the database says that the last entry is of {row.time}, it is of {self.time}")
+        if not self.broken and state.size != self.frontier.size:
+            self.add(f"the database claims {state.size} entries, but contains {self.frontier.size}")
+        elif not self.broken and state != self.frontier:
+            self.add("the entries do not lead to the root that the database has: some were changed with their hashes")
+        if self.erased.intersection(self.there):
+            self.add("a query that was erased is there again", min(self.erased.intersection(self.there)))
+        for sequence in self.gone:
+            if sequence not in self.erased:
+                self.add("its query is gone, and the log does not say that it was erased", sequence)
+        kinds = {(row.kind, row.sequence) for row in self.connection.execute(select(tables.kinds))}
+        if kinds != self.kinds:
+            self.add("the table of kinds differs from the entries")
+        for table, count, what in (
+            (tables.payloads, self.kept, "a query is kept for an entry that does not exist"),
+            (tables.requests, self.requests, "a request points to entries that do not exist"),
+            (tables.nodes, self.nodes, "the tree has nodes that no entries lead to"),
+            (tables.log, 1, "there is more than one log"),
+        ):
+            if (
+                not self.broken
+                and self.connection.execute(select(func.count()).select_from(table)).scalar_one() != count
+            ):
+                self.add(what)
+
+    def check_head(self, head: Head, keys: "Sequence[Ed25519PublicKey]") -> None:
+        """Compare the log with a signed head."""
+        try:
+            if keys:
+                head.check(*keys)
+            size, signed = head.size, f"a head of {head.size} entries was signed at {head.time}"
+            if head.log != self.name:
+                self.add(f"{signed}, of another log: {head.log}")
+            elif size > self.frontier.size:
+                why = "entries are missing" if self.broken else f"there are {self.frontier.size}"
+                self.add(f"{signed}, and {why}: the log was cut short")
+            elif size and self.roots.get(size) != head.root:
+                self.add(f"{signed}, with another root: entries before it were changed, removed or inserted since")
+        except _UNREADABLE as error:
+            self.add(f"a head does not hold: {error}")
+
+
+@lru_cache(maxsize=256)
+def find_outcome(verdict: bytes) -> str:
+    """Return what a validation found, from the figures that an entry has of it."""
+    about = decode_object(verdict)
+    figures = Figures(**about.pop("figures"))
+    about.pop("outcome")
+    return Verdict(**about, figures=figures).outcome
+
+
+def agree_errors(about: dict[str, Any], rows: list[dict[str, Any]]) -> bool:
+    """Check whether the standard errors of an entry follow from how its runs deviate, or from the noise of its run.
+
+    With shares w of the runs, the squared error is Σw²/(1 − Σw²) · Σ w d², with d in the unit of effects. That of a sum
+    of k removals is k(k + 1)/2 times the squared noise of one.
+    """
+    errors = [row["error"] for row in rows]
+    if None in errors:
+        return errors == [None] * len(errors)
+    if about["runs"] is not None:
+        shares = about["runs"]["shares"]
+        squares = sum(share**2 for share in shares)
+        for row in rows:
+            spread = sum(
+                share * (each / about["n"]) ** 2 for share, each in zip(shares, row["deviations"], strict=True)
+            )
+            if not math.isclose(row["error"], math.sqrt(squares / (1 - squares) * spread), rel_tol=1e-6, abs_tol=1e-12):
+                return False
+        return True
+    if about["noise"] is None:
+        return True
+    noise = sum(change**2 for change in about["noise"]) / len(about["noise"])
+    for error in errors:
+        times = error**2 / noise if noise else 1.0
+        k = max(1, round((math.sqrt(8 * times + 1) - 1) / 2))
+        if not math.isclose(times, k * (k + 1) / 2, rel_tol=1e-6):
+            return False
+    return True
+
+
+_ENDS = ("low", "high")
+
+
+def _agree(one: dict[str, Any], other: dict[str, Any]) -> bool:
+    """Check whether two lines of a period are the same, but for its intervals and the version that found them."""
+    skipped = {*_ENDS, "estimator"}
+    return one.keys() == other.keys() and all(one[name] == other[name] for name in one.keys() - skipped)
+
+
+def _agree_intervals(one: dict[str, Any], other: dict[str, Any]) -> bool:
+    """Check whether two lines have the same interval, up to rounding."""
+    pairs = [(one.get(name), other.get(name)) for name in _ENDS]
+    return all(a == b if a is None or b is None else abs(a - b) <= _SHARES for a, b in pairs)

@@ -1,0 +1,272 @@
+"""Whoever changes the database by hand is found out, by the ledger itself or by somebody who holds an earlier head."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+from sqlalchemy import Connection, delete, insert, select, update
+
+from imprint.credit import Ledger, tables
+from imprint.credit import log as credit_log
+from imprint.credit.canonical import decode, encode
+from imprint.credit.heads import Head, publish_head, read_heads
+from imprint.credit.leaves import Leaf, split_lines
+from imprint.credit.merkle import Frontier, check_consistency, hash_leaf
+from imprint.credit.periods import close_period
+from imprint.credit.verifying import verify
+from imprint.errors import CreditError
+from tests.credit.crediting import EXPECTED, fill, make_ledger, make_result
+
+L, P, KEY = tables.leaves, tables.payloads, Ed25519PrivateKey.generate()
+
+
+def run(ledger: Ledger, *statements: Any) -> None:
+    with ledger.engine.connect().execution_options(writes=True) as connection, connection.begin():
+        for statement in statements:
+            if callable(statement):
+                statement(connection)
+            else:
+                connection.execute(statement)
+
+
+@pytest.fixture
+def filled(ledger: Ledger) -> Ledger:
+    """0 log, 1 tariff, 2 policy, 3 to 10 credited queries, 11 a closed period, 12 to 14 more queries."""
+    fill(ledger, (3, 1, 4), payloads=None)
+    close_period(ledger, "2026-11")
+    ledger.credit(make_result(3, seed=9), EXPECTED, payloads=[b"a", b"b", b"c"], key="k")
+    return ledger
+
+
+def problems(ledger: Ledger, heads: list[Head] | None = None) -> list[str]:
+    found = verify(ledger, heads=heads or [], key=KEY.public_key(), progress=False)
+    assert found.holds == (not found.problems)
+    return [str(problem) for problem in found.problems]
+
+
+def rewrite(sequence: int, change: Callable[[dict[str, Any]], Any], *, rehash: bool = False) -> Any:
+    """Change the header of an entry, and its hash too if asked."""
+
+    def apply(connection: Connection) -> None:
+        header = connection.execute(select(L.c.header).where(L.c.sequence == sequence)).scalar_one()
+        about = decode(bytes(header))
+        change(about)
+        values: dict[str, Any] = {"header": encode(about)}
+        if rehash:
+            values["hash"] = hash_leaf(values["header"])
+        connection.execute(update(L).where(L.c.sequence == sequence).values(**values))
+
+    return apply
+
+
+def change_line(sequence: int, old: bytes, new: bytes) -> Any:
+    def apply(connection: Connection) -> None:
+        lines = bytes(connection.execute(select(L.c.lines).where(L.c.sequence == sequence)).scalar_one())
+        assert old in lines
+        connection.execute(update(L).where(L.c.sequence == sequence).values(lines=lines.replace(old, new, 1)))
+
+    return apply
+
+
+def rebuild(connection: Connection) -> None:
+    """Make every hash, node and peak fit the entries again, as an attacker with full access can."""
+    frontier, rows = Frontier(), connection.execute(select(L).order_by(L.c.sequence)).all()
+    connection.execute(delete(tables.nodes))
+    for row in rows:
+        hashed = hash_leaf(bytes(row.header))
+        connection.execute(update(L).where(L.c.sequence == row.sequence).values(hash=hashed))
+        frontier, completed = frontier.extend([hashed])
+        for level, index, node in completed:
+            if level % credit_log.TILE == 0:
+                connection.execute(insert(tables.nodes).values(level=level, index=index, hash=node))
+    state = {"size": frontier.size, "peaks": b"".join(frontier.peaks)}
+    connection.execute(update(tables.log).values(**state))
+
+
+def test_what_nobody_touched_verifies(filled: Ledger) -> None:
+    filled.sign_head(KEY)
+    assert problems(filled) == []
+    found = verify(filled, key=KEY.public_key(), progress=False)
+    assert found.entries == 15 and found.heads == 1 and repr(found).startswith("verified: 15 entries and 1 signed head")
+
+
+def test_what_was_not_compared_is_said(filled: Ledger) -> None:
+    assert "No published head was compared" in repr(verify(filled, progress=False))
+    filled.sign_head(KEY)
+    assert "signatures of heads were not checked" in repr(verify(filled, progress=False))
+
+
+CHANGES: dict[str, tuple[Any, str]] = {
+    "a header": (rewrite(5, lambda about: about.update(pot=9)), "entry 5: its content was changed"),
+    "a header with its hash": (rewrite(5, lambda a: a.update(query="x"), rehash=True), "do not lead to the root"),
+    "an amount": (change_line(5, b'"amount":', b'"amount":1'), "entry 5: its lines were changed"),
+    "a source's name": (change_line(5, b'"times"', b'"tomes"'), "entry 5: its lines were changed"),
+    "a time column": (update(L).where(L.c.sequence == 5).values(time="2020"), "entry 5: the database says time 2020"),
+    "a kind column": (update(L).where(L.c.sequence == 5).values(kind="policy"), "entry 5: the database says kind"),
+    "bytes": (update(L).where(L.c.sequence == 5).values(header=b"{"), "entry 5: it cannot be read"),
+    "no lines": (update(L).where(L.c.sequence == 5).values(lines=None), "entry 5: its lines or their salt were removed"),
+    "a salt": (update(L).where(L.c.sequence == 5).values(salt=b"0" * 32), "entry 5: its lines were changed"),
+    "a padded salt": (update(L).where(L.c.sequence == 5).values(salt=L.c.salt + b"\0"), "entry 5: its lines or their salt"),
+    "a removed entry": (delete(L).where(L.c.sequence == 5), "entry 5 is missing"),
+    "two removed entries": (delete(L).where(L.c.sequence.in_([5, 6])), "entries 5 to 6 are missing"),
+    "the last entries": (delete(L).where(L.c.sequence >= 12), "the database claims 15 entries, but contains 12"),
+    "the peaks": (update(tables.log).values(peaks=b"0" * 128), "do not lead to the root"),
+    "the size": (update(tables.log).values(size=7, peaks=b"0" * 96), "the database claims 7 entries, but contains 15"),
+    "a payload": (update(P).where(P.c.sequence == 13).values(payload=b"z"), "entry 13: its query was changed"),
+    "a removed payload": (delete(P).where(P.c.sequence == 13), "entry 13: its query is gone, and the log"),
+    "a mark": (delete(tables.kinds).where(tables.kinds.c.kind == "period"), "the table of kinds differs"),
+    "a request": (update(tables.requests).values(first=900), "its request was changed or removed"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", CHANGES)
+def test_every_change_by_hand_is_found(kind: str, filled: Ledger) -> None:
+    change, expected = CHANGES[kind]
+    run(filled, change)
+    found = problems(filled)
+    assert any(expected in text for text in found), found
+
+
+def test_exchanged_entries_are_found(filled: Ledger) -> None:
+    move = [update(L).where(L.c.sequence == a).values(sequence=b) for a, b in ((4, 99), (5, 4), (99, 5))]
+    run(filled, *move)
+    found = problems(filled)
+    assert "entry 4: it was written as entry 5, and has been moved" in found
+    run(filled, rebuild)
+    assert "entry 4: it was written as entry 5, and has been moved" in problems(filled)
+
+
+def test_an_inserted_entry_is_found(filled: Ledger) -> None:
+    def copy_last(connection: Connection) -> None:
+        row = connection.execute(select(L).where(L.c.sequence == 14)).one()
+        connection.execute(insert(L).values({**row._asdict(), "sequence": 15}))
+
+    run(filled, copy_last)
+    assert any("it was written as entry 14, and has been moved" in text for text in problems(filled))
+    run(filled, update(L).where(L.c.sequence == 15).values(sequence=-1))
+    assert any("inserted before the beginning" in text for text in problems(filled))
+
+
+def test_an_amount_that_the_policy_does_not_give_is_found_even_if_every_hash_fits(filled: Ledger) -> None:
+    """An insider shifts a cent from one source to another, and makes the whole log fit."""
+
+    def shift(connection: Connection) -> None:
+        row = connection.execute(select(L).where(L.c.sequence == 5)).one()
+        leaf = credit_log.make_leaf(row)
+        rows = [dict(each) for each in leaf.rows]
+        giver = next(each for each in rows if each["amount"] > 0)
+        taker = next(each for each in rows if each is not giver)
+        giver["amount"], taker["amount"] = giver["amount"] - 1, taker["amount"] + 1
+        lines = tuple(map(encode, rows))
+        other = Leaf(leaf.header, lines, leaf.salt)
+        from imprint.credit.merkle import hash_tree
+
+        about = {**leaf.about, "lines": {"count": len(lines), "root": hash_tree(other.line_hashes).hex()}}
+        values = {"header": encode(about), "lines": b"\n".join(lines)}
+        connection.execute(update(L).where(L.c.sequence == 5).values(**values))
+
+    run(filled, shift, rebuild)
+    found = problems(filled)
+    assert "entry 5: its shares and amounts do not follow from its scores and its policy" in found
+    assert "entry 11: period 2026-11 does not follow from its entries" in found
+
+
+def test_a_log_that_was_rewritten_as_a_whole_is_found_by_anyone_who_holds_an_earlier_head(filled: Ledger) -> None:
+    """Nothing inside the database can show it: that is why heads are published."""
+    held = filled.sign_head(KEY)
+    run(filled, delete(tables.heads), rewrite(4, lambda about: about.update(query="other")), rebuild)
+    assert problems(filled) == []
+    assert problems(filled, [held]) == [
+        f"a head of 15 entries was signed at {held.time}, with another root: entries before it were changed, "
+        "removed or inserted since"
+    ]
+    assert filled.prove_growth(15, 15) == []
+    new = filled.sign_head(KEY)
+    assert not check_consistency(15, 15, held.root, new.root, [])
+
+
+def test_a_log_that_was_cut_short_is_found_by_anyone_who_holds_an_earlier_head(filled: Ledger) -> None:
+    held = filled.sign_head(KEY)
+    cut = [delete(each).where(each.c.sequence >= 12) for each in (L, tables.payloads, tables.kinds)]
+    run(filled, *cut, delete(tables.heads), delete(tables.requests).where(tables.requests.c.first >= 12), rebuild)
+    assert problems(filled) == []
+    assert "the log was cut short" in problems(filled, [held])[0]
+
+
+def test_heads_of_another_key_or_another_log_do_not_hold(filled: Ledger, tmp_path: Path) -> None:
+    filled.sign_head(Ed25519PrivateKey.generate())
+    assert "was not signed with key" in problems(filled)[0]
+    other = make_ledger(tmp_path / "other.db")
+    head = other.sign_head(KEY)
+    run(filled, delete(tables.heads))
+    assert f"of another log: {other.name}" in problems(filled, [head])[0]
+
+
+def test_a_growing_log_proves_that_it_only_grew(filled: Ledger) -> None:
+    old = filled.sign_head(KEY)
+    fill(filled, (5, 2))
+    new = filled.sign_head(KEY)
+    proof = filled.prove_growth(old.size, new.size)
+    assert check_consistency(old.size, new.size, old.root, new.root, proof)
+    assert not check_consistency(old.size, new.size, new.root, new.root, proof)
+
+
+def test_published_heads_are_read_again_and_half_a_line_is_not_a_head(filled: Ledger, tmp_path: Path) -> None:
+    file = tmp_path / "heads.jsonl"
+    one = filled.sign_head(KEY, file)
+    fill(filled, (1,))
+    two = filled.sign_head(KEY, file)
+    with file.open("a") as out:
+        out.write('{"head": "cut sho')
+    assert list(read_heads(file)) == [one, two] == filled.heads()
+    publish_head(tmp_path / "other.jsonl", one)
+    assert list(read_heads(tmp_path / "other.jsonl")) == [one]
+
+
+@pytest.mark.parametrize(
+    "text", ["{}", "[]", "null", '{"head": 1, "signature": ""}', '{"head": "{}", "signature": "!"}', "x"]
+)
+def test_what_is_no_head_is_refused(text: str, tmp_path: Path) -> None:
+    (tmp_path / "heads.jsonl").write_text(text + "\n")
+    with pytest.raises(CreditError):
+        read_heads(tmp_path / "heads.jsonl")
+
+
+def test_a_forged_head_is_refused(filled: Ledger) -> None:
+    head = filled.sign_head(KEY)
+    about = json.loads(head.content)
+    forged = Head(encode({**about, "size": 3}), head.signature)
+    with pytest.raises(CreditError, match="was not signed with key"):
+        forged.check(KEY.public_key())
+
+
+def test_a_log_of_several_tiles_proves_every_entry(tmp_path: Path) -> None:
+    """256 leaves make a tile: here are nodes at level 8, and entries in the first, a middle and the last tile."""
+    ledger = make_ledger(tmp_path / "credit.db")
+    for seed in range(7):
+        ledger.credit(make_result(100, seed=seed), EXPECTED)
+    head = ledger.sign_head(KEY)
+    with tables.reading(ledger.engine) as connection:
+        assert {tuple(row)[:2] for row in connection.execute(select(tables.nodes))} == {(8, 0), (8, 1)}
+        leaves = list(credit_log.read_leaves(connection, 0, head.size))
+    from imprint.credit.merkle import check_inclusion
+
+    for sequence in (0, 5, 255, 256, 511, 512, 600, head.size - 1):
+        proof = ledger.prove(sequence, head.size)
+        assert check_inclusion(leaves[sequence].hash, sequence, head.size, proof, head.root)
+        assert leaves[sequence].sequence == sequence
+    assert problems(ledger) == []
+    run(ledger, update(tables.nodes).where(tables.nodes.c.index == 1).values(hash=b"0" * 32))
+    assert any("entries 256 to 511 do not match their stored tree node" in text for text in problems(ledger))
+
+
+def test_lines_are_split_into_the_bytes_that_were_joined(ledger: Ledger) -> None:
+    entry = ledger.credit(
+        make_result(1, source_ids=("a\nb", "c", "ü", "\u2028"), source_names=("",) * 4), EXPECTED
+    ).entries[0]
+    assert ledger.entry(entry.sequence) == entry and len(entry.lines) == 4
+    assert split_lines(None) == ()
+    assert problems(ledger) == []
