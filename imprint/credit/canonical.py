@@ -5,6 +5,8 @@ from typing import Any
 
 from imprint.errors import CreditError
 
+_ENCODER = json.JSONEncoder(sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
+
 
 def encode(value: Any) -> bytes:
     """Return plain values as JSON in UTF-8, with sorted keys and no spaces. NaN and infinity are refused.
@@ -13,8 +15,7 @@ def encode(value: Any) -> bytes:
     '{"a":["ü",null],"b":0.1}'
     """
     try:
-        text = json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
-        return text.encode()
+        return _ENCODER.encode(value).encode()
     except (ValueError, TypeError, RecursionError) as error:
         raise CreditError(f"this cannot be written to an entry: {error}.") from error
 
@@ -22,7 +23,7 @@ def encode(value: Any) -> bytes:
 def decode(content: bytes) -> Any:
     """Read values from bytes that `encode` wrote; refuse anything that is not in canonical form."""
     try:
-        value = json.loads(content)
+        value = json.loads(content.decode())
         if encode(value) == content:
             return value
     except (ValueError, RecursionError, CreditError) as error:

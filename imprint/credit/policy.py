@@ -165,9 +165,11 @@ class Policy:
             shares, _ = _share(PARTS, evidence.sources, weights, ())
             return Division(shares, 0, self.fallback, reason)
         fixed = round(self.fixed * PARTS)
-        equal = _share(fixed, evidence.sources, (1,) * len(evidence.sources), ())[0]
         paid, unpaid = self.weigh(evidence.helps, evidence.errors, evidence.freedom)
         shares, rest = _share(PARTS - fixed, evidence.sources, paid.tolist(), unpaid.tolist())
+        if not fixed:
+            return Division(shares, rest, self.rule)
+        equal = _share(fixed, evidence.sources, (1,) * len(evidence.sources), ())[0]
         return Division(tuple(map(sum, zip(shares, equal, strict=True))), rest, self.rule)
 
     def explain(self, rule: AppliedRule) -> str:

@@ -2,44 +2,40 @@
 
 What the database says about itself is compared with the leaves, and the leaves with signed heads. Somebody who may
 write to the database can rewrite the whole log, with every hash in it. Only a head that was signed before, and that
-others hold,
-reveals that: pass such heads, and the public key of the ledger.
+others hold, reveals that: pass such heads, and the public key of the ledger.
 """
 
-import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 from sqlalchemy import Connection, func, select
 
 from imprint.credit import log, tables
-from imprint.credit.canonical import decode_object, encode
-from imprint.credit.drafting import find_help, hash_payload, read_evidence
+from imprint.credit.canonical import encode
+from imprint.credit.drafting import hash_payload
 from imprint.credit.heads import Head
 from imprint.credit.leaves import SALT_BYTES, Leaf
 from imprint.credit.ledger import Ledger
 from imprint.credit.merkle import Frontier, hash_tree
-from imprint.credit.money import Tariff, apportion
+from imprint.credit.money import Tariff
 from imprint.credit.periods import describe_period
 from imprint.credit.policy import Policy
 from imprint.credit.reading import read_kept_heads
+from imprint.credit.recomputing import agree_intervals, agree_lines, find_faults, find_outcome
 from imprint.credit.requests import bind_request
 from imprint.credit.spread import ESTIMATOR
 from imprint.display import count_of, for_terminal
 from imprint.errors import CreditError
 from imprint.keys import PublicKey, load_public_keys
 from imprint.runtime.progress import Advance, Progress
-from imprint.validation.verdict import Figures, Verdict
 
 if TYPE_CHECKING:
     from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
 
-_SHARES = 1e-6  # by how much intervals that are computed again may differ
 _MOST = 100  # problems that are listed
-_AT_ONCE = 500  # rows that are checked together
+_AT_ONCE = 100  # rows that are checked together, with their queries
 _UNREADABLE = (CreditError, KeyError, TypeError, ValueError, AttributeError, IndexError, ArithmeticError)
 _UNSIGNED = (
     "No published head was compared: somebody who may write to the database could have rewritten all of it, with the "
@@ -161,6 +157,7 @@ class _Checker:
     erased: set[int] = field(default_factory=set)
     gone: list[int] = field(default_factory=list)
     there: list[int] = field(default_factory=list)
+    payloads: dict[int, Any] = field(default_factory=dict)
     kept: int = 0
     nodes: int = 0
     kinds: set[tuple[str, int]] = field(default_factory=set)
@@ -196,6 +193,7 @@ class _Checker:
             "period": self._check_period,
             "erasure": self._check_erasure,
         }
+        self._read_payloads(rows[0].sequence, rows[-1].sequence)
         for row in rows:
             self.entries += 1
             self._check_place(row.sequence)
@@ -208,6 +206,12 @@ class _Checker:
             except _UNREADABLE as error:
                 self.add(f"it cannot be read: {error}", row.sequence)
             self._grow(leaf)
+
+    def _read_payloads(self, first: int, last: int) -> None:
+        """Read the queries of some entries at once: one by one, that takes longer than checking the entries."""
+        table = tables.payloads
+        query = select(table).where(table.c.sequence >= first, table.c.sequence <= last)
+        self.payloads = {row.sequence: row for row in self.connection.execute(query)}
 
     def _check_place(self, sequence: int) -> None:
         expected = self.frontier.size
@@ -287,7 +291,7 @@ class _Checker:
 
     def _check_credit(self, leaf: Leaf) -> None:
         """Divide the pot of a query again, from its scores and its policy."""
-        about, rows = leaf.about, leaf.rows
+        about = leaf.about
         self._check_payload(leaf)
         self._check_request(leaf)
         if self.signer is not None and about["signer"] != self.signer:
@@ -298,24 +302,12 @@ class _Checker:
             return
         if (verdict := about["validation"]) is not None and find_outcome(encode(verdict)) != verdict["outcome"]:
             self.remarks[_OUTCOMES] = None
-        if any(row["helps"] != find_help(about, row) for row in rows):
-            self.add("a source helped by something else than its score says", leaf.sequence)
-        if not agree_errors(about, rows):
-            self.add("its standard errors do not follow from the spread of its runs", leaf.sequence)
-        division = policy.divide(read_evidence(leaf))
-        pot, rest = about["pot"], about["unattributed"]
-        weights = [*division.shares, division.unattributed]
-        amounts: Sequence[int | None] = [None] * len(weights) if pot is None else apportion(pot, weights)
-        found = [*((row["share"], row["amount"]) for row in rows), (rest["share"], rest["amount"])]
-        if (about["rule"], about["reason"]) != (division.rule, division.reason):
-            self.add(f"its rule is {about['rule']!r}, by its policy it is {division.rule!r}", leaf.sequence)
-        elif found != list(zip(weights, amounts, strict=True)):
-            self.add("its shares and amounts do not follow from its scores and its policy", leaf.sequence)
+        for fault in find_faults(leaf, policy):
+            self.add(fault, leaf.sequence)
 
     def _check_payload(self, leaf: Leaf) -> None:
         """Compare a query with its hash; if it is not there, the log must say so."""
-        expected, table = leaf.about["payload"], tables.payloads
-        kept = self.connection.execute(select(table).where(table.c.sequence == leaf.sequence)).one_or_none()
+        expected, kept = leaf.about["payload"], self.payloads.get(leaf.sequence)
         self.kept += kept is not None
         if kept is None:
             if expected is not None:
@@ -351,9 +343,9 @@ class _Checker:
         self.stop = about["stop"]
         header, rows = describe_period(self.connection, about["first"], about["stop"], about["pot"])
         pairs = list(zip([about, *leaf.rows], [{**about, **header}, *rows], strict=False))
-        if len(rows) != len(leaf.rows) or not all(_agree(one, other) for one, other in pairs):
+        if len(rows) != len(leaf.rows) or not all(agree_lines(one, other) for one, other in pairs):
             self.add(f"period {about['period']} does not follow from its entries", leaf.sequence)
-        elif about["estimator"] != ESTIMATOR or not all(_agree_intervals(one, other) for one, other in pairs):
+        elif about["estimator"] != ESTIMATOR or not all(agree_intervals(one, other) for one, other in pairs):
             self.remarks[_INTERVALS] = None
 
     def check_end(self) -> None:
@@ -400,57 +392,3 @@ class _Checker:
                 self.add(f"{signed}, with another root: entries before it were changed, removed or inserted since")
         except _UNREADABLE as error:
             self.add(f"a head does not hold: {error}")
-
-
-@lru_cache(maxsize=256)
-def find_outcome(verdict: bytes) -> str:
-    """Return what a validation found, from the figures that an entry has of it."""
-    about = decode_object(verdict)
-    figures = Figures(**about.pop("figures"))
-    about.pop("outcome")
-    return Verdict(**about, figures=figures).outcome
-
-
-def agree_errors(about: dict[str, Any], rows: list[dict[str, Any]]) -> bool:
-    """Check whether the standard errors of an entry follow from how its runs deviate, or from the noise of its run.
-
-    With shares w of the runs, the squared error is Σw²/(1 − Σw²) · Σ w d², with d in the unit of effects. That of a sum
-    of k removals is k(k + 1)/2 times the squared noise of one.
-    """
-    errors = [row["error"] for row in rows]
-    if None in errors:
-        return errors == [None] * len(errors)
-    if about["runs"] is not None:
-        shares = about["runs"]["shares"]
-        squares = sum(share**2 for share in shares)
-        for row in rows:
-            spread = sum(
-                share * (each / about["n"]) ** 2 for share, each in zip(shares, row["deviations"], strict=True)
-            )
-            if not math.isclose(row["error"], math.sqrt(squares / (1 - squares) * spread), rel_tol=1e-6, abs_tol=1e-12):
-                return False
-        return True
-    if about["noise"] is None:
-        return True
-    noise = sum(change**2 for change in about["noise"]) / len(about["noise"])
-    for error in errors:
-        times = error**2 / noise if noise else 1.0
-        k = max(1, round((math.sqrt(8 * times + 1) - 1) / 2))
-        if not math.isclose(times, k * (k + 1) / 2, rel_tol=1e-6):
-            return False
-    return True
-
-
-_ENDS = ("low", "high")
-
-
-def _agree(one: dict[str, Any], other: dict[str, Any]) -> bool:
-    """Check whether two lines of a period are the same, but for its intervals and the version that found them."""
-    skipped = {*_ENDS, "estimator"}
-    return one.keys() == other.keys() and all(one[name] == other[name] for name in one.keys() - skipped)
-
-
-def _agree_intervals(one: dict[str, Any], other: dict[str, Any]) -> bool:
-    """Check whether two lines have the same interval, up to rounding."""
-    pairs = [(one.get(name), other.get(name)) for name in _ENDS]
-    return all(a == b if a is None or b is None else abs(a - b) <= _SHARES for a, b in pairs)
