@@ -14,24 +14,32 @@ from dataclasses import asdict, dataclass
 from datetime import UTC, datetime, timedelta
 from typing import TYPE_CHECKING
 
-from sqlalchemy import Connection, Engine, delete, insert, inspect, select
+from sqlalchemy import Connection, insert, select
 
 from imprint.attribution.result import Attribution
 from imprint.credit import log, tables
 from imprint.credit.drafting import Draft, check_creditable, draft_entries
+from imprint.credit.erasing import (
+    erase_expired_queries,
+    erase_queries,
+    find_expiry,
+    keep_payloads,
+    require_payloads,
+    truncate_wal,
+    vacuum,
+)
 from imprint.credit.heads import Head, publish_head, sign_head
 from imprint.credit.leaves import Kind, Leaf, compose
 from imprint.credit.log import format_time, now_or_last
 from imprint.credit.merkle import Frontier, find_root
 from imprint.credit.money import Tariff
-from imprint.credit.payloads import Payloads
+from imprint.credit.opening import check_schema, make_private_file, refuse_missing_file, refuse_tables
 from imprint.credit.policy import Policy
 from imprint.credit.reading import read_kept_heads, read_policies, read_tariff
 from imprint.credit.requests import (
     bind_request,
     describe_request,
     find_request,
-    forget_requests,
     keep_request,
     make_request,
     require_name,
@@ -43,8 +51,6 @@ from imprint.store.manifest import versions
 
 if TYPE_CHECKING:
     from types import TracebackType
-
-_ERASED_AT_ONCE = 10_000  # payloads, by one leaf
 
 
 @dataclass(frozen=True)
@@ -72,9 +78,9 @@ class Ledger:
     def __init__(self, place: str | os.PathLike[str]) -> None:
         self.engine = tables.connect(place)
         try:
-            _refuse_missing_file(self.engine)
+            refuse_missing_file(self.engine)
             with tables.reading(self.engine) as connection:
-                _check_schema(connection)
+                check_schema(connection)
                 first = log.read_leaf(connection, 0).about
             self.name, self.signer = str(first["log"]), first["signer"]
         except KeyError as error:
@@ -94,10 +100,10 @@ class Ledger:
         signer = None if signed_by is None else identify_key(load_public_key(signed_by))
         engine = tables.connect(place)
         try:
-            _make_private_file(engine)
+            make_private_file(engine)
             tables.write_ahead(engine)
             with tables.translated_errors(engine, "writing"), engine.begin() as connection:
-                _refuse_tables(connection)
+                refuse_tables(connection)
                 tables.metadata.create_all(connection)
                 connection.execute(insert(tables.log).values(id=1, schema=tables.SCHEMA, size=0, peaks=b"", time=""))
                 about = {"log": uuid.uuid4().hex, "signer": signer, "versions": versions()}
@@ -173,13 +179,13 @@ class Ledger:
         check_creditable(result)
         if not isinstance(policy, Policy):
             raise CreditError(f"policy must be an imprint.credit.Policy, got a {type(policy).__name__}.")
-        count, kept = len(result), _require_payloads(result, payloads, retention)
+        count, kept = len(result), require_payloads(result, payloads, retention)
         pots = spread_pots(pot, count)
         self._check_signer(result)
         content = describe_request(result, policy, pots, ids, payloads, model)
         names = [uuid.uuid4().hex for _ in range(count)] if ids is None else list(ids)
         key = secrets.token_hex(16) if key is None else key
-        expires = _find_expiry(retention)
+        expires = find_expiry(retention)
         request = make_request(require_name(caller, "caller"), require_name(key, "key"), content)
         bound = bind_request(request["salt"], caller, key)
         while True:
@@ -194,7 +200,7 @@ class Ledger:
                     return Receipt(tuple(log.read_leaves(connection, *before)), repeated=True)
                 if read_tariff(connection).per_query == price:  # else it was changed in the meantime
                     entries = _append_entries(connection, frontier, now_or_last(last), policy, drafts)
-                    _keep_payloads(connection, entries[0].sequence, drafts, expires)
+                    keep_payloads(connection, entries[0].sequence, drafts, expires)
                     keep_request(connection, request, entries[0].sequence, count)
                     break
         _warn_of_nothing(entries)
@@ -267,45 +273,19 @@ class Ledger:
 
         The entries stay and can still be verified, but nobody can dispute them any more. The log notes the erasure.
         """
-        count = self._erase(sorted(set(sequences)), reason)
-        _truncate_wal(self.engine)
+        count = erase_queries(self.engine, sorted(set(sequences)), reason)
+        truncate_wal(self.engine)
         return count
 
     def erase_expired(self, now: datetime | None = None) -> int:
         """Erase the queries whose retention has ended; return how many there were."""
-        until, count = format_time(datetime.now(UTC) if now is None else now), 0
-        table = tables.payloads
-        query = select(table.c.sequence).where(table.c.expires <= until).order_by(table.c.sequence)
-        while True:
-            with tables.reading(self.engine) as connection:
-                found = list(connection.execute(query.limit(_ERASED_AT_ONCE)).scalars())
-            if not found:
-                break
-            count += self._erase(found, "retention ended")
-        _truncate_wal(self.engine)
+        count = erase_expired_queries(self.engine, format_time(datetime.now(UTC) if now is None else now))
+        truncate_wal(self.engine)
         return count
 
     def vacuum(self) -> None:
         """Rewrite a SQLite ledger without the traces that erased queries may have left in free space; takes long."""
-        if tables.is_sqlite(self.engine):
-            with tables.translated_errors(self.engine, "writing"), self.engine.connect() as connection:
-                connection.connection.cursor().execute("VACUUM")
-            _truncate_wal(self.engine)
-
-    def _erase(self, sequences: Sequence[int], reason: str) -> int:
-        count, table = 0, tables.payloads
-        for start in range(0, len(sequences), _ERASED_AT_ONCE):
-            chosen = table.c.sequence.in_(sequences[start : start + _ERASED_AT_ONCE])
-            with tables.writing(self.engine) as (connection, frontier, last):
-                there = sorted(connection.execute(select(table.c.sequence).where(chosen)).scalars())
-                if not there:
-                    continue
-                connection.execute(delete(table).where(chosen))
-                forget_requests(connection, there)
-                about = {"erased": there, "reason": reason}
-                log.append(connection, frontier, [compose("erasure", frontier.size, now_or_last(last), about)])
-            count += len(there)
-        return count
+        vacuum(self.engine)
 
 
 def _refuse_rewritten(connection: Connection, frontier: Frontier) -> None:
@@ -317,22 +297,6 @@ def _refuse_rewritten(connection: Connection, frontier: Frontier) -> None:
             raise CreditError(
                 "the log was changed since it was written: run `imprint credit verify` before you sign it."
             )
-
-
-def _require_payloads(
-    result: Attribution, payloads: Sequence[bytes] | None, retention: timedelta | None
-) -> list[bytes | None]:
-    """Return the payload of each query; refuse what cannot be kept, and the queries of another result."""
-    if payloads is None and retention is not None:
-        raise CreditError("retention= says how long to keep payloads, and there are none: give payloads=.")
-    if payloads is None:
-        return [None] * len(result)
-    known = result.labels.fingerprints.get("queries")
-    if isinstance(payloads, Payloads) and known is not None and known != payloads.fingerprint:
-        raise CreditError("these payloads are not the queries of this result, in their order.")
-    if isinstance(payloads, bytes | str) or not all(isinstance(each, bytes) for each in payloads):
-        raise CreditError("payloads are bytes, one for each query: imprint.credit.encode_queries makes them.")
-    return list(payloads)
 
 
 def _append_entries(
@@ -363,82 +327,3 @@ def _warn_of_nothing(entries: Sequence[Leaf]) -> None:
             ReliabilityWarning,
             stacklevel=3,
         )
-
-
-def _find_expiry(retention: timedelta | None) -> str | None:
-    """Return when payloads are to be erased."""
-    if retention is None:
-        return None
-    try:
-        if retention <= timedelta(0):
-            raise OverflowError
-        return format_time(datetime.now(UTC) + retention)
-    except (OverflowError, TypeError) as error:
-        raise CreditError(f"retention is a positive timedelta of some years at most, got {retention!r}.") from error
-
-
-def _keep_payloads(connection: Connection, first: int, drafts: Sequence[Draft], expires: str | None) -> None:
-    rows = [
-        {"sequence": first + at, "salt": draft.payload[0], "payload": draft.payload[1], "expires": expires}
-        for at, draft in enumerate(drafts)
-        if draft.payload is not None
-    ]
-    if rows:
-        connection.execute(insert(tables.payloads), rows)
-
-
-def _truncate_wal(engine: Engine) -> None:
-    """Remove what was erased from the write-ahead log of SQLite, unless another process is reading."""
-    if not tables.is_sqlite(engine):
-        return
-    with tables.translated_errors(engine, "writing"), engine.connect() as connection:
-        cursor = connection.connection.cursor()
-        cursor.execute("PRAGMA busy_timeout=2000")
-        cursor.execute("PRAGMA wal_checkpoint(TRUNCATE)")
-        busy = bool((cursor.fetchone() or (0,))[0])
-    if busy:
-        warnings.warn(
-            "the queries are erased, but another connection is reading the ledger, so its write-ahead log still holds "
-            "them: call erase_expired() again once that has ended.",
-            ReliabilityWarning,
-            stacklevel=3,
-        )
-
-
-def _check_schema(connection: Connection) -> None:
-    if not inspect(connection).has_table(tables.log.name):
-        raise CreditError(f"{tables.describe(connection.engine)} does not contain a ledger: Ledger.create makes one.")
-    tables.refuse_foreign_objects(connection)
-    schema = connection.execute(select(tables.log.c.schema).where(tables.log.c.id == 1)).scalar_one_or_none()
-    if schema != tables.SCHEMA:
-        raise CreditError(
-            f"{tables.describe(connection.engine)} has schema {schema}, this version reads {tables.SCHEMA}: upgrade "
-            "imprint."
-        )
-
-
-def _refuse_tables(connection: Connection) -> None:
-    """Refuse a database that has some of the tables."""
-    place, there = tables.describe(connection.engine), set(inspect(connection).get_table_names())
-    if tables.log.name in there:
-        raise CreditError(f"{place} already contains a ledger. Open it with Ledger(...).")
-    if both := there & set(tables.metadata.tables):
-        raise CreditError(f"{place} has another table called {min(both)}: use another database.")
-
-
-def _refuse_missing_file(engine: Engine) -> None:
-    if tables.is_sqlite(engine) and not tables.find_file(engine).is_file():
-        raise CreditError(f"there is no ledger {tables.find_file(engine)}: Ledger.create makes one.")
-
-
-def _make_private_file(engine: Engine) -> None:
-    """Make the file of a new SQLite ledger, which will hold queries, readable to its owner alone."""
-    if not tables.is_sqlite(engine):
-        return
-    place = tables.find_file(engine)
-    try:
-        if place.exists() and place.stat().st_size == 0:
-            place.chmod(0o600)
-        os.close(os.open(place, os.O_WRONLY | os.O_CREAT, 0o600))
-    except OSError as error:
-        raise CreditError(f"could not write {place}: {error.strerror or error}.") from error

@@ -85,7 +85,8 @@ class Totals:
         """Divide a pot for the period equally among the queries that have none of their own."""
         if pot is None and self.without_pot:
             raise CreditError(
-                f"{self.without_pot} queries of this period have no pot of their own: pass pot=, in micro-units."
+                f"{self.without_pot} queries of this period have no pot of their own: give the period one (pot=, "
+                "in micro-units; --pot)."
             )
         if pot is None:
             return

@@ -128,7 +128,8 @@ def test_another_question_is_refused() -> None:
 @pytest.mark.parametrize(
     "change",
     [
-        {"question": "both"}, {"rule": "all"}, {"level": -1}, {"level": float("nan")}, {"level": True}, {"level": 1.0}, {"floor": 10**400}, {"floor": "0"},
+        {"question": "both"}, {"rule": "all"}, {"level": -1}, {"level": float("nan")}, {"level": True}, {"level": 1.0},
+        {"floor": 10**400}, {"floor": "0"},
         {"fixed": 0.5}, {"rule": "fixed_plus"}, {"rule": "fixed_plus", "fixed": 1.5}, {"requires": "failed"},
         {"fallback": "mine"}, {"version": 0}, {"version": 1.0}, {"name": ""}, {"name": "a\n"}, {"surprise": 1},
     ],

@@ -1,11 +1,8 @@
-"""Implements `imprint credit`: crediting results, closing periods, statements, and verifying the log."""
+"""Implements `imprint credit`: crediting results, signing heads, closing periods, statements, erasing queries."""
 
-import tomllib
 import warnings
-from collections.abc import Sequence
-from datetime import UTC, datetime, timedelta
-from decimal import Decimal
-from json import JSONDecodeError, dumps, loads
+from datetime import timedelta
+from json import dumps
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -13,13 +10,22 @@ import typer
 
 import imprint
 from imprint.cli.accounts import print_lines, render_entry, render_receipt
+from imprint.cli.commands.credit_checks import check, dispute, verify
+from imprint.cli.commands.credit_options import (
+    Key,
+    PeriodName,
+    Place,
+    parse_amount,
+    parse_time,
+    read_policy,
+    read_values,
+)
 from imprint.cli.commands.options import (
     AsJson,
     CollateString,
     DeviceName,
     QueriesString,
     SignedBy,
-    StorePath,
     StoreTask,
 )
 from imprint.cli.commands.repeating import merge_with_store
@@ -30,32 +36,7 @@ from imprint.display import count_of
 from imprint.errors import ConfigurationError, ReliabilityWarning
 
 if TYPE_CHECKING:
-    from imprint.credit.heads import Head
     from imprint.credit.payloads import Payloads
-    from imprint.credit.policy import Policy
-
-Place = Annotated[
-    str,
-    typer.Option(
-        "--ledger",
-        "-l",
-        envvar="IMPRINT_LEDGER",
-        help="The ledger: a SQLite file, or a URL such as `postgresql://user@host/name`. The environment variable "
-        "keeps a password off the command line.",
-    ),
-]
-PublicKeys = Annotated[
-    list[Path] | None,
-    typer.Option(
-        "--public-key", help="The public key that heads are signed with. Repeat it if it was exchanged.", dir_okay=False
-    ),
-]
-Heads = Annotated[
-    list[Path] | None,
-    typer.Option("--heads", help="A file of signed heads that were published. Repeat it for several.", dir_okay=False),
-]
-PeriodName = Annotated[str, typer.Argument(metavar="PERIOD", help="The name of the period, such as `2026-11`.")]
-Key = Annotated[Path, typer.Option("--key", help="The private key.", dir_okay=False)]
 
 credit = typer.Typer(
     help="""Credit queries to sources, in a tamper-evident log.
@@ -287,7 +268,7 @@ def close(
 
     amount = None if pot is None else parse_amount(pot)
     with Ledger(ledger) as opened:
-        leaf = close_period(opened, period, until=_parse_time(until), pot=amount)
+        leaf = close_period(opened, period, until=parse_time(until), pot=amount)
         console.print(render_entry(leaf, opened.tariff.currency))
 
 
@@ -310,98 +291,10 @@ def statements(
     """
     from imprint.credit import Ledger, write_statements
 
-    told = {name: str(text) for name, text in _read_values(terms).items()} if terms is not None else None
+    told = {name: str(text) for name, text in read_values(terms).items()} if terms is not None else None
     with show_progress(errors, "writing statements") as advance, Ledger(ledger) as opened:
         pages = write_statements(opened, period, out, sources=source or None, terms=told, progress=advance)
     console.print(f"{count_of(len(pages), 'statement')} written to [bold]{escape_markup(out)}[/bold]", soft_wrap=True)
-
-
-@credit.command()
-def check(
-    statement: Annotated[Path, typer.Argument(metavar="STATEMENT", help="The `.jsonl` file of a statement.")],
-    public_key: PublicKeys = None,
-    heads: Heads = None,
-    json: AsJson = False,
-) -> None:
-    """Check the proofs of a statement, without access to the ledger. Exits with status 1 if they do not hold.
-
-    For example: `imprint credit check times.jsonl --public-key credit.key.pub --heads heads.jsonl`
-    """
-    from imprint.credit import check_statement
-
-    if not public_key:
-        raise ConfigurationError("give the payer's public key (--public-key), from the contract or its website.")
-    found = check_statement(statement, public_key, _read_heads(heads))
-    if json:
-        paid = {"source": found.source, "period": found.period, "entries": found.entries, "amount": found.amount}
-        paid |= {"units": found.units, "first": found.first, "stop": found.stop, "heads": found.heads}
-        typer.echo(dumps({"holds": found.holds, **paid, "key": found.head.key, "problems": list(found.problems)}))
-    else:
-        print_lines(repr(found))
-    if not found.holds:
-        raise typer.Exit(1)
-
-
-@credit.command()
-def verify(ledger: Place, public_key: PublicKeys = None, heads: Heads = None, json: AsJson = False) -> None:
-    """Verify a ledger: every hash, every amount, every closed period and every signed head.
-
-    Exits with status 1 if an entry was changed, removed, moved or inserted, or if an amount cannot be recomputed.
-
-    For example: `imprint credit verify -l credit.db --public-key credit.key.pub --heads heads.jsonl`
-    """
-    from imprint.credit import Ledger
-    from imprint.credit import verify as verify_ledger
-
-    with show_progress(errors, "verifying") as advance, Ledger(ledger) as opened:
-        found = verify_ledger(opened, heads=_read_heads(heads), key=public_key, progress=advance)
-    if json:
-        listed = [{"sequence": problem.sequence, "text": problem.text} for problem in found.problems]
-        values = {"holds": found.holds, "entries": found.entries, "heads": found.heads, "problems": listed}
-        typer.echo(dumps({**values, "remarks": list(found.remarks), "seconds": found.seconds}))
-    else:
-        print_lines(repr(found))
-    if not found.holds:
-        raise typer.Exit(1)
-
-
-@credit.command()
-def dispute(
-    context: typer.Context,
-    ledger: Place,
-    entry: Annotated[int, typer.Argument(metavar="ENTRY", help="The number of an entry.")],
-    store: StorePath,
-    task: StoreTask = None,
-    tolerance: Annotated[
-        float, typer.Option(min=0.0, help="How far scores may deviate, relative to the largest.")
-    ] = 1e-3,
-    note: Annotated[bool, typer.Option(help="Note the outcome in the log.")] = False,
-    signed_by: SignedBy = None,
-    device: DeviceName = None,
-    json: AsJson = False,
-) -> None:
-    """Compute a credited query again, and compare. Exits with status 1 if it differs.
-
-    For example: `imprint credit dispute 12 runs/news -l credit.db --task my_model.py:task`
-    """
-    from imprint.credit import Ledger
-    from imprint.credit import dispute as settle
-
-    opened = imprint.Store(store, signed_by=signed_by)
-    given = Experiment(task=task, device=device)
-    if given.task is None:
-        given = merge_with_store(given, opened, ("task",), context)
-    with redirect_prints(), Ledger(ledger) as book:
-        found = settle(book, entry, Objects(given).task, opened, tolerance=tolerance, note=note)
-    if json:
-        rows = [row._asdict() for row in found.rows]
-        typer.echo(
-            dumps({"agrees": found.agrees, "difference": found.difference, "others": found.others, "rows": rows})
-        )
-    else:
-        print_lines(repr(found))
-    if not found.agrees:
-        raise typer.Exit(1)
 
 
 @credit.command()
@@ -425,54 +318,5 @@ def erase(
         raise ConfigurationError("the other entries have no query: none was kept, or it was erased before.")
 
 
-def parse_amount(text: str) -> int:
-    """Return an amount in units of the currency as micro-units; refuse what has more than six decimals.
-
-    >>> parse_amount("0.002"), parse_amount("12")
-    (2000, 12000000)
-    """
-    try:
-        amount = Decimal(text)
-        exponent = amount.as_tuple().exponent
-        if not isinstance(exponent, int) or exponent < -6 or len(text) > 30 or amount < 0 or amount >= 10**12:
-            raise ValueError(text)
-        return int(amount.scaleb(6))
-    except (ArithmeticError, ValueError) as error:
-        raise ConfigurationError(
-            f"an amount is a number such as 0.002, with at most six decimals and below 10¹²; got {text[:40]!r}."
-        ) from error
-
-
-def read_policy(place: Path) -> "Policy":
-    """Read a policy from a TOML or JSON file."""
-    from imprint.credit import Policy
-
-    return Policy.from_json(_read_values(place))
-
-
-def _read_values(place: Path) -> dict[str, Any]:
-    """Read names and values from a TOML or JSON file."""
-    try:
-        text = place.read_text(encoding="utf-8")
-        values = loads(text) if place.suffix == ".json" else tomllib.loads(text)
-    except (OSError, UnicodeDecodeError, JSONDecodeError, tomllib.TOMLDecodeError) as error:
-        raise ConfigurationError(f"{place} cannot be read: {error}") from error
-    if not isinstance(values, dict):
-        raise ConfigurationError(f"{place} must have names and values.")
-    return values
-
-
-def _parse_time(text: str | None) -> datetime | None:
-    if text is None:
-        return None
-    try:
-        time = datetime.fromisoformat(text)
-    except ValueError as error:
-        raise ConfigurationError(f"a time is written as 2026-12-01T00:00:00Z, got {text!r}.") from error
-    return time if time.tzinfo is not None else time.replace(tzinfo=UTC)
-
-
-def _read_heads(files: Sequence[Path] | None) -> "list[Head]":
-    from imprint.credit.heads import read_heads
-
-    return [head for file in files or () for head in read_heads(file)]
+for command in (check, verify, dispute):
+    credit.command()(command)
