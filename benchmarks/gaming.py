@@ -37,7 +37,7 @@ from imprint.credit import PARTS, Policy
 from imprint.credit.drafting import draft_entries
 from imprint.errors import ReliabilityWarning
 from imprint.evaluation import Together, Training
-from imprint.statistics import Estimate, mean_estimate
+from imprint.statistics import Array, Estimate, mean_estimate
 from imprint.task import Batch
 from imprint.validation.verdict import Verdict, judge
 
@@ -169,7 +169,7 @@ def validate(effects: Attribution, judges: Sequence[Attribution]) -> Verdict:
     return judge(effects.removal_effect.double().numpy(), removals, actual, sizes, "expected")
 
 
-def divide(effects: Attribution, verdict: Verdict, policy: Policy) -> dict[str, np.ndarray]:
+def divide(effects: Attribution, verdict: Verdict, policy: Policy) -> dict[str, Array]:
     """Return the share that each source has of each query, as entries of a ledger would have it."""
     validated = replace(effects, labels=replace(effects.labels, validation=verdict))
     count = len(effects)
@@ -181,9 +181,9 @@ def divide(effects: Attribution, verdict: Verdict, policy: Policy) -> dict[str, 
     return dict(zip(sources, shares.T, strict=True))
 
 
-def own_share(shares: dict[str, np.ndarray]) -> np.ndarray:
+def own_share(shares: dict[str, Array]) -> Array:
     """Return the share of all sources that the attacker owns, of each query."""
-    return np.sum([share for source, share in shares.items() if source.startswith(ME)], axis=0)
+    return np.asarray(np.sum([share for source, share in shares.items() if source.startswith(ME)], axis=0))
 
 
 def play(market: Market, repeat: int) -> dict[str, Any]:
@@ -328,7 +328,11 @@ def show(setting: str, repeats: list[dict[str, Any]]) -> None:
 
     row("nothing: its share is", lambda each, rule: each["before"][rule], False)
     for name in (*ATTACKS, WASH):
-        row(name, lambda each, rule, name=name: each["after"][name][rule] - each["before"][rule], True)
+
+        def find_gain(each: dict[str, Any], rule: str, name: str = name) -> float:
+            return float(each["after"][name][rule] - each["before"][rule])
+
+        row(name, find_gain, True)
     row("of what it pays for wash queries, it gets back", lambda each, rule: each["returned"][rule], False)
     row("unattributed before", lambda each, rule: each["unattributed"][rule], False)
 

@@ -78,6 +78,8 @@ def _describe(replays: Sequence[Attribution], estimate: Attribution | None) -> L
     prints = dict(first.labels.fingerprints)
     for name in ("store", "recording") if estimate is None else ():
         prints.pop(name, None)
+    if len({each.labels.fingerprints.get("signer") for each in (first, *replays)}) > 1:
+        prints.pop("signer", None)  # a part of it is of a store that this key has not signed
     return replace(
         first.labels,
         question="expected",

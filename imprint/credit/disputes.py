@@ -151,8 +151,17 @@ def _compare(entry: Leaf, result: Attribution, ledger: Ledger, tolerance: float)
     )
     others = [
         f"{what} was recorded as {about[name]}, and is {draft.about[name]}"
-        for name, what in (("n", "the number of training examples"), ("better", "which values are better"))
+        for name, what in (
+            ("n", "the number of training examples"),
+            ("better", "which values are better"),
+            ("freedom", "the number of degrees of freedom"),
+        )
         if about[name] != draft.about[name]
+    ]
+    others += [
+        f"the size of {one['source']} was recorded as {one['size']}, and is {other['size']}"
+        for one, other in zip(entry.rows, again, strict=True)
+        if one["size"] != other["size"]
     ]
     outcomes = [each["validation"] and each["validation"]["outcome"] for each in (about, draft.about)]
     if outcomes[0] != outcomes[1]:
@@ -167,4 +176,4 @@ def _differ(one: Sequence[float | None], other: Sequence[float | None]) -> float
     if None in one or None in other:
         return 0.0 if list(one) == list(other) else float("inf")
     before, after = np.array(one, dtype=np.float64), np.array(other, dtype=np.float64)
-    return float(np.abs(before - after).max() / (np.abs(before).max() or 1.0))
+    return float(np.abs(before - after).max() / (max(np.abs(before).max(), np.abs(after).max()) or 1.0))

@@ -75,8 +75,7 @@ def draft_entries(
         "request": request,
         "expires": expires,
     }
-    scores, errors = _values(result.scores), result.standard_error
-    spread = None if errors is None else _values(errors)
+    scores, spread = _values(result.scores), _find_errors(result)
     helps = SIGNS[str(labels.better)] * -scores / labels.n
     verdict, freedom = find_verdict(labels), _find_freedom(result)
     deviations = [_values(each.deviations) for each in result.replicates]
@@ -130,11 +129,21 @@ def find_verdict(labels: Labels) -> Verdict | None:
     return labels.store_validation or labels.validation
 
 
+def _find_errors(result: Attribution) -> Array | None:
+    """Return the standard errors; None where they are unknown.
+
+    Those over the checkpoints of a single run count as unknown: what the seed does is not in them, and a threshold from
+    them would pay for its luck.
+    """
+    alone = result.noise_changes is None and any(each.over != "runs" for each in result.replicates)
+    return None if alone or result.standard_error is None else _values(result.standard_error)
+
+
 def _find_freedom(result: Attribution) -> int | None:
     """Return the degrees of freedom that standard errors are known with."""
-    if result.noise_changes is not None:
-        return len(result.noise_changes)
-    return result.replicates[0].freedom if result.replicates else None
+    if _find_errors(result) is None:
+        return None
+    return len(result.noise_changes) if result.noise_changes is not None else result.replicates[0].freedom
 
 
 def find_help(about: Mapping[str, Any], row: Mapping[str, Any]) -> float:

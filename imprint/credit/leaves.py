@@ -70,6 +70,15 @@ class Leaf:
     def line_hashes(self) -> list[bytes]:
         return [hash_line(derive_salt(self.salt, place), line) for place, line in enumerate(self.lines)]
 
+    @property
+    def has_its_lines(self) -> bool:
+        """Whether its lines are those that the header vouches for."""
+        about = self.about.get("lines")
+        if about is None or not self.lines:
+            return about is None and not self.lines and not self.salt
+        same = about["count"] == len(self.lines) and about["root"] == hash_tree(self.line_hashes).hex()
+        return same and len(self.salt) == SALT_BYTES
+
     @cached_property
     def line_nodes(self) -> Node:
         """The nodes of the tree over its lines."""

@@ -72,9 +72,12 @@ def read_leaf(connection: Connection, sequence: int) -> Leaf:
 
 
 def read_leaves(connection: Connection, start: int, stop: int, kind: Kind | None = None) -> Iterator[Leaf]:
-    """Iterate over the leaves from `start` up to `stop`, of one kind or of all."""
+    """Iterate over the leaves from `start` up to `stop`, of one kind or of all; refuse one that was changed."""
     for row in read_rows(connection, start, stop, kind):
-        yield make_leaf(row)
+        leaf = make_leaf(row)
+        if tables.read_bytes(row.hash) != leaf.hash or leaf.sequence != row.sequence or not leaf.has_its_lines:
+            raise CreditError(f"entry {row.sequence} was changed since it was written: run `imprint credit verify`.")
+        yield leaf
 
 
 def read_rows(connection: Connection, start: int, stop: int, kind: Kind | None = None) -> Iterator[Any]:

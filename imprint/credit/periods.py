@@ -201,11 +201,18 @@ def _find_ends(connection: Connection, size: int, name: str, limit: str | None) 
 
 def _add_up(connection: Connection, first: int, stop: int) -> tuple[Totals, ShareEstimator]:
     totals, estimator, policies = Totals(), ShareEstimator(), read_policies(connection)
-    queries = stop - first
-    for entry in log.read_leaves(connection, first, stop, "credit"):
+    queries, expected = stop - first, first
+    for entry in log.read_leaves(connection, first, stop):
+        if entry.sequence != expected:
+            break
+        expected += 1
+        if entry.kind != "credit":
+            continue
         totals.add(entry)
         if is_sampled(entry.sequence, queries, len(entry.lines)):
             estimator.add(entry, _require_policy(policies, entry.about["policy"]))
+    if expected != stop:
+        raise CreditError(f"entry {expected} is missing: run `imprint credit verify`.")
     return totals, estimator
 
 

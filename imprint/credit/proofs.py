@@ -21,7 +21,6 @@ from imprint.credit.merkle import (
     check_inclusion,
     hash_leaf,
     prove_consistency,
-    prove_inclusion,
 )
 from imprint.credit.money import PARTS, format_amount
 from imprint.credit.policy import Policy
@@ -44,15 +43,19 @@ def describe_statement(source: str, period: str, head: Head) -> dict[str, Any]:
     return {"kind": _KIND, "schema": _SCHEMA, "source": source, "period": period, **head.to_json()}
 
 
-def prove_leaf(leaf: Leaf, size: int, node: Node) -> dict[str, Any]:
-    """Return a leaf with the proof that it is in the log of some size, whose nodes are given."""
-    proof = [each.hex() for each in prove_inclusion(leaf.sequence, size, node)]
-    return {"header": leaf.header.decode(), "proof": proof}
+def prove_leaf(leaf: Leaf, path: Sequence[bytes]) -> dict[str, Any]:
+    """Return a leaf with its audit path: the proof that it is in the log."""
+    return {"header": leaf.header.decode(), "proof": [each.hex() for each in path]}
 
 
 def prove_growth(old: Head, head: Head, node: Node) -> dict[str, Any]:
     """Return the proof that the log of an earlier head grew into that of a later one, whose nodes are given."""
     path = prove_consistency(old.size, head.size, node)
+    if not check_consistency(old.size, head.size, old.root, head.root, path):
+        raise CreditError(
+            f"the log did not grow from the head of {old.size} entries that was signed at {old.time}: run `imprint "
+            "credit verify`."
+        )
     return {"kind": _GROWTH, "old": old.size, "root": old.root.hex(), "proof": [each.hex() for each in path]}
 
 
@@ -63,6 +66,7 @@ class CheckedStatement:
     first, stop: the entries of the period are those from `first` up to `stop`; the next period must begin there.
     entries: how many queries it has. amount: in micro-units. units: what is paid, in the smallest unit of the currency.
     heads: how many earlier heads, of those that were given, the log is proved to have grown from.
+    later: how many of them were signed after this statement, so that it can say nothing about them.
     """
 
     source: str
@@ -76,6 +80,7 @@ class CheckedStatement:
     currency: str
     head: Head
     heads: int
+    later: int
     problems: tuple[str, ...]
 
     @property
@@ -90,9 +95,11 @@ class CheckedStatement:
             return "\n".join([f"does not hold: {who}", *listed])
         paid = f"{format_amount(self.units * self.smallest)} {self.currency}"
         held = f"; it grew from {count_of(self.heads, 'head')} that you hold" if self.heads else ""
-        return (
-            f"holds: {who}: {paid} for {count_of(self.entries, 'query', 'queries')}, all of them in the log of "
-            f"{self.head.size} entries that the key {self.head.key} signed at {self.head.time}{held}"
+        if self.later:
+            held += f"; {count_of(self.later, 'head')} that you hold came later, and a later statement must prove them"
+        return for_terminal(
+            f"holds: {who}: {paid} for {count_of(self.entries, 'query', 'queries')}, all of them in the log "
+            f"{self.head.log} of {self.head.size} entries that the key {self.head.key} signed at {self.head.time}{held}"
         )
 
 
@@ -126,12 +133,14 @@ class _Checker:
         self.source, self.period = str(first["source"]), str(first["period"])
         self.head = Head.from_json(first)
         self.head.check(*keys)
-        self.problems = list[str]()
+        self.problems, self.later = list[str](), 0
         self.earlier = dict[tuple[int, bytes], Head]()
         for other in earlier:
             other.check(*keys)
             if other.log != self.head.log:
                 self.problems.append(f"you hold a head of another log, {other.log}")
+            elif other.size > self.head.size and other.time > self.head.time:
+                self.later += 1
             else:
                 self.earlier[other.size, other.root] = other
         self.grown = {(self.head.size, self.head.root)}
@@ -218,10 +227,11 @@ class _Checker:
             why = f": {self.problems[0]}" if self.problems else ""
             raise CreditError(f"the statement does not prove how its period was closed{why}.")
         closing, line = self.closing, self.line
+        self._check_closing(closing, line)
         if line["entries"] != self.entries:
             self.problems.append(f"the period has {line['entries']} queries, the statement {self.entries}")
         whole, amount = closing["without_pot"] * PARTS, line["amount"]
-        shared = closing["pot"] * self.parts if whole else 0  # what the pot gives, times `whole`
+        shared = (closing["pot"] or 0) * self.parts if whole else 0  # what the pot gives, times `whole`
         apart = abs((amount - self.amount) * whole - shared) >= whole if whole else amount != self.amount
         if apart:
             self.problems.append(f"the queries do not add up to {format_amount(amount)} {closing['currency']}")
@@ -249,8 +259,29 @@ class _Checker:
             currency=closing["currency"],
             head=self.head,
             heads=len(self.earlier.keys() & self.grown),
+            later=self.later,
             problems=tuple(self.problems),
         )
+
+    def _check_closing(self, closing: dict[str, Any], line: dict[str, Any]) -> None:
+        """Check that the closed period does not contradict itself."""
+        first, stop, entries, without_pot, total = (
+            _whole(closing[name]) for name in ("first", "stop", "entries", "without_pot", "total")
+        )
+        amount, units, smallest = _whole(line["amount"]), _whole(line["units"]), _whole(closing["smallest"])
+        if (closing["pot"] is None) != (without_pot == 0):
+            self.problems.append("the period has a pot that nobody waits for, or queries that wait for none")
+        if not (0 <= without_pot <= entries <= stop - first and self.entries <= entries and first >= 0):
+            self.problems.append("the period has more queries than entries, or fewer than this statement")
+        if min(amount, units) < 0 or smallest < 1 or amount > total or units > _whole(closing["units"]):
+            self.problems.append("the source is paid more than everybody together, or less than nothing")
+        share, low, high = line["share"], line["low"], line["high"]
+        if share != (amount / total if total else None):
+            self.problems.append("the share is not the amount divided by the total")
+        elif low is not None and not 0 <= low <= share <= high <= 1:
+            self.problems.append("the interval of the share does not hold the share")
+        if closing["stop"] > closing["sequence"] or closing["sequence"] >= self.head.size:
+            self.problems.append("the period was closed before it ended")
 
 
 def _whole(value: Any) -> int:

@@ -51,9 +51,11 @@ def agree_errors(about: dict[str, Any], rows: list[dict[str, Any]]) -> bool:
     """
     errors = [row["error"] for row in rows]
     if None in errors:
-        return errors == [None] * len(errors)
-    if about["runs"] is not None:
+        return errors == [None] * len(errors) and about["freedom"] is None
+    if about["noise"] is None and about["runs"] is not None:
         shares = about["runs"]["shares"]
+        if about["freedom"] != len(shares) - 1:
+            return False
         squares = sum(share**2 for share in shares)
         for row in rows:
             spread = sum(
@@ -62,8 +64,8 @@ def agree_errors(about: dict[str, Any], rows: list[dict[str, Any]]) -> bool:
             if not math.isclose(row["error"], math.sqrt(squares / (1 - squares) * spread), rel_tol=1e-6, abs_tol=1e-12):
                 return False
         return True
-    if about["noise"] is None:
-        return True
+    if about["noise"] is None or about["freedom"] != len(about["noise"]):
+        return False
     noise = sum(change**2 for change in about["noise"]) / len(about["noise"])
     for error in errors:
         times = error**2 / noise if noise else 1.0

@@ -36,9 +36,9 @@ def spread_pots(pot: int | Sequence[int] | None, count: int) -> list[int | None]
     """Return the pot of each query."""
     if count > _LARGEST:
         raise CreditError(f"a request has at most {_LARGEST:,} queries, got {count:,}: credit them in parts.")
-    if pot is None or isinstance(pot, Integral):
+    if pot is None or (isinstance(pot, Integral) and not isinstance(pot, bool)):
         return [None if pot is None else int(pot)] * count
-    if isinstance(pot, float | str | bytes) or not isinstance(pot, Sequence):
+    if isinstance(pot, bool | float | str | bytes) or not isinstance(pot, Sequence):
         raise CreditError(f"a pot is a whole number of micro-units, or one for each query; got {pot!r}.")
     return [int(each) if isinstance(each, Integral) and not isinstance(each, bool) else each for each in pot]
 

@@ -73,6 +73,7 @@ class ShareEstimator:
 
     def __init__(self) -> None:
         self._stores: defaultdict[_Store, dict[tuple[str, str], _Queries]] = defaultdict(dict)
+        self._unsure = set[str]()  # sources some of whose effects have errors that nobody knows
 
     def add(self, entry: Leaf, policy: Policy) -> None:
         """Take a credited query into account."""
@@ -84,6 +85,8 @@ class ShareEstimator:
         queries.shares.append(np.array([row["share"] for row in rows], dtype=np.float64) / PARTS)
         if about["rule"] != policy.rule:
             return
+        if about["noise"] is None and (about["runs"] is None or about["runs"]["over"] != "runs" or len(runs) < 2):
+            self._unsure.update(store[1])
         known, unit = [row["error"] for row in rows], -SIGNS[about["better"]] / about["n"]
         errors = None if None in known else np.array(known, dtype=np.float64)
         queries.helps.append(np.array([row["helps"] for row in rows], dtype=np.float64))
@@ -128,7 +131,7 @@ class ShareEstimator:
             left = [mean[place] + each[:, place] for each in runs]
             more: list[Level] = [(float(variance[place]), freedom) for level in levels for variance, freedom in level]
             one = mean_estimate(whole[:, place], (0.0, 1.0), runs=left, levels=more)
-            if np.isfinite(one.low):
+            if np.isfinite(one.low) and name not in self._unsure:
                 found[name] = (one.value - one.low, one.high - one.value)
         return found
 

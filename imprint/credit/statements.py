@@ -22,6 +22,7 @@ from imprint.credit import log, tables
 from imprint.credit.heads import Head
 from imprint.credit.leaves import Leaf
 from imprint.credit.ledger import Ledger
+from imprint.credit.merkle import Node, check_inclusion, prove_inclusion
 from imprint.credit.money import MICRO, PARTS
 from imprint.credit.pages import render_statement
 from imprint.credit.policy import Policy
@@ -148,17 +149,17 @@ def _write_group(
                 writer.add_proof(proof)
             place = closing.find_line(name)
             assert place is not None
-            writer.add_proof(prove_leaf(closing, head.size, node) | closing.prove_line(place))
+            writer.add_proof(_prove(closing, head, node) | closing.prove_line(place))
         named = set[str]()
         for entry in log.read_leaves(connection, closing.about["first"], closing.about["stop"], "credit"):
-            proof = prove_leaf(entry, head.size, node)
+            proof = _prove(entry, head, node)
             for place, row in enumerate(entry.rows):
                 if (writer_of := writers.get(row["source"])) is not None:
                     writer_of.add_entry(entry, row, policies, proof | entry.prove_line(place))
             named.add(entry.about["policy"])
             bar.advance()
         for leaf in _read_terms(connection, closing.about["stop"], named):
-            proof = prove_leaf(leaf, head.size, node)
+            proof = _prove(leaf, head, node)
             for writer in writers.values():
                 writer.add_proof(proof)
         for name, writer in writers.items():
@@ -171,6 +172,14 @@ def _write_group(
                 refuse_irregular(folder / f"{file}{suffix}")
                 (beside / f"{file}{suffix}").replace(folder / f"{file}{suffix}")
     return [folder / f"{file}.html" for file in files.values()]
+
+
+def _prove(leaf: Leaf, head: Head, node: Node) -> dict[str, Any]:
+    """Return a leaf with its proof; refuse one that is not in the signed log, whose numbers nobody should print."""
+    path = prove_inclusion(leaf.sequence, head.size, node)
+    if not check_inclusion(leaf.hash, leaf.sequence, head.size, path, head.root):
+        raise CreditError(f"entry {leaf.sequence} is not in the log that was signed: run `imprint credit verify`.")
+    return prove_leaf(leaf, path)
 
 
 def _read_terms(connection: Any, stop: int, named: set[str]) -> Iterator[Leaf]:

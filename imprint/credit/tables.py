@@ -244,6 +244,11 @@ def refuse_foreign_objects(connection: Connection) -> None:
             f"WHERE NOT t.tgisinternal AND c.relname LIKE '{_PREFIX}%%' AND pg_table_is_visible(c.oid)"
         )
         triggers = {("trigger", row[0], "") for row in connection.exec_driver_sql(query)}
+        query = (
+            "SELECT rulename FROM pg_rules "
+            f"WHERE tablename LIKE '{_PREFIX}%%' AND schemaname = ANY(current_schemas(false))"
+        )
+        triggers |= {("rule", row[0], "") for row in connection.exec_driver_sql(query)}
         views = set(inspect(connection).get_view_names()) & set(metadata.tables)
         unexpected = {("view", name, "") for name in views}
     if unexpected | triggers:

@@ -42,7 +42,7 @@ _UNSIGNED = (
     "heads that it keeps. Give the heads that were published, and the public key."
 )
 _UNCHECKED = "The signatures of heads were not checked: give the public key."
-_INTERVALS = "The intervals of a closed period differ from those that this version finds: another version closed it."
+_INTERVALS = "The intervals of a closed period were not checked: a version that estimates them otherwise closed it."
 _OUTCOMES = "The outcome of a validation differs from what this version concludes from its figures."
 
 
@@ -164,6 +164,7 @@ class _Checker:
     periods: set[str] = field(default_factory=set)
     stop: int = 0
     requests: int = 0
+    forgotten: list[tuple[int, int]] = field(default_factory=list)
     request: Any = None
     signer: str | None = None
     unit: tuple[str, int] | None = None
@@ -192,6 +193,7 @@ class _Checker:
             "credit": self._check_credit,
             "period": self._check_period,
             "erasure": self._check_erasure,
+            "dispute": self._check_dispute,
         }
         self._read_payloads(rows[0].sequence, rows[-1].sequence)
         for row in rows:
@@ -289,6 +291,10 @@ class _Checker:
             self.add("it notes the erasure of entries that were not there", leaf.sequence)
         self.erased.update(erased)
 
+    def _check_dispute(self, leaf: Leaf) -> None:
+        if not 0 <= leaf.about["disputed"] < leaf.sequence:
+            self.add("it notes a dispute about an entry that was not there", leaf.sequence)
+
     def _check_credit(self, leaf: Leaf) -> None:
         """Divide the pot of a query again, from its scores and its policy."""
         about = leaf.about
@@ -328,6 +334,8 @@ class _Checker:
             known = self.connection.execute(query).one_or_none()
             self.requests += known is not None
             self.request = known
+            if known is not None and known.digest is None:
+                self.forgotten.append((known.first, known.first + known.count))
         bound = None
         if known is not None:
             bound = bind_request(tables.read_bytes(known.salt), known.caller, known.key)
@@ -345,8 +353,10 @@ class _Checker:
         pairs = list(zip([about, *leaf.rows], [{**about, **header}, *rows], strict=False))
         if len(rows) != len(leaf.rows) or not all(agree_lines(one, other) for one, other in pairs):
             self.add(f"period {about['period']} does not follow from its entries", leaf.sequence)
-        elif about["estimator"] != ESTIMATOR or not all(agree_intervals(one, other) for one, other in pairs):
+        elif about["estimator"] != ESTIMATOR:
             self.remarks[_INTERVALS] = None
+        elif not all(agree_intervals(one, other) for one, other in pairs):
+            self.add(f"the intervals of period {about['period']} do not follow from its entries", leaf.sequence)
 
     def check_end(self) -> None:
         """Compare what the database says about the whole log."""
@@ -362,6 +372,9 @@ class _Checker:
         for sequence in self.gone:
             if sequence not in self.erased:
                 self.add("its query is gone, and the log does not say that it was erased", sequence)
+        for first, stop in self.forgotten:
+            if not any(first <= sequence < stop for sequence in self.erased):
+                self.add("what its request asked for is gone, so that a repeated request is credited again", first)
         kinds = {(row.kind, row.sequence) for row in self.connection.execute(select(tables.kinds))}
         if kinds != self.kinds:
             self.add("the table of kinds differs from the entries")

@@ -1,5 +1,6 @@
 """A disputed query is computed again from what was asked, and compared."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -15,7 +16,7 @@ from imprint.credit.verifying import verify
 from imprint.errors import CreditError
 from tests.credit.crediting import EXPECTED, fill
 
-LENIENT = Policy("lenient", "expected", rule="positive_part")
+FALLING_BACK = Policy("by size", "expected", fallback="by_size")  # the store is not validated
 
 
 class Scored(NamedTuple):
@@ -36,7 +37,7 @@ def scored(tmp_path: Path) -> Scored:
 
 def credit(ledger: Ledger, scored: Scored) -> tuple[int, ...]:
     result = attribute(scored.task, scored.store, scored.queries, progress=False)
-    return ledger.credit(result, LENIENT, payloads=encode_queries(scored.queries)).sequences
+    return ledger.credit(result, FALLING_BACK, payloads=encode_queries(scored.queries)).sequences
 
 
 def test_an_honest_entry_agrees(ledger: Ledger, scored: Scored) -> None:
@@ -44,16 +45,16 @@ def test_an_honest_entry_agrees(ledger: Ledger, scored: Scored) -> None:
         found = dispute(ledger, sequence, scored.task, scored.store)
         assert found.agrees and found.difference < 1e-6
         assert [row.source for row in found.rows] == ["ann", "bob", "cid"]
-        assert all(row.share == row.share_again for row in found.rows)
+        assert (
+            [row.share for row in found.rows] == [row.share_again for row in found.rows] == pytest.approx([1 / 3] * 3)
+        )
         assert f"entry {sequence} agrees" in repr(found)
 
 
 def test_an_entry_with_other_scores_differs_and_the_log_notes_it(ledger: Ledger, scored: Scored) -> None:
     result = attribute(scored.task, scored.store, scored.queries, progress=False)
-    from dataclasses import replace
-
     wrong = replace(result, scores=result.scores + 0.05 * result.scores.abs().max())
-    sequence = ledger.credit(wrong, LENIENT, payloads=encode_queries(scored.queries)).sequences[0]
+    sequence = ledger.credit(wrong, FALLING_BACK, payloads=encode_queries(scored.queries)).sequences[0]
     found = dispute(ledger, sequence, scored.task, scored.store, note=True)
     assert not found.agrees and found.difference > found.tolerance and "differs" in repr(found)
     assert dispute(ledger, sequence, scored.task, scored.store, tolerance=10).agrees
@@ -62,13 +63,31 @@ def test_an_entry_with_other_scores_differs_and_the_log_notes_it(ledger: Ledger,
     assert verify(ledger, progress=False).holds
 
 
+@pytest.mark.parametrize("factor", [0.0, 1e-3, 2.0, 1e3])
+def test_scores_that_were_all_shrunk_or_blown_up_differ(factor: float, ledger: Ledger, scored: Scored) -> None:
+    """Shares do not depend on a common factor, but thresholds do; and nothing would have helped is no small error."""
+    result = attribute(scored.task, scored.store, scored.queries, progress=False)
+    wrong = replace(result, scores=factor * result.scores)
+    sequence = ledger.credit(wrong, FALLING_BACK, payloads=encode_queries(scored.queries)).sequences[0]
+    assert not dispute(ledger, sequence, scored.task, scored.store).agrees
+
+
+def test_a_size_that_was_changed_differs(ledger: Ledger, scored: Scored) -> None:
+    """A fallback pays by size."""
+    result = attribute(scored.task, scored.store, scored.queries, progress=False)
+    wrong = replace(result, labels=replace(result.labels, source_sizes=(9, 8, 8)))
+    sequence = ledger.credit(wrong, FALLING_BACK, payloads=encode_queries(scored.queries)).sequences[0]
+    found = dispute(ledger, sequence, scored.task, scored.store)
+    assert "the size of ann was recorded as 9, and is 8" in found.others
+
+
 def test_what_was_erased_or_never_kept_cannot_be_disputed(ledger: Ledger, scored: Scored) -> None:
     sequence = credit(ledger, scored)[0]
     ledger.erase([sequence])
     with pytest.raises(CreditError, match="was erased, so it cannot be disputed any more"):
         dispute(ledger, sequence, scored.task, scored.store)
     result = attribute(scored.task, scored.store, scored.queries, progress=False)
-    kept_nothing = ledger.credit(result, LENIENT).sequences[0]
+    kept_nothing = ledger.credit(result, FALLING_BACK).sequences[0]
     with pytest.raises(CreditError, match="was not kept"):
         dispute(ledger, kept_nothing, scored.task, scored.store)
     with pytest.raises(CreditError, match="is not a credited query"):

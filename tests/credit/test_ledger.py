@@ -12,8 +12,9 @@ import pytest
 import torch
 
 from imprint.credit import PARTS, Ledger, Policy, Tariff
+from imprint.credit.periods import close_period
 from imprint.credit.verifying import verify
-from imprint.errors import ConflictError, CreditError
+from imprint.errors import ConflictError, CreditError, ReliabilityWarning
 from tests.credit.crediting import EXPECTED, SOURCES, THIS_RUN, fill, labels, make_ledger, make_result
 
 
@@ -106,8 +107,9 @@ def test_a_batch_is_written_whole_or_not_at_all(ledger: Ledger) -> None:
     before = len(ledger)
     with pytest.raises(CreditError, match="the id of a query has"):
         ledger.credit(make_result(3), EXPECTED, ids=["good", "good-too", "not good"])
-    with pytest.raises(CreditError, match="whole number of micro-units"):
-        ledger.credit(make_result(2), EXPECTED, pot=[1, -1])
+    for pot in ([1, -1], [1, True], True, 0.5):
+        with pytest.raises(CreditError, match="whole number of micro-units"):
+            ledger.credit(make_result(2), EXPECTED, pot=pot)  # type: ignore[arg-type]
     assert len(ledger) == before
 
 
@@ -190,6 +192,19 @@ def test_callers_and_keys_are_plain_names(name: str, ledger: Ledger) -> None:
 def test_there_is_one_of_everything_for_each_query(given: dict[str, Any], ledger: Ledger) -> None:
     with pytest.raises(CreditError, match="there are 2 queries and 1"):
         ledger.credit(make_result(2), EXPECTED, **given)
+
+
+def test_errors_over_the_checkpoints_of_one_run_are_no_threshold(ledger: Ledger) -> None:
+    """What the seed does is not in them: a source could be paid for the luck of one run."""
+    result = make_result(2)
+    alone = replace(result, replicates=tuple(replace(each, over="checkpoints") for each in result.replicates))
+    with pytest.warns(ReliabilityWarning, match="standard errors unknown"):
+        entry = ledger.credit(alone, EXPECTED).entries[0]
+    assert entry.about["rule"] == "nothing" and [row["error"] for row in entry.rows] == [None] * 4
+    ledger.credit(alone, Policy("floor", "expected", floor=0.2))
+    leaf = close_period(ledger, "p")
+    assert any(row["share"] > 0 for row in leaf.rows) and all(row["low"] is None for row in leaf.rows)
+    assert verify(ledger, progress=False).holds
 
 
 def test_a_ledger_may_demand_signed_stores(tmp_path: Path) -> None:

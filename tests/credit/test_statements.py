@@ -11,12 +11,15 @@ import pytest
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from imprint.credit import Ledger, Policy
+from imprint.credit.heads import sign_head
+from imprint.credit.leaves import hash_line
 from imprint.credit.money import MICRO
 from imprint.credit.periods import close_period
 from imprint.credit.proofs import CheckedStatement, check_statement
 from imprint.credit.statements import COLUMNS, name_files, write_statements
 from imprint.errors import CreditError
 from tests.credit.crediting import EXPECTED, fill, make_ledger, make_result
+from tests.credit.insider import change_entry, rebuild, run
 
 KEY = Ed25519PrivateKey.generate()
 
@@ -35,6 +38,14 @@ def statements(ledger: Ledger, tmp_path: Path) -> Path:
 
 def check(place: Path) -> CheckedStatement:
     return check_statement(place, KEY.public_key())
+
+
+def find_problems(place: Path) -> list[str]:
+    """Return what does not hold, or why a statement cannot be read at all."""
+    try:
+        return list(check(place).problems)
+    except CreditError as error:
+        return [str(error)]
 
 
 def read(place: Path) -> list[dict[str, Any]]:
@@ -70,8 +81,6 @@ def test_it_shows_nothing_of_other_sources(statements: Path) -> None:
 
 def test_the_salt_of_one_line_does_not_open_another(statements: Path, ledger: Ledger) -> None:
     """Amounts are few: without salts, a publisher could try them all against the hashes beside its own."""
-    from imprint.credit.leaves import hash_line
-
     item = read(statements / "times.jsonl")[2]
     entry = ledger.entry(json.loads(item["header"])["sequence"])
     mine = bytes.fromhex(item["salt"])
@@ -124,11 +133,50 @@ def test_another_key_and_files_that_are_no_statements_are_refused(statements: Pa
 
 def test_a_publisher_who_holds_another_head_sees_that_the_log_was_rewritten(statements: Path, tmp_path: Path) -> None:
     head = check(statements / "times.jsonl").head
-    from imprint.credit.heads import sign_head
-
     forged = sign_head(KEY, head.log, head.size, b"0" * 32, head.time)
     found = check_statement(statements / "times.jsonl", KEY.public_key(), earlier=[head, forged])
     assert len(found.problems) == 1 and "nothing proves that the log grew from the head" in found.problems[0]
+
+
+def test_heads_that_were_signed_later_do_not_make_a_statement_wrong(statements: Path, ledger: Ledger) -> None:
+    """A publisher who checks an old statement with all heads that were ever published must not be alarmed."""
+    fill(ledger, (2,))
+    later = ledger.sign_head(KEY)
+    found = check_statement(statements / "times.jsonl", KEY.public_key(), earlier=[*ledger.heads(), later])
+    assert found.holds and found.heads == 1 and found.later == 2
+    assert "2 heads that you hold came later" in repr(found) and ledger.name in repr(found)
+
+
+def test_a_log_that_was_cut_short_before_a_statement_is_noticed(statements: Path) -> None:
+    head = check(statements / "times.jsonl").head
+    longer = sign_head(KEY, head.log, head.size + 5, b"1" * 32, "2020-01-01T00:00:00.000000Z")
+    found = check_statement(statements / "times.jsonl", KEY.public_key(), earlier=[longer])
+    assert not found.holds and f"nothing proves that the log grew from the head of {head.size + 5}" in found.problems[0]
+
+
+CONTRADICTIONS: dict[str, tuple[Any, str]] = {
+    "a share": (lambda about, row: row.update(share=0.9), "the share is not the amount divided by the total"),
+    "an interval": (lambda about, row: row.update(low=0.0, high=0.0), "the interval of the share does not hold"),
+    "too few queries": (lambda about, row: about.update(entries=3), "more queries than entries, or fewer than this"),
+    "a pot for none": (lambda about, row: about.update(without_pot=99), "more queries than entries, or fewer"),
+    "half a cent": (lambda about, row: row.update(units=row["units"] + 0.5), "a whole number is expected"),
+    "a cent more": (lambda about, row: row.update(units=row["units"] + 2), "differs from the amount by a unit or more"),
+    "the total": (lambda about, row: about.update(total=1), "paid more than everybody together"),
+    "its end": (lambda about, row: about.update(stop=10**6, entries=10**5), "the period was closed before it ended"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", CONTRADICTIONS)
+def test_a_payer_who_signs_a_period_that_contradicts_itself_is_found(kind: str, ledger: Ledger, tmp_path: Path) -> None:
+    """The payer has the key and the database, so that every proof fits; only the figures do not fit each other."""
+    edit, expected = CONTRADICTIONS[kind]
+    fill(ledger, (9, 5), pot=500_000)
+    sequence = close_period(ledger, "p").sequence
+    run(ledger, change_entry(sequence, lambda about, rows: edit(about, rows[2])), rebuild)
+    ledger.sign_head(KEY)
+    write_statements(ledger, "p", tmp_path / "out", sources=["times"], progress=False)
+    found = find_problems(tmp_path / "out" / "times.jsonl")
+    assert any(expected in problem for problem in found), found
 
 
 def test_a_pot_of_the_period_is_proved_up_to_a_micro_unit(place: str, tmp_path: Path) -> None:

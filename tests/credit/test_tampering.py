@@ -1,7 +1,6 @@
 """Whoever changes the database by hand is found out, by the ledger itself or by somebody who holds an earlier head."""
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,26 +10,23 @@ from sqlalchemy import Connection, delete, insert, select, update
 
 from imprint.credit import Ledger, tables
 from imprint.credit import log as credit_log
-from imprint.credit.canonical import decode, encode
-from imprint.credit.heads import Head, publish_head, read_heads
-from imprint.credit.leaves import Leaf, split_lines
-from imprint.credit.merkle import Frontier, check_consistency, check_inclusion, hash_leaf, hash_tree
+from imprint.credit.canonical import encode
+from imprint.credit.heads import Head, publish_head, read_heads, sign_head
+from imprint.credit.leaves import split_lines
+from imprint.credit.merkle import (
+    check_consistency,
+    check_inclusion,
+    prove_inclusion,
+)
 from imprint.credit.periods import close_period
-from imprint.credit.proofs import prove_growth, prove_leaf
+from imprint.credit.proofs import prove_growth
+from imprint.credit.statements import write_statements
 from imprint.credit.verifying import verify
 from imprint.errors import CreditError
 from tests.credit.crediting import EXPECTED, fill, make_ledger, make_result
+from tests.credit.insider import L, change_entry, change_line, rebuild, rewrite, run
 
-L, P, KEY = tables.leaves, tables.payloads, Ed25519PrivateKey.generate()
-
-
-def run(ledger: Ledger, *statements: Any) -> None:
-    with ledger.engine.connect().execution_options(writes=True) as connection, connection.begin():
-        for statement in statements:
-            if callable(statement):
-                statement(connection)
-            else:
-                connection.execute(statement)
+P, KEY = tables.payloads, Ed25519PrivateKey.generate()
 
 
 @pytest.fixture
@@ -46,45 +42,6 @@ def problems(ledger: Ledger, heads: list[Head] | None = None) -> list[str]:
     found = verify(ledger, heads=heads or [], key=KEY.public_key(), progress=False)
     assert found.holds == (not found.problems)
     return [str(problem) for problem in found.problems]
-
-
-def rewrite(sequence: int, change: Callable[[dict[str, Any]], Any], *, rehash: bool = False) -> Any:
-    """Change the header of an entry, and its hash too if asked."""
-
-    def apply(connection: Connection) -> None:
-        header = connection.execute(select(L.c.header).where(L.c.sequence == sequence)).scalar_one()
-        about = decode(bytes(header))
-        change(about)
-        values: dict[str, Any] = {"header": encode(about)}
-        if rehash:
-            values["hash"] = hash_leaf(values["header"])
-        connection.execute(update(L).where(L.c.sequence == sequence).values(**values))
-
-    return apply
-
-
-def change_line(sequence: int, old: bytes, new: bytes) -> Any:
-    def apply(connection: Connection) -> None:
-        lines = bytes(connection.execute(select(L.c.lines).where(L.c.sequence == sequence)).scalar_one())
-        assert old in lines
-        connection.execute(update(L).where(L.c.sequence == sequence).values(lines=lines.replace(old, new, 1)))
-
-    return apply
-
-
-def rebuild(connection: Connection) -> None:
-    """Make every hash, node and peak fit the entries again, as an attacker with full access can."""
-    frontier, rows = Frontier(), connection.execute(select(L).order_by(L.c.sequence)).all()
-    connection.execute(delete(tables.nodes))
-    for row in rows:
-        hashed = hash_leaf(bytes(row.header))
-        connection.execute(update(L).where(L.c.sequence == row.sequence).values(hash=hashed))
-        frontier, completed = frontier.extend([hashed])
-        for level, index, node in completed:
-            if level % credit_log.TILE == 0:
-                connection.execute(insert(tables.nodes).values(level=level, index=index, hash=node))
-    state = {"size": frontier.size, "peaks": b"".join(frontier.peaks), "time": rows[-1].time}
-    connection.execute(update(tables.log).values(**state))
 
 
 def test_what_nobody_touched_verifies(filled: Ledger) -> None:
@@ -119,6 +76,8 @@ CHANGES: dict[str, tuple[Any, str]] = {
     "a payload": (update(P).where(P.c.sequence == 13).values(payload=b"z"), "entry 13: its query was changed"),
     "a removed payload": (delete(P).where(P.c.sequence == 13), "entry 13: its query is gone, and the log"),
     "a mark": (delete(tables.kinds).where(tables.kinds.c.kind == "period"), "the table of kinds differs"),
+    "what a request asked": (update(tables.requests).where(tables.requests.c.key == "k").values(digest=None),
+                             "entry 12: what its request asked for is gone"),
     "a request": (update(tables.requests).values(first=900), "its request was changed or removed"),
 }  # fmt: skip
 
@@ -154,23 +113,69 @@ def test_an_inserted_entry_is_found(filled: Ledger) -> None:
 def test_an_amount_that_the_policy_does_not_give_is_found_even_if_every_hash_fits(filled: Ledger) -> None:
     """An insider shifts a cent from one source to another, and makes the whole log fit."""
 
-    def shift(connection: Connection) -> None:
-        row = connection.execute(select(L).where(L.c.sequence == 5)).one()
-        leaf = credit_log.make_leaf(row)
-        rows = [dict(each) for each in leaf.rows]
+    def shift(about: dict[str, Any], rows: list[dict[str, Any]]) -> None:
         giver = next(each for each in rows if each["amount"] > 0)
         taker = next(each for each in rows if each is not giver)
         giver["amount"], taker["amount"] = giver["amount"] - 1, taker["amount"] + 1
-        lines = tuple(map(encode, rows))
-        other = Leaf(leaf.header, lines, leaf.salt)
-        about = {**leaf.about, "lines": {"count": len(lines), "root": hash_tree(other.line_hashes).hex()}}
-        values = {"header": encode(about), "lines": b"\n".join(lines)}
-        connection.execute(update(L).where(L.c.sequence == 5).values(**values))
 
-    run(filled, shift, rebuild)
+    run(filled, change_entry(5, shift), rebuild)
     found = problems(filled)
     assert "entry 5: its shares and amounts do not follow from its scores and its policy" in found
     assert "entry 11: period 2026-11 does not follow from its entries" in found
+
+
+def test_an_interval_that_was_narrowed_is_found_even_if_every_hash_fits(filled: Ledger) -> None:
+    run(filled, change_entry(11, lambda about, rows: rows[3].update(low=rows[3]["share"])), rebuild)
+    assert problems(filled) == ["entry 11: the intervals of period 2026-11 do not follow from its entries"]
+    run(filled, change_entry(11, lambda about, rows: about.update(estimator=99)), rebuild)
+    found = verify(filled, progress=False)
+    assert found.holds and any("intervals of a closed period were not checked" in each for each in found.remarks)
+
+
+def test_degrees_of_freedom_that_lower_the_threshold_are_found_even_if_every_hash_fits(filled: Ledger) -> None:
+    run(filled, change_entry(13, lambda about, rows: about.update(freedom=200)), rebuild)
+    assert "entry 13: its standard errors do not follow from the spread of its runs" in problems(filled)
+
+
+def test_what_differs_from_its_hash_is_not_paid_and_not_printed(filled: Ledger, tmp_path: Path) -> None:
+    """An insider does not wait for the next verification: what was changed must not be closed or sent to anybody."""
+    run(filled, change_entry(13, lambda about, rows: about.update(pot=10**9)))
+    with pytest.raises(CreditError, match="entry 13 was changed since it was written"):
+        close_period(filled, "2026-12")
+    with pytest.raises(CreditError, match="entry 13 was changed since it was written"):
+        filled.entry(13)
+
+
+def test_an_entry_that_was_removed_or_hidden_is_not_left_out_of_a_period(filled: Ledger) -> None:
+    run(filled, update(L).where(L.c.sequence == 13).values(kind="policy"))
+    assert close_period(filled, "2026-12").about["entries"] == 3
+    fill(filled, (3,))
+    run(filled, delete(L).where(L.c.sequence == len(filled) - 2))
+    with pytest.raises(CreditError, match="is missing: run `imprint credit verify`"):
+        close_period(filled, "2027-01")
+
+
+def test_statements_of_a_log_that_differs_from_its_signed_head_are_not_written(filled: Ledger, tmp_path: Path) -> None:
+    filled.sign_head(KEY)
+    run(filled, rewrite(5, lambda about: about.update(query="other"), rehash=True))
+    with pytest.raises(CreditError, match="is not in the log that was signed"):
+        write_statements(filled, "2026-11", tmp_path / "out", progress=False)
+    assert not list((tmp_path / "out").glob("*.html"))
+
+
+def test_statements_of_a_rewritten_log_are_not_written_while_the_database_has_an_earlier_head(
+    filled: Ledger, tmp_path: Path
+) -> None:
+    filled.sign_head(KEY)
+    run(filled, rewrite(4, lambda about: about.update(query="other")), rebuild)
+    fill(filled, (1,))
+    with tables.reading(filled.engine) as connection:
+        state = credit_log.read_state(connection)
+    forged = sign_head(KEY, filled.name, state.size, state.root, "2099-01-01T00:00:00.000000Z")
+    with pytest.raises(CreditError, match="did not grow from the head of 15 entries"):
+        write_statements(filled, "2026-11", tmp_path / "out", head=forged, progress=False)
+    with pytest.raises(CreditError, match="the log was changed since it was written"):
+        filled.sign_head(KEY)
 
 
 def test_a_log_that_was_rewritten_as_a_whole_is_found_by_anyone_who_holds_an_earlier_head(filled: Ledger) -> None:
@@ -255,9 +260,8 @@ def test_a_log_of_several_tiles_proves_every_entry(tmp_path: Path) -> None:
         assert {tuple(row)[:2] for row in connection.execute(select(tables.nodes))} == {(8, 0), (8, 1)}
         leaves, node = list(credit_log.read_leaves(connection, 0, head.size)), credit_log.read_nodes(connection)
         for sequence in (0, 5, 255, 256, 511, 512, 600, head.size - 1):
-            found = prove_leaf(leaves[sequence], head.size, node)
-            proof = [bytes.fromhex(each) for each in found["proof"]]
-            assert found["header"].encode() == leaves[sequence].header and leaves[sequence].sequence == sequence
+            proof = prove_inclusion(sequence, head.size, node)
+            assert leaves[sequence].sequence == sequence
             assert check_inclusion(leaves[sequence].hash, sequence, head.size, proof, head.root)
             assert not check_inclusion(leaves[sequence - 1].hash, sequence, head.size, proof, head.root)
     assert problems(ledger) == []
