@@ -8,10 +8,7 @@ import html
 import re
 import unicodedata
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from jinja2 import Environment
+from typing import Any
 
 _JOINERS = "\u200c\u200d"  # harmless: some scripts and emoji need them
 _NUMBER = re.compile(r"[+-]?\d+(\.\d+)?([eE][+-]?\d+)?", re.ASCII)
@@ -103,24 +100,3 @@ def format_size(count: float | None) -> str:
             return f"{count:.3g} {unit}"
         count /= 1000
     return f"{count:,.0f} PB"
-
-
-def make_environment(package: str, feature: str, extra: str) -> "Environment":
-    """Return an environment for the templates of a package: their values are text that contains no markup.
-
-    feature, extra: what needs jinja2, and the extra that brings it, for the error where it is missing.
-    """
-    try:
-        import jinja2
-    except ImportError as error:
-        from imprint.errors import MissingExtra  # which shows its text through this module
-
-        raise MissingExtra(feature, extra) from error
-    return jinja2.Environment(
-        loader=jinja2.PackageLoader(package, ""),
-        autoescape=True,
-        undefined=jinja2.StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-        finalize=lambda value: for_terminal(value) if type(value) is str else value,
-    )

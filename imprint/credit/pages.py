@@ -8,8 +8,9 @@ from imprint.attribution.labels import MEANINGS, describe_question
 from imprint.credit.heads import Head
 from imprint.credit.money import PARTS, format_amount, format_share
 from imprint.credit.policy import Policy
-from imprint.display import count_of, make_environment, name_some
+from imprint.display import count_of, name_some
 from imprint.plan import Question
+from imprint.templates import make_environment
 
 if TYPE_CHECKING:
     from imprint.credit.statements import Figures

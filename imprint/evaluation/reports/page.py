@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from imprint.attribution.noise import INDISTINGUISHABLE
 from imprint.attribution.result import Attribution
 from imprint.attribution.uncertainty import describe_error
-from imprint.display import for_html, make_environment
+from imprint.display import for_html
 from imprint.errors import DataError, StoreError
 from imprint.evaluation.reports.charts import draw_scatter
 from imprint.evaluation.reports.conclusion import conclude
@@ -34,6 +34,7 @@ from imprint.statistics import Estimate
 from imprint.store.files import refuse_irregular
 from imprint.store.files import write as write_file
 from imprint.store.reading import Store
+from imprint.templates import make_environment
 
 if TYPE_CHECKING:
     from jinja2 import Environment
