@@ -13,6 +13,7 @@ from torch import Tensor, nn
 import imprint
 from imprint.credit import Ledger, Policy, Tariff, encode_queries
 from imprint.credit.disputes import dispute
+from imprint.credit.heads import read_heads
 from imprint.credit.periods import close_period
 from imprint.credit.proofs import check_statement
 from imprint.credit.statements import write_statements
@@ -92,5 +93,5 @@ print(f"{len(pages)} statements in {OUT / 'statements'}")
 # 5. What anybody can check: a publisher its statement, an auditor the ledger, both sides a doubtful answer.
 key = load_public_key(OUT / "credit.key.pub")
 print(check_statement(OUT / "statements" / "Oak.jsonl", key))
-print(verify(ledger, key=key))
+print(verify(ledger, key=key, heads=read_heads(OUT / "heads.jsonl")))
 print(dispute(ledger, receipt.sequences[0], task, store))
