@@ -339,8 +339,8 @@ def show(setting: str, repeats: list[dict[str, Any]]) -> None:
 
 def format_estimate(found: Estimate, sign: bool) -> str:
     form = "+.1f" if sign else ".1f"
-    text = f"{found.value:{form}}"
-    return text if np.isnan(found.low) else f"{text} [{found.low:{form}}, {found.high:{form}}]"
+    value, low, high = (round(each, 1) + 0.0 for each in (found.value, found.low, found.high))  # no minus before 0.0
+    return f"{value:{form}}" if np.isnan(low) else f"{value:{form}} [{low:{form}}, {high:{form}}]"
 
 
 def main() -> None:

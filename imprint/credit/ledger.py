@@ -187,7 +187,7 @@ class Ledger:
         key = secrets.token_hex(16) if key is None else key
         expires = find_expiry(retention)
         request = make_request(require_name(caller, "caller"), require_name(key, "key"), content)
-        bound = bind_request(request["salt"], caller, key)
+        bound = bind_request(request)
         while True:
             with tables.reading(self.engine) as connection:
                 price = read_tariff(connection).per_query

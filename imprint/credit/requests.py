@@ -2,13 +2,14 @@
 
 A request is known by its caller and its key. The same request again returns the entries that the first one wrote;
 another request with the same key is a conflict. A request that is still being written makes the next one wait. Entries
-carry a salted hash of their request, so that nobody can remove or redirect one unnoticed.
+carry a salted hash of their request, so that nobody can remove, change or redirect one unnoticed: who asked by which
+key, the hash of what was asked, and that of the secret which went into it.
 """
 
 import hashlib
 import re
 import secrets
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from numbers import Integral
 from typing import Any
 
@@ -79,12 +80,12 @@ def find_request(connection: Connection, caller: str, key: str, content: bytes) 
     row = connection.execute(select(table).where(table.c.caller == caller, table.c.key == key)).one_or_none()
     if row is None:
         return None
-    if row.digest is None:
+    if row.secret is None:
         raise ConflictError(
             f"the key {key!r} of caller {caller!r} was used for queries that were erased since: entries "
             f"{row.first} to {row.first + row.count - 1}. Use a new key."
         )
-    if tables.read_bytes(row.digest) != _hash_content(tables.read_bytes(row.salt), content):
+    if tables.read_bytes(row.digest) != _hash_content(tables.read_bytes(row.secret), content):
         raise ConflictError(
             f"the key {key!r} of caller {caller!r} was used for another request: use a new key for each request, and "
             "reuse one only to try again."
@@ -94,12 +95,18 @@ def find_request(connection: Connection, caller: str, key: str, content: bytes) 
 
 def make_request(caller: str, key: str, content: bytes) -> dict[str, Any]:
     """Return a request as a row of the database, but for its entries."""
-    salt = secrets.token_bytes(_SALT)
-    return {"caller": caller, "key": key, "salt": salt, "digest": _hash_content(salt, content)}
+    salt, secret = secrets.token_bytes(_SALT), secrets.token_bytes(_SALT)
+    hashes = {"sealed": seal_secret(secret), "digest": _hash_content(secret, content)}
+    return {"caller": caller, "key": key, "salt": salt, "secret": secret, **hashes}
 
 
-def _hash_content(salt: bytes, content: bytes) -> bytes:
-    return hashlib.sha256(b"content" + salt + content).digest()
+def _hash_content(secret: bytes, content: bytes) -> bytes:
+    return hashlib.sha256(b"content" + secret + content).digest()
+
+
+def seal_secret(secret: bytes) -> bytes:
+    """Return the hash by which a request knows its secret."""
+    return hashlib.sha256(b"secret" + secret).digest()
 
 
 def keep_request(connection: Connection, request: dict[str, Any], first: int, count: int) -> None:
@@ -113,9 +120,11 @@ def forget_requests(connection: Connection, sequences: Sequence[int]) -> None:
     for sequence in sequences:
         holds = (table.c.first <= sequence) & (table.c.first + table.c.count > sequence)
         near = table.c.first > sequence - _LARGEST  # so that the index finds it
-        connection.execute(update(table).where(near, holds, table.c.digest.is_not(None)).values(digest=None))
+        connection.execute(update(table).where(near, holds, table.c.secret.is_not(None)).values(secret=None))
 
 
-def bind_request(salt: bytes, caller: str, key: str) -> str:
+def bind_request(request: Mapping[str, Any]) -> str:
     """Return the salted hash by which an entry knows its request, and which tells nobody else who asked."""
-    return hashlib.sha256(b"request" + salt + encode([caller, key])).hexdigest()
+    salt, sealed, digest = (tables.read_bytes(request[name]) for name in ("salt", "sealed", "digest"))
+    known = encode([request["caller"], request["key"], sealed.hex(), digest.hex()])
+    return hashlib.sha256(b"request" + salt + known).hexdigest()

@@ -89,7 +89,9 @@ requests = Table(  # one for each call that credited something
     Column("caller", String(200), primary_key=True),
     Column("key", String(200), primary_key=True),
     Column("salt", LargeBinary, nullable=False),
-    Column("digest", LargeBinary(HASH_BYTES)),
+    Column("secret", LargeBinary),  # erased with the queries: without it, nobody can test guesses against the digest
+    Column("sealed", LargeBinary(HASH_BYTES), nullable=False),
+    Column("digest", LargeBinary(HASH_BYTES), nullable=False),
     Column("first", BigInteger, nullable=False, index=True),
     Column("count", Integer, nullable=False),
 )

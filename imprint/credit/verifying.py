@@ -24,7 +24,7 @@ from imprint.credit.periods import describe_period
 from imprint.credit.policy import Policy
 from imprint.credit.reading import read_kept_heads
 from imprint.credit.recomputing import agree_intervals, agree_lines, find_faults, find_outcome
-from imprint.credit.requests import bind_request
+from imprint.credit.requests import bind_request, seal_secret
 from imprint.credit.spread import ESTIMATOR
 from imprint.display import count_of, for_terminal
 from imprint.errors import CreditError
@@ -240,7 +240,8 @@ class _Checker:
             self.add(f"its time, {about['time']}, is before that of the entry before it, {self.time}", row.sequence)
         self.time = max(self.time, about["time"])
         lines = about.get("lines")
-        if (lines is None) != (not leaf.lines) or len(leaf.salt) != (0 if lines is None else SALT_BYTES):
+        salted = SALT_BYTES if lines is not None else None
+        if (lines is None) != (not leaf.lines) or (None if row.salt is None else len(leaf.salt)) != salted:
             self.add("its lines or their salt were removed, or some were added", row.sequence)
         elif lines is not None:
             if lines["count"] != len(leaf.lines) or hash_tree(leaf.line_hashes).hex() != lines["root"]:
@@ -334,11 +335,11 @@ class _Checker:
             known = self.connection.execute(query).one_or_none()
             self.requests += known is not None
             self.request = known
-            if known is not None and known.digest is None:
+            if known is not None and known.secret is None:
                 self.forgotten.append((known.first, known.first + known.count))
-        bound = None
-        if known is not None:
-            bound = bind_request(tables.read_bytes(known.salt), known.caller, known.key)
+            elif known is not None and seal_secret(tables.read_bytes(known.secret)) != tables.read_bytes(known.sealed):
+                self.add("the secret of its request was changed, so that it could be credited again", leaf.sequence)
+        bound = None if known is None else bind_request(known._mapping)
         if bound != leaf.about["request"]:
             self.add("its request was changed or removed, so that it could be credited again", leaf.sequence)
 

@@ -76,8 +76,13 @@ CHANGES: dict[str, tuple[Any, str]] = {
     "a payload": (update(P).where(P.c.sequence == 13).values(payload=b"z"), "entry 13: its query was changed"),
     "a removed payload": (delete(P).where(P.c.sequence == 13), "entry 13: its query is gone, and the log"),
     "a mark": (delete(tables.kinds).where(tables.kinds.c.kind == "period"), "the table of kinds differs"),
-    "what a request asked": (update(tables.requests).where(tables.requests.c.key == "k").values(digest=None),
+    "what a request asked": (update(tables.requests).where(tables.requests.c.key == "k").values(secret=None),
                              "entry 12: what its request asked for is gone"),
+    "the secret of a request": (update(tables.requests).values(secret=b"0" * 32), "the secret of its request was"),
+    "the hash of a request": (update(tables.requests).values(digest=b"0" * 32), "its request was changed or removed"),
+    "the caller of a request": (update(tables.requests).where(tables.requests.c.key == "k").values(caller="x"),
+                                "entry 12: its request was changed"),
+    "an empty salt": (update(L).where(L.c.sequence == 0).values(salt=b""), "entry 0: its lines or their salt"),
     "a request": (update(tables.requests).values(first=900), "its request was changed or removed"),
 }  # fmt: skip
 
@@ -276,3 +281,25 @@ def test_lines_are_split_into_the_bytes_that_were_joined(ledger: Ledger) -> None
     assert ledger.entry(entry.sequence) == entry and len(entry.lines) == 4
     assert split_lines(None) == ()
     assert problems(ledger) == []
+
+
+def test_code_that_an_insider_put_into_the_database_is_refused(filled: Ledger, place: str) -> None:
+    """A trigger or a rule could change what is written after it was hashed, or write more than was asked."""
+    name = tables.leaves.name
+    codes = [f"CREATE RULE sneaky AS ON INSERT TO {name} DO ALSO DELETE FROM {tables.payloads.name}"]
+    if tables.is_sqlite(filled.engine):
+        codes = [
+            f"CREATE TRIGGER sneaky AFTER INSERT ON {name} BEGIN DELETE FROM {tables.payloads.name}; END",
+            f"CREATE VIEW imprint_sneaky AS SELECT * FROM {name}",
+            f"CREATE INDEX sneaky ON {name} (time)",
+        ]
+    for code in codes:
+        run(filled, lambda connection, code=code: connection.exec_driver_sql(code))
+        with pytest.raises(
+            CreditError, match=r"has a (trigger|rule|view|index) '(imprint_)?sneaky' that no ledger has"
+        ):
+            Ledger(place)
+        kind, sneaky = code.split()[1:3]
+        on = "" if tables.is_sqlite(filled.engine) else f" ON {name}"
+        run(filled, lambda connection, code=f"DROP {kind} {sneaky}{on}": connection.exec_driver_sql(code))
+    Ledger(place).close()
