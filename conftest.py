@@ -15,6 +15,10 @@ collect_ignore = []
 if not find_spec("dattri"):
     collect_ignore += ["imprint/benchmarking/dattri.py", "imprint/benchmarking/peers.py"]
 
+if not (find_spec("sqlalchemy") and find_spec("cryptography")):
+    collect_ignore += ["imprint/credit", "tests/credit", "tests/cli/test_credit.py", "tests/test_keys.py"]
+    collect_ignore += ["tests/store/test_signing.py"]
+
 os.environ.setdefault("MPLBACKEND", "Agg")
 os.environ.pop("COLUMNS", None)  # workers of pytest-xdist have it, and a console would keep what it was made with
 

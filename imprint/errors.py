@@ -60,6 +60,14 @@ class ConfigurationError(ImprintError, ValueError):
     """Something that the command line or a configuration file names cannot be found or used."""
 
 
+class CreditError(ImprintError, RuntimeError):
+    """A query cannot be credited as asked, or a ledger cannot be trusted."""
+
+
+class ConflictError(CreditError):
+    """A key was used before, for another request."""
+
+
 class MissingExtra(ImprintError, ImportError):
     """An optional dependency is not installed."""
 

@@ -112,6 +112,15 @@ class Sources:
         """The number of examples of each source."""
         return tuple(len(members) for members in self.members)
 
+    @property
+    def shared(self) -> int:
+        """How many examples belong to more than one source.
+
+        >>> Sources.groups({"times": [0, 1, 2], "press": [1, 2, 3]}).shared
+        2
+        """
+        return int((np.unique(np.concatenate(self.members), return_counts=True)[1] > 1).sum())
+
     def rows(self, start: int, stop: int) -> "Sources":
         """Select the sources from `start` up to, and without, `stop`."""
         return self.select(range(start, min(stop, len(self))))

@@ -79,16 +79,16 @@ def _fisher(values: Array | float) -> Array:
     return np.asarray(np.arctanh(np.clip(values, -1 + 1e-15, 1 - 1e-15)))
 
 
-_Level = tuple[float, int]
+Level = tuple[float, int]
 """The variance of a figure by sampling on one level, and the degrees of freedom it is known with."""
 
 
-def _leave_out(left: Array) -> _Level:
+def _leave_out(left: Array) -> Level:
     """Return the jackknife's variance, from the values without each item."""
     return float((len(left) - 1) * left.var()), len(left) - 1
 
 
-def _add_levels(levels: Sequence[_Level]) -> float:
+def _add_levels(levels: Sequence[Level]) -> float:
     """Return half the length of the 95% interval of a figure whose independent variances add up.
 
     The quantile is Cochran's, the mean of Student's weighted with the variances. Where a variance is known from two
@@ -123,7 +123,11 @@ _NODES, _WEIGHTS = np.polynomial.legendre.leggauss(96)  # of Gauss's quadrature 
 
 
 def mean_estimate(
-    values: Array | list[float], within: tuple[float, float] = (-np.inf, np.inf), *, runs: Sequence[Array] = ()
+    values: Array | list[float],
+    within: tuple[float, float] = (-np.inf, np.inf),
+    *,
+    runs: Sequence[Array] = (),
+    levels: Sequence[Level] = (),
 ) -> Estimate:
     """Average independent values, leaving out NaN, with Student's interval.
 
@@ -132,13 +136,14 @@ def mean_estimate(
 
     within: the range of a value, such as (-1, 1) for a correlation.
     runs: the mean with each run left out in turn, as in `jackknife`.
+    levels: further variances of the mean, each with the degrees of freedom it is known with.
     """
     array = np.asarray(values, dtype=np.float64)
     array = array[~np.isnan(array)]
     if len(array) < 2:
         return Estimate(float(array[0]) if len(array) else _NAN, _NAN, _NAN)
     mean = float(array.mean())
-    between = [_leave_out(each) for each in runs if len(each) > 1]
+    between = [*(_leave_out(each) for each in runs if len(each) > 1), *levels]
     error = _add_levels([(float(array.var(ddof=1)) / len(array), len(array) - 1), *between])
     if not np.isfinite(error):
         return Estimate(mean, _NAN, _NAN)

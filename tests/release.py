@@ -17,9 +17,12 @@ from pathlib import Path
 from packaging.metadata import Metadata
 
 ROOT = Path(__file__).parent.parent
-PAGES = [f"imprint/evaluation/reports/{name}" for name in ("report.html.j2", "parts.html.j2", "report.css")]
+PAGES = [
+    *(f"imprint/evaluation/reports/{name}" for name in ("report.html.j2", "parts.html.j2", "report.css")),
+    "imprint/credit/statement.html.j2",
+]
 COMMANDS = ("demo", "check", "simulate", "attribute", "inspect", "verify", "export", "retrain", "evaluate", "bench")
-EXTRAS = {"report", "language", "bench", "all"}
+EXTRAS = {"report", "language", "bench", "serve", "all"}
 MODEL = """
 import torch, imprint
 torch.manual_seed(0)

@@ -104,6 +104,23 @@ def test_every_completion_of_the_language_example_is_credited_to_the_publisher_w
     assert exported["self_test"]["central"] <= 1e-4
 
 
+@pytest.mark.wide
+@pytest.mark.skipif(not all(map(find_spec, ("sqlalchemy", "cryptography", "pyarrow"))), reason="no extras")
+def test_the_careless_publishers_of_the_credit_example_earn_least_and_every_proof_holds() -> None:
+    output = run("credit.py")
+    for text in (
+        "validated (expected)",
+        "credits nothing: True",
+        "holds: Oak, 2026-11",
+        "verified: 44 entries",
+        "agrees",
+    ):
+        assert text in output, text
+    pages = {path.stem: path.read_text(encoding="utf-8") for path in Path("credit-demo/statements").glob("*.html")}
+    paid = {name: float(re.findall(r'class="sum">([\d.]+) EUR', page)[0]) for name, page in pages.items()}
+    assert len(paid) == 10 and {"Elder", "Rowan"} == set(sorted(paid, key=paid.__getitem__)[:2])
+
+
 def test_the_notebook_finds_the_contributor_who_mislabels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     cells = json.loads((EXAMPLES / "tour.ipynb").read_text(encoding="utf-8"))["cells"]

@@ -11,7 +11,7 @@ import imprint
 PACKAGE = Path(imprint.__file__).parent
 MODULES = {".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts) for path in PACKAGE.rglob("*.py")}
 # Packages that serve one use each: nothing else may import them.
-EDGES = {"cli", "benchmarking", "export"}
+EDGES = {"cli", "benchmarking", "export", "credit"}
 
 
 def _loaded(*statements: str) -> list[set[str]]:

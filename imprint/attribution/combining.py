@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from imprint.attribution.comparing import CARRIED, check_same_part, check_same_subject
-from imprint.attribution.labels import Labels
+from imprint.attribution.labels import SHARED_EXAMPLES, Labels
 from imprint.attribution.replicates import Replicates, describe_replicates
 from imprint.attribution.result import Attribution
 from imprint.attribution.uncertainty import ERROR
@@ -73,11 +73,13 @@ def _describe(replays: Sequence[Attribution], estimate: Attribution | None) -> L
     for each in replays:
         for warning in each.warnings:
             notices.add(warning)
-    wanted = ("readout", *CARRIED)
+    wanted = ("readout", SHARED_EXAMPLES, *CARRIED)
     kept = {name: value for name, value in first.details.items() if estimate is not None or name in wanted}
     prints = dict(first.labels.fingerprints)
     for name in ("store", "recording") if estimate is None else ():
         prints.pop(name, None)
+    if len({each.labels.fingerprints.get("signer") for each in (first, *replays)}) > 1:
+        prints.pop("signer", None)  # a part of it is of a store that this key has not signed
     return replace(
         first.labels,
         question="expected",
@@ -85,6 +87,7 @@ def _describe(replays: Sequence[Attribution], estimate: Attribution | None) -> L
         fingerprints=prints,
         warnings=notices.messages,
         validation=None,
+        store_validation=None,
     )
 
 

@@ -95,6 +95,7 @@ def subtract(first: Labels, second: Labels, effects: tuple[Tensor, Tensor]) -> t
         summed=summed,
         difference=True,
         validation=None,
+        store_validation=None,
     )
     return labels, scores
 

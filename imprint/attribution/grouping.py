@@ -41,10 +41,12 @@ def unite(labels: Labels, groups: Groups) -> tuple[Labels, list[Tensor]]:
             "sources.group({...})."
         )
     summed = tuple(int(labels.counts[each].sum()) for each in places)
+    compared = labels.removes and max(summed) <= JOINT
     united = replace(
         labels,
         warnings=notices.messages,
-        validation=labels.validation if labels.removes and max(summed) <= JOINT else None,
+        validation=labels.validation if compared else None,
+        store_validation=labels.store_validation if compared else None,
         source_ids=found.ids,
         source_names=found.names,
         source_sizes=sizes,

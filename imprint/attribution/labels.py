@@ -28,6 +28,8 @@ NOT_VALIDATED = "not validated: these effects were not compared with removals th
 LAST_STEPS, OUT_OF_BATCHES = "last_steps", "left_out_of_batches"
 """Of a replayed run, in the `details` of a result: how many steps were replayed, if not all of them were; and whether
 sources were left out of batches instead of being given weight 0, because examples of a batch see each other."""
+SHARED_EXAMPLES = "examples_of_several_sources"
+"""How many training examples belong to more than one source, in the `details` of a result, if its store says so."""
 LEFT_OUT, SHARED = "sources_in_no_group", "sources_in_several_groups"
 """How many sources a result of groups leaves out or counts in more than one group, in its `details`."""
 
@@ -36,15 +38,17 @@ LEFT_OUT, SHARED = "sources_in_no_group", "sources_in_several_groups"
 class Labels:
     """What scores are about: the sources, N, and the measurement F with its direction.
 
-    fingerprints: hashes of the "store", of the training "data", of the "sources", and of the "queries" where the scores
-        are of all of them in their order; the "recording" that was repeated, where one was; and the "parameters" by
-        name, with their shapes.
+    fingerprints: hashes of the "store", of the "model" it is read at, of the training "data", of the "sources", and of
+        the "queries" where the scores are of all of them in their order; the "recording" that was repeated, where one
+        was; the key of its "signer", where the store was opened with one; and the "parameters" by name, with their
+        shapes.
     warnings: what to know before believing the scores: those of the store, and what the readout has found.
     question: "this_run" for the training that made this model, "expected" for the mean over trainings like it.
     removes: whether the scores are those of finite removals, which do not add up exactly.
     summed: how many scores of single sources each score is the sum of; empty where none is a sum.
     difference: whether the scores are the difference of two results.
-    validation: how predicted effects compare with removals that were really made; None where none was.
+    validation: how predicted effects compare with removals that were really made; None where none was. With enough
+        queries it is about these, `store_validation` is about those that the store was validated on.
     """
 
     n: int
@@ -61,6 +65,7 @@ class Labels:
     summed: tuple[int, ...] = ()
     difference: bool = False
     validation: Verdict | None = None
+    store_validation: Verdict | None = None
 
     @property
     def unit(self) -> str:
@@ -93,7 +98,8 @@ class Labels:
 
     def to_json(self) -> dict[str, Any]:
         """Return plain JSON values, for a file."""
-        return {**vars(self), "validation": None if self.validation is None else asdict(self.validation)}
+        verdicts = {"validation": self.validation, "store_validation": self.store_validation}
+        return {**vars(self), **{name: None if each is None else asdict(each) for name, each in verdicts.items()}}
 
     @classmethod
     def from_json(cls, about: dict[str, Any]) -> "Labels":

@@ -201,8 +201,9 @@ class Attribution:
             )
         details = {**self.details, "calibration": slope * self.details.get("calibration", 1.0)}
         noise = None if self.noise_changes is None else slope * self.noise_changes
-        verdict = None if self.labels.validation is None else self.labels.validation.rescaled(slope)
-        labels = replace(self.labels, details=details, validation=verdict)
+        own, other = self.labels.validation, self.labels.store_validation
+        verdicts = [None if each is None else each.rescaled(slope) for each in (own, other)]
+        labels = replace(self.labels, details=details, validation=verdicts[0], store_validation=verdicts[1])
         replicates = self._change_replicates(lambda values: slope * values)
         return replace(self, scores=slope * self.scores, labels=labels, noise_changes=noise, replicates=replicates)
 

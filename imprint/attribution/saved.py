@@ -16,7 +16,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from imprint.attribution.labels import LAST_STEPS, LEFT_OUT, OUT_OF_BATCHES, SHARED
+from imprint.attribution.labels import LAST_STEPS, LEFT_OUT, OUT_OF_BATCHES, SHARED, SHARED_EXAMPLES
 from imprint.attribution.replicates import Replicates
 from imprint.attribution.uncertainty import ERROR
 from imprint.errors import StoreError, first_line
@@ -71,7 +71,10 @@ def save_scores(
 
 
 def load_scores(path: Path, names: set[str]) -> Saved:
-    """Read what `save_scores` wrote: the labels, with these names or some of them, scores, queries, noise and runs."""
+    """Read what `save_scores` wrote: the labels, with these names or some of them, scores, queries, noise and runs.
+
+    Who signed the store is left out: a signature says nothing about a file that anybody could have written since.
+    """
     try:
         if not stat.S_ISREG(path.stat().st_mode):  # a pipe would be waited for
             raise StoreError(f"{path} is not a saved attribution: it is no regular file.")
@@ -96,7 +99,8 @@ def load_scores(path: Path, names: set[str]) -> Saved:
     scores, noise = tensors[_SCORES], tensors.get(_NOISE)
     _check_whole(labels, queries, scores)
     _check_noise(queries, noise, path)
-    about = {name: _LABELS[name](item) if name == "validation" else item.content for name, item in labels.items()}
+    about = {name: _LABELS[name](item) if name in _VERDICTS else item.content for name, item in labels.items()}
+    about["fingerprints"] = {name: each for name, each in about.get("fingerprints", {}).items() if name != "signer"}
     replicates = _read_replicates(value, tensors, tuple(scores.shape))
     return about, scores, tuple(item.content for item in queries), noise, replicates
 
@@ -207,6 +211,8 @@ def _check_details(value: Value) -> None:
             item.at_least_zero()
         if name in (LEFT_OUT, SHARED, LAST_STEPS):
             item.whole(1)
+        if name == SHARED_EXAMPLES:
+            item.whole()
         if name == OUT_OF_BATCHES:
             item.flag()
         if name == ERROR:
@@ -220,7 +226,7 @@ def _check_question(value: Value) -> None:
 
 def _check_fingerprints(value: Value) -> None:
     found = value.mapping()
-    for name in found.keys() & {"sources", "queries", "store", "recording"}:
+    for name in found.keys() & {"sources", "queries", "store", "model", "recording", "signer"}:
         found[name].text()
     if "measures" in found:
         found["measures"].numbers()
@@ -230,6 +236,7 @@ def _check_fingerprints(value: Value) -> None:
         about["dtype"].text()
 
 
+_VERDICTS = ("validation", "store_validation")
 _LABELS: dict[str, Callable[[Value], Any]] = {
     "n": lambda value: value.whole(1),
     "source_ids": Value.texts,
@@ -244,6 +251,6 @@ _LABELS: dict[str, Callable[[Value], Any]] = {
     "removes": Value.flag,
     "summed": lambda value: value.wholes(1),
     "difference": Value.flag,
-    "validation": lambda value: None if value.content is None else read(Verdict, value),
+    **dict.fromkeys(_VERDICTS, lambda value: None if value.content is None else read(Verdict, value)),
 }
 _REQUIRED = ("n", "source_ids", "source_names", "source_sizes", "measure", "better")

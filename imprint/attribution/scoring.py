@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from imprint.attribution.collecting import Collected
-from imprint.attribution.labels import Labels, describe_replay
+from imprint.attribution.labels import SHARED_EXAMPLES, Labels, describe_replay
 from imprint.attribution.noise import assess_noise
 from imprint.attribution.result import Attribution
 from imprint.attribution.top import Order, Top, limit_top, rank_scores
@@ -170,19 +170,24 @@ def _make_labels(
         store.source_sizes,
         task.measure_name,
         task.better,
-        {"readout": reader.readout, **reader.details, **chaos, **describe_replay(first.measured, first.steps)},
         {
-            "store": store.sha256,
+            **{"readout": reader.readout, **reader.details, **chaos, **describe_replay(first.measured, first.steps)},
+            **({} if store.manifest.shared is None else {SHARED_EXAMPLES: store.manifest.shared}),
+        },
+        {
+            **{"store": store.sha256, "model": store.model_sha256},
             **{"data": vars(request.data), "sources": request.sources},
             "parameters": {name: spec.to_json() for name, spec in request.parameters.items()},
             "queries": of_batches(batches),
             "measures": probe_measures(task, batches),
             **({} if request.recording is None else {"recording": request.recording}),
+            **({} if store.signed is None else {"signer": store.signed.key}),
         },
         _show_warnings(reader, warnings),
         store.question,
         store.removes,
-        validation=find_verdict(store, task.measure_name),
+        validation=(verdict := find_verdict(store, task.measure_name)),
+        store_validation=verdict,
     )
 
 

@@ -8,6 +8,7 @@ import logging
 import os
 import traceback
 import warnings
+from collections.abc import Callable
 from typing import Annotated, Any
 
 import typer
@@ -15,11 +16,13 @@ import typer
 import imprint
 from imprint.cli.commands.attributing import attribute
 from imprint.cli.commands.bench import bench, sweep
+from imprint.cli.commands.credit import credit
 from imprint.cli.commands.demo import demo
 from imprint.cli.commands.evaluation import evaluate
 from imprint.cli.commands.export import export
 from imprint.cli.commands.inside import inside
 from imprint.cli.commands.retraining import retrain
+from imprint.cli.commands.signing import keys, sign
 from imprint.cli.commands.stores import check, inspect, simulate
 from imprint.cli.commands.suspecting import suspects
 from imprint.cli.commands.validation import validate
@@ -48,11 +51,13 @@ app = typer.Typer(
     rich_markup_mode="markdown",
     pretty_exceptions_enable=False,
 )
-for command in (
+_COMMANDS: tuple[Callable[..., None], ...] = (
     *(demo, check, simulate, attribute, inside, suspects, inspect, verify, validate),
-    *(export, retrain, evaluate, bench, sweep),
-):
+    *(export, retrain, evaluate, bench, sweep, keys, sign),
+)
+for command in _COMMANDS:
     app.command(epilog=_EXIT_STATUS)(command)
+app.add_typer(credit, name="credit", epilog=_EXIT_STATUS)
 
 _TRACEBACK = "IMPRINT_TRACEBACK"
 

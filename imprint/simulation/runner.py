@@ -163,6 +163,7 @@ def _fill(
             execution=Execution(str(task.device), torch.get_num_threads(), inputs.data.batch_size),
             cost=Cost(time.monotonic() - started, peak.bytes, resumed),
             question=inputs.plan.rules.question,
+            shared=inputs.sources.shared,
             note=note,
             warnings=inputs.notices.messages,
         )

@@ -26,7 +26,7 @@ from imprint.store.request import ParameterSpec, Request, check_values
 from imprint.store.values import Value, read_json, sealed, shown
 from imprint.tensors.rows import parameters_of
 
-SCHEMA = 9
+SCHEMA = 10
 MANIFEST = "manifest.json"
 JOURNAL = "unfinished.json"  # in its place while the simulation runs
 SOURCES = "sources.json"
@@ -93,6 +93,7 @@ class Manifest:
     """Everything about a store but its tensors.
 
     question: what scores read from the store answer.
+    shared: how many training examples belong to more than one source; None if an earlier version wrote the store.
     note: whatever the caller wanted to keep, as JSON.
     warnings: what a reader must know before believing the imprints; repeated with every result.
     """
@@ -104,6 +105,7 @@ class Manifest:
     execution: Execution
     cost: Cost
     question: Question = "expected"
+    shared: int | None = None
     note: Any = None
     warnings: tuple[str, ...] = ()
     versions: dict[str, str] = field(default_factory=versions)
@@ -202,12 +204,17 @@ def _add_runs(value: Value) -> dict[str, Any]:
     return {**value.content, "request": {**runs, **{name: item.content for name, item in request.items()}}}
 
 
+def _add_shared(value: Value) -> dict[str, Any]:
+    """Return a manifest of schema 9, which did not say whether sources overlap, as schema 10 has it."""
+    return {"shared": None, **value.content}
+
+
 def _plain(value: Value) -> dict[str, Any]:
     return {name: item.content for name, item in value.mapping().items()}
 
 
 _UNMEASURED = {"chaos": None, "deviation": None, "start_lost": None}
-_UPGRADES: dict[int, Callable[[Value], dict[str, Any]]] = {7: _add_removals, 8: _add_runs}
+_UPGRADES: dict[int, Callable[[Value], dict[str, Any]]] = {7: _add_removals, 8: _add_runs, 9: _add_shared}
 """For each earlier schema a function that returns the content of a manifest as the next schema has it."""
 
 
@@ -218,6 +225,8 @@ def _check_whole(manifest: Manifest, values: dict[str, Value]) -> None:
         values["versions"].fail("versions.torch is missing")
     if manifest.question != request.plan.rules.question:
         values["question"].refuse(f"{request.plan.rules.question!r}, which the engine of the plan answers")
+    if manifest.shared is not None and manifest.shared > request.n:
+        values["shared"].refuse(f"at most the {request.n} training examples")
     if len(request.states) != len(manifest.checkpoints):
         checkpoints.fail("checkpoints and request.states are not equally many")
     if not 0 < sum(checkpoint.weight for checkpoint in manifest.checkpoints) < math.inf:

@@ -4,6 +4,7 @@ Only safetensors and JSON. `writing` writes it, file by file, the manifest last:
 store. Everything after the simulation reads it through `Store`.
 """
 
+import hashlib
 import os
 from bisect import bisect_right
 from collections.abc import Iterator
@@ -13,14 +14,15 @@ from typing import Any
 import torch
 
 from imprint.errors import StoreError
+from imprint.keys import PublicKey
 from imprint.plan import Question
 from imprint.store.checkpoint import Checkpoint, File
 from imprint.store.compatibility import Compatibility
-from imprint.store.files import sha256
 from imprint.store.layouts import base_layout, basis_layout, imprints_layout, noise_layout
-from imprint.store.manifest import JOURNAL, MANIFEST, Manifest
+from imprint.store.manifest import JOURNAL, LONGEST, MANIFEST, Manifest
 from imprint.store.opening import Files
-from imprint.store.values import read_json
+from imprint.store.signing import check_signature
+from imprint.store.values import read_hashed
 from imprint.task import Functional, Parameters, Task
 from imprint.tensors.rows import Rows
 
@@ -32,10 +34,11 @@ class Store:
 
     `imprint.simulate` returns one; `Store(path)` opens one made earlier.
 
+    signed_by: a public key, or its file: a store that its owner has not signed as it is (`imprint sign`) is refused.
     origin: what `simulate` made it from (task, data, sources, run), in the process that did; empty where it was opened.
     """
 
-    def __init__(self, path: str | os.PathLike[str]) -> None:
+    def __init__(self, path: str | os.PathLike[str], *, signed_by: PublicKey | None = None) -> None:
         self.path = Path(path)
         if not os.path.lexists(self.path):
             raise StoreError(f"there is no folder {self.path}.")
@@ -53,8 +56,9 @@ class Store:
         if not complete:
             raise StoreError(f"{self.path} holds no store: there is no manifest.json (was the simulation finished?).")
         self.origin: dict[str, Any] = {}
-        self.manifest = Manifest.read(self.path / MANIFEST)
-        self.sha256 = _hash_manifest(self.path / MANIFEST)
+        value, self.sha256 = read_hashed(self.path / MANIFEST, LONGEST)
+        self.signed = None if signed_by is None else check_signature(self.path, self.sha256, signed_by)
+        self.manifest = Manifest.from_json(value)
         self._files = Files(self.path)
         self._compatibility = Compatibility(self.manifest, self._files)
         self._read_sources()
@@ -91,6 +95,12 @@ class Store:
     def removes(self) -> bool:
         """Whether imprints are finite removals, N(θ − θ₋b)."""
         return self.manifest.plan.rules.removes
+
+    @property
+    def model_sha256(self) -> str:
+        """The checksum of the models that scores are read from: of the base of each checkpoint that counts."""
+        bases = [checkpoint.base.sha256 for checkpoint in self.checkpoints if checkpoint.base is not None]
+        return hashlib.sha256("".join(bases).encode()).hexdigest()
 
     @property
     def warnings(self) -> tuple[str, ...]:
@@ -183,7 +193,9 @@ class Store:
     def _read_sources(self) -> None:
         """Read the table of sources: as many as the shards have rows, each with an id of its own."""
         self._files.check(self.manifest.sources)
-        table = read_json(self.path / self.manifest.sources.path)
+        table, digest = read_hashed(self.path / self.manifest.sources.path)
+        if digest != self.manifest.sources.sha256:
+            table.fail("it was changed while it was read")
         columns = table.record("ids", "names", "sizes")
         ids, names, sizes = columns["ids"].texts(), columns["names"].texts(), columns["sizes"].wholes(1)
         if not 0 < len(ids) == len(names) == len(sizes):
@@ -225,14 +237,6 @@ class Store:
                     part = tensors.get_slice(name)[max(start, first) - first : min(stop, last) - first]
                     pieces.setdefault(name, []).append(part.to(device, dtype))
         return {name: torch.cat(parts) if len(parts) > 1 else parts[0] for name, parts in pieces.items()}
-
-
-def _hash_manifest(manifest: Path) -> str:
-    """Return the checksum of a manifest, which has those of all other files in it: that of the store."""
-    try:
-        return sha256(manifest)
-    except OSError as error:
-        raise StoreError(f"{manifest} cannot be read: {error.strerror or error}.") from error
 
 
 def _find_overlapping(files: tuple[File, ...], start: int, stop: int) -> Iterator[File]:

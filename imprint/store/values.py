@@ -126,11 +126,17 @@ def _checksum(values: dict[str, Any]) -> str:
 
 def read_json(path: Path, longest: int = _LONGEST) -> Value:
     """Read a JSON file of bounded size, depth and numbers, with texts that can be written again."""
+    return read_hashed(path, longest)[0]
+
+
+def read_hashed(path: Path, longest: int = _LONGEST) -> tuple[Value, str]:
+    """Read a JSON file as `read_json` does; return it with the checksum of the very bytes that were read."""
     try:
         refuse_unreadable(path, longest)
-        return parsed(path.read_bytes(), path)
+        content = path.read_bytes()
     except OSError as error:
         raise StoreError(f"{path} cannot be read: {error.strerror or error}.") from error
+    return parsed(content, path), hashlib.sha256(content).hexdigest()
 
 
 def parsed(text: bytes, path: Path) -> Value:

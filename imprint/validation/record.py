@@ -22,7 +22,7 @@ from imprint.store.folder import write_sealed
 from imprint.store.manifest import versions
 from imprint.store.reading import Store
 from imprint.store.records import Checksum, Count, NotNegative, read
-from imprint.store.values import Value, read_json
+from imprint.store.values import Value, read_hashed
 from imprint.validation.verdict import Outcome, Verdict
 
 VALIDATION = "validation.json"
@@ -139,9 +139,11 @@ def write_validation(store: Store, validation: Validation) -> None:
 def read_validation(store: Store) -> Validation | None:
     """Read the validation of a store; None where it has none. One of another store is refused."""
     file = store.path / VALIDATION
-    if not file.exists():
+    value, digest = read_hashed(file, _LONGEST) if file.exists() else (None, None)
+    if store.signed is not None:
+        store.signed.check_validation(store.path, digest)
+    if value is None:
         return None
-    value = read_json(file, _LONGEST)
     schema = value.mapping().get("schema")
     if schema is None or schema.whole(1) > SCHEMA:
         found = "none" if schema is None else schema.content

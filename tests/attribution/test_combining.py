@@ -112,3 +112,16 @@ def test_results_that_do_not_belong_together_are_refused() -> None:
         combine(same)
     with pytest.raises(ReadoutError, match="do not rise together"):
         combine([make_result(-each.scores, **vars(each.labels)) for each in replays], estimate)
+
+
+@pytest.mark.parametrize(("signers", "expected"), [(("k", "k"), "k"), (("k", None), None), (("k", "other"), None)])
+def test_a_combination_is_signed_only_if_every_part_is_by_the_same_key(
+    signers: tuple[str | None, ...], expected: str | None
+) -> None:
+    """Otherwise one signed store would let a ledger credit effects of stores that nobody has signed."""
+    signed = []
+    for replayed, signer in zip(results()[1], signers, strict=True):
+        prints = {name: value for name, value in replayed.labels.fingerprints.items() if name != "signer"}
+        prints |= {} if signer is None else {"signer": signer}
+        signed.append(replace(replayed, labels=replace(replayed.labels, fingerprints=prints)))
+    assert combine(signed).labels.fingerprints.get("signer") == expected

@@ -74,6 +74,10 @@ def test_the_unit_says_what_the_sign_means(better: Any, meaning: str) -> None:
     assert ("helps" in unit) == (better is not None)
 
 
+def _sha256(file: Path) -> str:
+    return hashlib.sha256(file.read_bytes()).hexdigest()
+
+
 def test_labels_are_those_of_task_and_store() -> None:
     torch.manual_seed(0)
     task = Task.classifier(nn.Linear(2, 2), measure="margin")
@@ -83,14 +87,19 @@ def test_labels_are_those_of_task_and_store() -> None:
     queries = torch.randn(3, 2), torch.tensor([0, 1, 0])
     labels = attribute(task, store, queries, batch_size=2, progress=False).labels
     prints = {
-        "store": hashlib.sha256((store.path / "manifest.json").read_bytes()).hexdigest(),
+        "store": _sha256(store.path / "manifest.json"),
+        "model": hashlib.sha256(_sha256(store.path / "checkpoint-000" / "base.safetensors").encode()).hexdigest(),
         "data": of_data(Data(data, device=torch.device("cpu"))),
         "sources": of_sources(sources),
         "parameters": describe(task),
         "queries": of_batches([(3, queries)]),
         "measures": probe_measures(task, [(3, queries)]),
     }
-    details = {"readout": "jvp", "error": f"standard errors {LACKING['expected']}"}
+    details = {
+        "readout": "jvp",
+        "examples_of_several_sources": 1,
+        "error": f"standard errors {LACKING['expected']}",
+    }
     assert labels == Labels(4, ("a", "b"), ("a", "Bee"), (2, 1), "margin", "higher", details, prints)
 
 

@@ -90,6 +90,11 @@ def test_it_says_everything_that_a_store_of_today_says(store: Path, tmp_path: Pa
 
 
 @every_schema
+def test_it_says_whether_sources_overlap_where_its_version_knew(schema: int, store: Path) -> None:
+    assert Store(store).manifest.shared == (None if schema < 10 else 1)
+
+
+@every_schema
 def test_the_same_simulation_finds_it_finished(store: Path) -> None:
     before = {path: path.read_bytes() for path in store.rglob("*") if path.is_file()}
     assert len(simulate_again(store)) == 3

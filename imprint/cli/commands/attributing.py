@@ -19,6 +19,7 @@ from imprint.cli.commands.options import (
     MemoryText,
     QueriesString,
     ReadoutName,
+    SignedBy,
     StorePath,
     StoreTask,
 )
@@ -79,6 +80,7 @@ def attribute(
             dir_okay=False,
         ),
     ] = None,
+    signed_by: SignedBy = None,
     config: ConfigPath = None,
     json: AsJson = False,
 ) -> None:
@@ -101,7 +103,7 @@ def attribute(
     _check_output(out, tokens)
     check_texts(queries, prompt, completion)
     _check_words(completion, tokens, source)
-    opened = imprint.Store(store)
+    opened = imprint.Store(store, signed_by=signed_by)
     given = Experiment(task=task, queries=queries, collate_fn=collate, memory=memory, device=device).override_file(
         config
     )

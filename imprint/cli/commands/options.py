@@ -125,5 +125,14 @@ TrainingSteps = Annotated[
 TrainingBatch = Annotated[
     int | None, typer.Option("--training-batch", min=1, help="How many examples each of those steps has.")
 ]
+SignedBy = Annotated[
+    Path | None,
+    typer.Option(
+        "--signed-by",
+        envvar="IMPRINT_SIGNED_BY",
+        help="A public key: refuse a store that is not signed with it (`imprint sign`).",
+        dir_okay=False,
+    ),
+]
 AsJson = Annotated[bool, typer.Option("--json", help="Print the result as JSON.")]
 StorePath = Annotated[Path, typer.Argument(help="The store's folder.")]

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 import imprint
-from imprint.cli.commands.options import AsJson
+from imprint.cli.commands.options import AsJson, SignedBy
 from imprint.cli.terminal import console, errors, escape_markup
 from imprint.errors import ConfigurationError
 from imprint.validation.witnesses import verify_witnesses
@@ -28,6 +28,7 @@ def verify(
     api_key: Annotated[
         str | None, typer.Option(envvar="IMPRINT_API_KEY", help="The key that the server asks for, if any.")
     ] = None,
+    signed_by: SignedBy = None,
     json: AsJson = False,
 ) -> None:
     """Check every file of a store or an export against its checksum. Exits with status 1 if one is damaged or missing.
@@ -35,14 +36,18 @@ def verify(
     With `--url`, the log-likelihoods that a serving engine finds for the export's probes, under every adapter, must be
     those that PyTorch found: a different base model or adapter, or an engine that ignores some layers, is an error.
 
+    With `--signed-by`, a store that is not signed with that key, or was changed since, is refused too.
+
     For example: `imprint verify runs/news`, or `imprint verify news-vllm --url http://127.0.0.1:8000`
     """
     if (store / _EXPORT).is_file():
+        if signed_by is not None:
+            raise ConfigurationError(f"--signed-by is for stores, and {store} is an export: exports are not signed.")
         _verify_export(store, url, api_key, json)
         return
     if url is not None:
         raise ConfigurationError(f"--url compares a server with an export, and {store} is not one: give its folder.")
-    opened = imprint.Store(store)
+    opened = imprint.Store(store, signed_by=signed_by)
     opened.verify()
     verify_witnesses(opened)
     if json:

@@ -6,13 +6,13 @@ import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from imprint.attribution.noise import INDISTINGUISHABLE
 from imprint.attribution.result import Attribution
 from imprint.attribution.uncertainty import describe_error
-from imprint.display import for_html, for_terminal
-from imprint.errors import DataError, MissingExtra, StoreError
+from imprint.display import for_html
+from imprint.errors import DataError, StoreError
 from imprint.evaluation.reports.charts import draw_scatter
 from imprint.evaluation.reports.conclusion import conclude
 from imprint.evaluation.reports.findings import Findings, collect_findings
@@ -34,6 +34,10 @@ from imprint.statistics import Estimate
 from imprint.store.files import refuse_irregular
 from imprint.store.files import write as write_file
 from imprint.store.reading import Store
+from imprint.templates import make_environment
+
+if TYPE_CHECKING:
+    from jinja2 import Environment
 
 QUERIES = 6
 """How many queries a report shows one by one, by default."""
@@ -117,29 +121,17 @@ def check_place(path: str | os.PathLike[str]) -> Path:
     if place.is_dir():
         raise StoreError(f"{place} is a folder: give the name of a file for the report, such as {place / 'out.html'}.")
     refuse_irregular(place)
-    _import_jinja()
+    _make_environment()
     return place
 
 
-def _import_jinja() -> Any:
-    try:
-        import jinja2
-    except ImportError as error:
-        raise MissingExtra("the report", "report") from error
-    return jinja2
+def _make_environment() -> "Environment":
+    return make_environment("imprint.evaluation.reports", "the report", "report")
 
 
 def render(findings: Findings, shown: Illustrations, store: Store | None, most: int, preface: Preface) -> str:
     """Return the page."""
-    jinja2 = _import_jinja()
-    environment = jinja2.Environment(
-        loader=jinja2.PackageLoader("imprint.evaluation.reports", ""),
-        autoescape=True,
-        undefined=jinja2.StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-        finalize=lambda value: for_terminal(value) if type(value) is str else value,
-    )
+    environment = _make_environment()
     environment.filters |= {"signed": format_signed, "estimate": format_estimate, "code": mark_code}
     labels = findings.result.labels
     harm, sources = sign_of_harm(labels.better), make_rows(findings, findings.sources)

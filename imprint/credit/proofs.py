@@ -1,0 +1,310 @@
+"""Proofs of statements: what a publisher needs to check its own credit, and nothing of anybody else's.
+
+The proofs are a file of JSON lines. The first names the source, the period and the signed head; each of the others is a
+leaf of the log with the proof that it is in the tree of that head: the closed period, every credited query, the
+policies and the tariff. Of a leaf with lines it has the source's own line alone. `check_statement` needs the file and
+the public key.
+"""
+
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from imprint.credit.canonical import decode_object
+from imprint.credit.heads import Head
+from imprint.credit.leaves import LINE_SALT, Leaf, hash_line
+from imprint.credit.merkle import (
+    Node,
+    check_consistency,
+    check_inclusion,
+    hash_leaf,
+    prove_consistency,
+)
+from imprint.credit.money import PARTS, format_amount
+from imprint.credit.policy import Policy
+from imprint.display import count_of, for_terminal
+from imprint.errors import CreditError, StoreError
+from imprint.keys import PublicKey, load_public_keys
+from imprint.store.values import parsed
+
+if TYPE_CHECKING:
+    from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
+
+_KIND, _GROWTH = "imprint statement", "growth"
+_SCHEMA = 1
+_LONGEST = 1 << 20  # bytes of a line of a statement
+_MOST = 20  # problems that are listed
+
+
+def describe_statement(source: str, period: str, head: Head) -> dict[str, Any]:
+    """Return the first line of a file of proofs."""
+    return {"kind": _KIND, "schema": _SCHEMA, "source": source, "period": period, **head.to_json()}
+
+
+def prove_leaf(leaf: Leaf, path: Sequence[bytes]) -> dict[str, Any]:
+    """Return a leaf with its audit path: the proof that it is in the log."""
+    return {"header": leaf.header.decode(), "proof": [each.hex() for each in path]}
+
+
+def prove_growth(old: Head, head: Head, node: Node) -> dict[str, Any]:
+    """Return the proof that the log of an earlier head grew into that of a later one, whose nodes are given."""
+    path = prove_consistency(old.size, head.size, node)
+    if not check_consistency(old.size, head.size, old.root, head.root, path):
+        raise CreditError(
+            f"the log did not grow from the head of {old.size} entries that was signed at {old.time}: run `imprint "
+            "credit verify`."
+        )
+    return {"kind": _GROWTH, "old": old.size, "root": old.root.hex(), "proof": [each.hex() for each in path]}
+
+
+@dataclass(frozen=True)
+class CheckedStatement:
+    """What a statement proves.
+
+    first, stop: the entries of the period are those from `first` up to `stop`; the next period must begin there.
+    entries: how many queries it has. amount: in micro-units. units: what is paid, in the smallest unit of the currency.
+    heads: how many earlier heads, of those that were given, the log is proved to have grown from.
+    later: how many of them were signed after this statement, so that it can say nothing about them.
+    """
+
+    source: str
+    period: str
+    first: int
+    stop: int
+    entries: int
+    amount: int
+    units: int
+    smallest: int
+    currency: str
+    head: Head
+    heads: int
+    later: int
+    problems: tuple[str, ...]
+
+    @property
+    def holds(self) -> bool:
+        """Whether every claim of the statement was proved."""
+        return not self.problems
+
+    def __repr__(self) -> str:
+        who = for_terminal(f"{self.source}, {self.period}")
+        if not self.holds:
+            listed = [f"  {for_terminal(problem)}" for problem in self.problems[:_MOST]]
+            return "\n".join([f"does not hold: {who}", *listed])
+        paid = f"{format_amount(self.units * self.smallest)} {self.currency}"
+        held = f"; it grew from {count_of(self.heads, 'head')} that you hold" if self.heads else ""
+        if self.later:
+            held += f"; {count_of(self.later, 'head')} that you hold came later, and a later statement must prove them"
+        return for_terminal(
+            f"holds: {who}: {paid} for {count_of(self.entries, 'query', 'queries')}, all of them in the log "
+            f"{self.head.log} of {self.head.size} entries that the key {self.head.key} signed at {self.head.time}{held}"
+        )
+
+
+def check_statement(
+    place: str | os.PathLike[str], key: PublicKey | Sequence[PublicKey], earlier: Sequence[Head] = ()
+) -> CheckedStatement:
+    """Check the proofs of a statement, without the ledger.
+
+    key: the public key of the ledger, or several if it was exchanged.
+    earlier: heads of the same log that you hold: the log must have grown from each of them.
+    """
+    keys = load_public_keys(key)
+    try:
+        lines = _read_lines(place)
+        checker = _Checker(next(lines, {}), keys, earlier)
+        for line in lines:
+            checker.check(line)
+        return checker.conclude()
+    except (KeyError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
+        raise CreditError(
+            f"{os.fspath(place)} is not a statement, or is damaged: {type(error).__name__} {error}."
+        ) from error
+
+
+class _Checker:
+    """Goes through a statement once."""
+
+    def __init__(self, first: Any, keys: "Sequence[Ed25519PublicKey]", earlier: Sequence[Head]) -> None:
+        if first.get("kind") != _KIND or first.get("schema") != _SCHEMA:
+            raise CreditError("this is not a statement that this version reads.")
+        self.source, self.period = str(first["source"]), str(first["period"])
+        self.head = Head.from_json(first)
+        self.head.check(*keys)
+        self.problems, self.later = list[str](), 0
+        self.earlier = dict[tuple[int, bytes], Head]()
+        for other in earlier:
+            other.check(*keys)
+            if other.log != self.head.log:
+                self.problems.append(f"you hold a head of another log, {other.log}")
+            elif other.size > self.head.size and other.time > self.head.time:
+                self.later += 1
+            else:
+                self.earlier[other.size, other.root] = other
+        self.grown = {(self.head.size, self.head.root)}
+        self.closing: dict[str, Any] | None = None
+        self.line: dict[str, Any] = {}
+        self.seen = set[int]()
+        self.entries = self.amount = self.parts = 0
+        self.policies, self.named = set[str](), set[str]()
+        self.units = set[tuple[str, int]]()
+
+    def check(self, item: dict[str, Any]) -> None:
+        """Check one line of the statement."""
+        if item.get("kind") == _GROWTH:
+            self._check_growth(item)
+            return
+        header = item["header"].encode()
+        about = decode_object(header)
+        place, path = _whole(about["sequence"]), [bytes.fromhex(node) for node in item["proof"]]
+        if place in self.seen:
+            self.problems.append(f"entry {place} is listed twice")
+            return
+        self.seen.add(place)
+        if not check_inclusion(hash_leaf(header), place, self.head.size, path, self.head.root):
+            self.problems.append(f"entry {place} is not in the signed log")
+            return
+        if about["kind"] == "policy":
+            self.policies.add(Policy.from_json(about["policy"]).sha256)
+        elif about["kind"] == "tariff":
+            self.units.add((about["tariff"]["currency"], about["tariff"]["smallest"]))
+        elif about["kind"] in ("period", "credit"):
+            self._check_line(about, item)
+
+    def _check_growth(self, item: dict[str, Any]) -> None:
+        old, root = _whole(item["old"]), bytes.fromhex(item["root"])
+        path = [bytes.fromhex(node) for node in item["proof"]]
+        if check_consistency(old, self.head.size, root, self.head.root, path):
+            self.grown.add((old, root))
+
+    def _check_line(self, about: dict[str, Any], item: dict[str, Any]) -> None:
+        """Check that a line is the one that the header vouches for, and take it into account."""
+        content, lines = item["line"].encode(), about["lines"]
+        salt = bytes.fromhex(item["salt"])
+        if len(salt) != LINE_SALT:
+            raise ValueError("the salt of a line has another length")
+        hashed = hash_line(salt, content)
+        path = [bytes.fromhex(node) for node in item["path"]]
+        if not check_inclusion(hashed, _whole(item["place"]), lines["count"], path, bytes.fromhex(lines["root"])):
+            self.problems.append(f"the line of entry {about['sequence']} is not the one that the log has")
+            return
+        line = decode_object(content)
+        if line["source"] != self.source:
+            self.problems.append(f"the line of entry {about['sequence']} is that of another source")
+        elif about["kind"] == "period":
+            self._take_period(about, line)
+        else:
+            self._take_credit(about, line)
+
+    def _take_period(self, about: dict[str, Any], line: dict[str, Any]) -> None:
+        if self.closing is not None or about["period"] != self.period:
+            self.problems.append(f"the statement closes another period: {about['period']}")
+        else:
+            self.closing, self.line = about, line
+
+    def _take_credit(self, about: dict[str, Any], line: dict[str, Any]) -> None:
+        closing = self.closing or {"first": 0, "stop": 0}
+        if not closing["first"] <= about["sequence"] < closing["stop"]:
+            self.problems.append(f"entry {about['sequence']} is outside this period")
+        self.entries += 1
+        self.named.add(about["policy"])
+        share = _whole(line["share"])
+        if not 0 <= share <= PARTS or (about["rule"] == "nothing" and share):
+            self.problems.append(f"the share of entry {about['sequence']} is not between 0 and all of it")
+        if line["amount"] is None and about["pot"] is None:
+            self.parts += share
+        else:
+            amount = _whole(line["amount"])
+            if abs(amount * PARTS - share * _whole(about["pot"])) >= PARTS:
+                self.problems.append(f"the amount of entry {about['sequence']} is not the share of what the query paid")
+            self.amount += amount
+
+    def conclude(self) -> CheckedStatement:
+        """Compare the entries with what the closed period says about the source."""
+        if self.closing is None:
+            why = f": {self.problems[0]}" if self.problems else ""
+            raise CreditError(f"the statement does not prove how its period was closed{why}.")
+        closing, line = self.closing, self.line
+        self._check_closing(closing, line)
+        if line["entries"] != self.entries:
+            self.problems.append(f"the period has {line['entries']} queries, the statement {self.entries}")
+        whole, amount = closing["without_pot"] * PARTS, line["amount"]
+        shared = (closing["pot"] or 0) * self.parts if whole else 0  # what the pot gives, times `whole`
+        apart = abs((amount - self.amount) * whole - shared) >= whole if whole else amount != self.amount
+        if apart:
+            self.problems.append(f"the queries do not add up to {format_amount(amount)} {closing['currency']}")
+        if self.units != {(closing["currency"], closing["smallest"])}:
+            self.problems.append("the tariff, which says in what is paid, is missing or another one")
+        if abs(line["units"] * closing["smallest"] - amount) >= closing["smallest"]:
+            self.problems.append("what is paid differs from the amount by a unit or more")
+        for (size, root), other in self.earlier.items():
+            if (size, root) not in self.grown:
+                self.problems.append(
+                    f"nothing proves that the log grew from the head of {size} entries that you hold, signed at "
+                    f"{other.time}: ask the payer for that proof; if there is none, the log was rewritten"
+                )
+        if self.named - self.policies:
+            self.problems.append("a policy that queries were credited by is not in the statement")
+        return CheckedStatement(
+            source=self.source,
+            period=self.period,
+            first=closing["first"],
+            stop=closing["stop"],
+            entries=self.entries,
+            amount=amount,
+            units=line["units"],
+            smallest=closing["smallest"],
+            currency=closing["currency"],
+            head=self.head,
+            heads=len(self.earlier.keys() & self.grown),
+            later=self.later,
+            problems=tuple(self.problems),
+        )
+
+    def _check_closing(self, closing: dict[str, Any], line: dict[str, Any]) -> None:
+        """Check that the closed period does not contradict itself."""
+        first, stop, entries, without_pot, total = (
+            _whole(closing[name]) for name in ("first", "stop", "entries", "without_pot", "total")
+        )
+        amount, units, smallest = _whole(line["amount"]), _whole(line["units"]), _whole(closing["smallest"])
+        if (closing["pot"] is None) != (without_pot == 0):
+            self.problems.append("the period has a pot that nobody waits for, or queries that wait for none")
+        if not (0 <= without_pot <= entries <= stop - first and self.entries <= entries and first >= 0):
+            self.problems.append("the period has more queries than entries, or fewer than this statement")
+        if min(amount, units) < 0 or smallest < 1 or amount > total or units > _whole(closing["units"]):
+            self.problems.append("the source is paid more than everybody together, or less than nothing")
+        share, low, high = line["share"], line["low"], line["high"]
+        if share != (amount / total if total else None):
+            self.problems.append("the share is not the amount divided by the total")
+        elif low is not None and not 0 <= low <= share <= high <= 1:
+            self.problems.append("the interval of the share does not hold the share")
+        if closing["stop"] > closing["sequence"] or closing["sequence"] >= self.head.size:
+            self.problems.append("the period was closed before it ended")
+
+
+def _whole(value: Any) -> int:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise ValueError("a whole number is expected")
+    return value
+
+
+def _read_lines(place: str | os.PathLike[str]) -> Iterator[dict[str, Any]]:
+    """Iterate over the lines of a file, each of which must be a JSON object of bounded size and depth."""
+    path = Path(place)
+    try:
+        if not path.is_file():
+            raise CreditError(f"there is no file {path}.")
+        with path.open("rb") as file:
+            while line := file.readline(_LONGEST + 1):
+                if len(line) > _LONGEST:
+                    raise CreditError(f"{path} is not a statement: a line is too long.")
+                found = parsed(line, path).content
+                if not isinstance(found, dict):
+                    raise CreditError(f"{path} is not a statement: a line is not an object.")
+                yield found
+    except StoreError as error:
+        raise CreditError(str(error)) from error
+    except OSError as error:
+        raise CreditError(f"could not read {path}: {error.strerror or error}.") from error

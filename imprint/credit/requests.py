@@ -1,0 +1,130 @@
+"""Makes requests idempotent, so that a caller can try again without paying twice.
+
+A request is known by its caller and its key. The same request again returns the entries that the first one wrote;
+another request with the same key is a conflict. A request that is still being written makes the next one wait. Entries
+carry a salted hash of their request, so that nobody can remove, change or redirect one unnoticed: who asked by which
+key, the hash of what was asked, and that of the secret which went into it.
+"""
+
+import hashlib
+import re
+import secrets
+from collections.abc import Mapping, Sequence
+from numbers import Integral
+from typing import Any
+
+from sqlalchemy import Connection, insert, select, update
+
+from imprint.attribution.result import Attribution
+from imprint.credit import tables
+from imprint.credit.canonical import encode
+from imprint.credit.policy import Policy
+from imprint.errors import ConflictError, CreditError
+
+_NAME = re.compile(r"[!-~]{1,200}")  # printable ASCII without spaces
+_SALT = 32
+_LARGEST = 100_000  # queries of one request
+
+
+def require_name(name: str, what: str) -> str:
+    """Return the name of a caller or a key; refuse one that is not plain."""
+    if not isinstance(name, str) or not _NAME.fullmatch(name):
+        raise CreditError(f"a {what} has 1 to 200 printable ASCII characters without spaces, got {name!r}.")
+    return name
+
+
+def spread_pots(pot: int | Sequence[int] | None, count: int) -> list[int | None]:
+    """Return the pot of each query."""
+    if count > _LARGEST:
+        raise CreditError(f"a request has at most {_LARGEST:,} queries, got {count:,}: credit them in parts.")
+    if pot is None or (isinstance(pot, Integral) and not isinstance(pot, bool)):
+        return [None if pot is None else int(pot)] * count
+    if isinstance(pot, bool | float | str | bytes) or not isinstance(pot, Sequence):
+        raise CreditError(f"a pot is a whole number of micro-units, or one for each query; got {pot!r}.")
+    return [int(each) if isinstance(each, Integral) and not isinstance(each, bool) else each for each in pot]
+
+
+def describe_request(
+    result: Attribution,
+    policy: Policy,
+    pots: Sequence[int | None],
+    ids: Sequence[str] | None,
+    payloads: Sequence[bytes] | None,
+    model: str | None,
+) -> bytes:
+    """Return what the caller asked for, in bytes.
+
+    If payloads are given, scores are left out, because recomputed scores may differ in the last digit.
+    """
+    labels = result.labels
+    asked = None if payloads is None else [hashlib.sha256(each).hexdigest() for each in payloads]
+    scores = None if asked is not None else hashlib.sha256(result.scores.double().cpu().numpy().tobytes()).hexdigest()
+    return encode(
+        {
+            "store": labels.fingerprints.get("store"),
+            "sources": list(labels.source_ids),
+            "measure": labels.measure,
+            "policy": policy.sha256,
+            "pots": list(pots),
+            "ids": None if ids is None else list(ids),
+            "asked": asked,
+            "scores": scores,
+            "model": model,
+        }
+    )
+
+
+def find_request(connection: Connection, caller: str, key: str, content: bytes) -> tuple[int, int] | None:
+    """Return where the entries of the same request are; None if it is new. Refuse another request with its key."""
+    table = tables.requests
+    row = connection.execute(select(table).where(table.c.caller == caller, table.c.key == key)).one_or_none()
+    if row is None:
+        return None
+    if row.secret is None:
+        raise ConflictError(
+            f"the key {key!r} of caller {caller!r} was used for queries that were erased since: entries "
+            f"{row.first} to {row.first + row.count - 1}. Use a new key."
+        )
+    if tables.read_bytes(row.digest) != _hash_content(tables.read_bytes(row.secret), content):
+        raise ConflictError(
+            f"the key {key!r} of caller {caller!r} was used for another request: use a new key for each request, and "
+            "reuse one only to try again."
+        )
+    return row.first, row.first + row.count
+
+
+def make_request(caller: str, key: str, content: bytes) -> dict[str, Any]:
+    """Return a request as a row of the database, but for its entries."""
+    salt, secret = secrets.token_bytes(_SALT), secrets.token_bytes(_SALT)
+    hashes = {"sealed": seal_secret(secret), "digest": _hash_content(secret, content)}
+    return {"caller": caller, "key": key, "salt": salt, "secret": secret, **hashes}
+
+
+def _hash_content(secret: bytes, content: bytes) -> bytes:
+    return hashlib.sha256(b"content" + secret + content).digest()
+
+
+def seal_secret(secret: bytes) -> bytes:
+    """Return the hash by which a request knows its secret."""
+    return hashlib.sha256(b"secret" + secret).digest()
+
+
+def keep_request(connection: Connection, request: dict[str, Any], first: int, count: int) -> None:
+    """Write a request, and where its entries are."""
+    connection.execute(insert(tables.requests).values(**request, first=first, count=count))
+
+
+def forget_requests(connection: Connection, sequences: Sequence[int]) -> None:
+    """Erase what was asked in the requests of some entries, so that nobody can test guesses against it."""
+    table = tables.requests
+    for sequence in sequences:
+        holds = (table.c.first <= sequence) & (table.c.first + table.c.count > sequence)
+        near = table.c.first > sequence - _LARGEST  # so that the index finds it
+        connection.execute(update(table).where(near, holds, table.c.secret.is_not(None)).values(secret=None))
+
+
+def bind_request(request: Mapping[str, Any]) -> str:
+    """Return the salted hash by which an entry knows its request, and which tells nobody else who asked."""
+    salt, sealed, digest = (tables.read_bytes(request[name]) for name in ("salt", "sealed", "digest"))
+    known = encode([request["caller"], request["key"], sealed.hex(), digest.hex()])
+    return hashlib.sha256(b"request" + salt + known).hexdigest()
