@@ -6,11 +6,11 @@ SQLite writes with a write-ahead log and waits for the disk at every commit; Pos
 """
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 from urllib.parse import quote, unquote
 
 from sqlalchemy import (
@@ -135,20 +135,31 @@ def _read_url(place: str | os.PathLike[str]) -> URL:
 
 
 def _make_sqlite_url(path: Path) -> URL:
-    """Return the URL of a file; where nothing can be written beside it, as for an auditor, it is opened as it is."""
+    """Return the URL of a file; where nothing can be written beside it, as for an auditor, it is only read.
+
+    SQLite reads a write-ahead log there if its index is there too. It ignores the log of a file that it takes for
+    immutable, so a file is opened as such only if it has none.
+    """
     try:
-        readable = not path.is_file() or os.access(path.parent, os.W_OK)
+        writable = not path.is_file() or os.access(path.parent, os.W_OK)
+        log, index = (path.with_name(path.name + suffix).exists() for suffix in ("-wal", "-shm"))
     except OSError:
-        readable = True
-    if readable:
+        writable = True
+    if writable:
         return URL.create("sqlite", database=str(path))
-    return URL.create("sqlite", database=f"file:{quote(str(path))}?mode=ro&immutable=1&uri=true")
+    if log and not index:
+        raise CreditError(
+            f"{path} has a write-ahead log that cannot be read where nothing can be written: copy the file and "
+            f"{path.name}-wal to a folder of your own."
+        )
+    query = {"mode": "ro", "uri": "true"} if log else {"mode": "ro", "immutable": "1", "uri": "true"}
+    return URL.create("sqlite", database=f"file:{quote(str(path))}", query=query)
 
 
 def find_file(engine: Engine) -> Path:
     """Return the file of a SQLite database."""
     name = engine.url.database or ""
-    return Path(unquote(name.removeprefix("file:").partition("?")[0]) if name.startswith("file:") else name)
+    return Path(unquote(name.removeprefix("file:")) if name.startswith("file:") else name)
 
 
 def _hide(url: URL) -> str:
@@ -233,43 +244,81 @@ def read_bytes(value: Any) -> bytes:
     raise CreditError(f"the ledger is damaged: it holds a {type(value).__name__} in place of bytes.")
 
 
+class _Object(NamedTuple):
+    """A table, index, view, trigger or rule of a database, and how it is defined as far as that is compared."""
+
+    kind: str
+    name: str
+    definition: str
+
+
 def refuse_foreign_objects(connection: Connection) -> None:
-    """Refuse a database with triggers, or with other tables or views in place of those of a ledger."""
-    if is_sqlite(connection.engine):
-        found = connection.exec_driver_sql("SELECT type, name, tbl_name, sql FROM sqlite_master").all()
-        ours = [row for row in found if str(row.tbl_name).startswith(_PREFIX) or str(row.name).startswith(_PREFIX)]
-        unexpected = {(row.type, row.name, row.sql) for row in ours if row.sql is not None} - _expect_sqlite()
-        triggers = {("trigger", row.name, "") for row in found if row.type == "trigger"}
-    else:
-        query = (
-            "SELECT t.tgname FROM pg_trigger t JOIN pg_class c ON c.oid = t.tgrelid "
-            f"WHERE NOT t.tgisinternal AND c.relname LIKE '{_PREFIX}%%' AND pg_table_is_visible(c.oid)"
-        )
-        triggers = {("trigger", row[0], "") for row in connection.exec_driver_sql(query)}
-        query = (
-            "SELECT rulename FROM pg_rules "
-            f"WHERE tablename LIKE '{_PREFIX}%%' AND schemaname = ANY(current_schemas(false))"
-        )
-        triggers |= {("rule", row[0], "") for row in connection.exec_driver_sql(query)}
-        views = set(inspect(connection).get_view_names()) & set(metadata.tables)
-        unexpected = {("view", name, "") for name in views}
-    if unexpected | triggers:
-        kind, name, _ = min(unexpected | triggers)
+    """Refuse a database with triggers, with objects that no ledger has, or without those that every ledger has."""
+    sqlite = is_sqlite(connection.engine)
+    found, expected = (_list_sqlite(connection), _expect_sqlite()) if sqlite else _list_postgres(connection)
+    place = describe(connection.engine)
+    if found - expected:
+        kind, name, _ = min(found - expected)
         raise CreditError(
-            f"{describe(connection.engine)} has a {kind} {name!r} that no ledger has: it could change what is written. "
-            "Find out who made it."
+            f"{place} has a {kind} {name!r} that no ledger has: it could change what is written. Find out who made it."
         )
+    if expected - found:
+        kind, name, _ = min(expected - found)
+        raise CreditError(f"{place} lacks the {kind} {name!r} that every ledger has. Find out who removed it.")
+
+
+def _list_sqlite(connection: Connection) -> frozenset[_Object]:
+    """List all triggers, and whatever is called like an object of a ledger or belongs to one; SQLite ignores case."""
+    rows = connection.exec_driver_sql("SELECT type, name, tbl_name, sql FROM sqlite_master").all()
+    return frozenset(
+        _Object(str(row.type), str(row.name), " ".join(f"{row.tbl_name} {row.sql}".split()))
+        for row in rows
+        if row.type == "trigger" or any(str(name).lower().startswith(_PREFIX) for name in (row.name, row.tbl_name))
+    )
 
 
 @cache
-def _expect_sqlite() -> set[tuple[str, str, str]]:
-    """Return the definitions of all tables and indexes of a ledger in SQLite."""
+def _expect_sqlite() -> frozenset[_Object]:
+    """List the tables and indexes of a new ledger in SQLite."""
     engine = create_engine("sqlite://")
     with engine.begin() as connection:
         metadata.create_all(connection)
-        rows = connection.exec_driver_sql("SELECT type, name, sql FROM sqlite_master WHERE sql IS NOT NULL").all()
+        found = _list_sqlite(connection)
     engine.dispose()
-    return {(row.type, row.name, row.sql) for row in rows}
+    return found
+
+
+def _list_postgres(connection: Connection) -> tuple[frozenset[_Object], frozenset[_Object]]:
+    """List the tables, views, triggers and rules that a ledger in PostgreSQL has, and those it must have."""
+    queries = {
+        "trigger": "SELECT t.tgname FROM pg_trigger t JOIN pg_class c ON c.oid = t.tgrelid "
+        f"WHERE NOT t.tgisinternal AND c.relname LIKE '{_PREFIX}%%' AND pg_table_is_visible(c.oid)",
+        "rule": "SELECT rulename FROM pg_rules "
+        f"WHERE tablename LIKE '{_PREFIX}%%' AND schemaname = ANY(current_schemas(false))",
+    }
+    found = {_Object(kind, row[0], "") for kind in queries for row in connection.exec_driver_sql(queries[kind])}
+    inspector, expected = inspect(connection), set[_Object]()
+    found |= {_Object("view", name, "") for name in {*inspector.get_view_names()} & set(metadata.tables)}
+    tables = set(inspector.get_table_names())
+    for table in metadata.tables.values():
+        expected.add(_describe_columns(table.name, table.columns.keys(), table.primary_key.columns.keys()))
+        if table.name in tables:
+            columns = [column["name"] for column in inspector.get_columns(table.name)]
+            key = inspector.get_pk_constraint(table.name)["constrained_columns"]
+            found.add(_describe_columns(table.name, columns, key))
+    return frozenset(found), frozenset(expected)
+
+
+def _describe_columns(table: str, columns: Sequence[str], key: Sequence[str]) -> _Object:
+    return _Object("table", table, f"{', '.join(columns)} by {', '.join(key)}")
+
+
+def find_damage(connection: Connection) -> list[str]:
+    """Return what SQLite finds wrong with its own file, such as an index that lacks rows of its table."""
+    if not is_sqlite(connection.engine):
+        return []
+    found = [str(row[0]) for row in connection.exec_driver_sql("PRAGMA integrity_check(10)")]
+    return [] if found == ["ok"] else found
 
 
 @contextmanager

@@ -1,0 +1,125 @@
+"""A database in which somebody exchanged tables, indexes or files is refused, or found out by `verify`."""
+
+import os
+import sqlite3
+import tempfile
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from pathlib import Path
+
+import pytest
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+
+from imprint.credit import Ledger
+from imprint.credit.verifying import verify
+from imprint.errors import CreditError
+from tests.credit.crediting import EXPECTED, fill, make_ledger, make_result
+
+INDEX = "sqlite_autoindex_imprint_requests_1"
+NOBODY = 65534
+_KEY = Ed25519PrivateKey.generate()
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    """The file of a closed ledger, with two requests."""
+    with make_ledger(tmp_path / "credit.db") as ledger:
+        ledger.credit(make_result(2, seed=1), EXPECTED, key="a")
+        ledger.credit(make_result(1, seed=2), EXPECTED, key="b")
+    return tmp_path / "credit.db"
+
+
+def change_by_hand(file: Path, *statements: str) -> None:
+    with closing(sqlite3.connect(file)) as connection:
+        for statement in statements:
+            connection.execute(statement)
+        connection.commit()
+
+
+def test_an_index_that_hides_a_request_is_found(file: Path) -> None:
+    """The root of the index over callers and keys is exchanged with that of an empty one."""
+    with closing(sqlite3.connect(file)) as connection:
+        connection.execute("CREATE TABLE other(caller TEXT, key TEXT, PRIMARY KEY(caller, key))")
+        connection.execute("PRAGMA writable_schema=ON")
+        roots = dict(connection.execute("SELECT name, rootpage FROM sqlite_master"))
+        pairs = {INDEX: "sqlite_autoindex_other_1", "sqlite_autoindex_other_1": INDEX}
+        for name, other in pairs.items():
+            connection.execute("UPDATE sqlite_master SET rootpage=? WHERE name=?", (roots[other], name))
+        connection.commit()
+    with Ledger(file) as ledger:
+        found = verify(ledger, progress=False)
+    assert any("the file of the database is damaged" in str(each) for each in found.problems)
+
+
+@pytest.mark.parametrize(
+    "statements",
+    [
+        ("CREATE TABLE hidden AS SELECT * FROM imprint_heads", "DROP TABLE imprint_heads",
+         "CREATE VIEW Imprint_Heads AS SELECT * FROM hidden"),
+        ("DROP TABLE imprint_requests", "CREATE TABLE IMPRINT_requests (caller, key, salt, secret, sealed, digest, "
+         "first, count, UNIQUE(count) ON CONFLICT REPLACE)"),
+        ("DROP TABLE imprint_heads", "CREATE TABLE imprint_heads (size, time, head, signature)"),
+        ("CREATE INDEX IMPRINT_more ON imprint_leaves (time)",),
+        ("DROP INDEX ix_imprint_requests_first",),
+        ("DROP TABLE imprint_nodes",),
+    ],
+    ids=["a view", "another table of requests", "no key", "one more index", "no index", "no table"],
+)  # fmt: skip
+def test_a_database_with_other_objects_is_refused(statements: tuple[str, ...], file: Path) -> None:
+    change_by_hand(file, *statements)
+    with pytest.raises(CreditError, match=r"that no ledger has|that every ledger has"):
+        Ledger(file)
+
+
+@contextmanager
+def read_only(folder: Path) -> Iterator[None]:
+    """Become somebody who may read a folder and not write to it."""
+    folder.chmod(0o555)
+    root = os.geteuid() == 0
+    if root:
+        os.setresuid(NOBODY, NOBODY, 0)
+    try:
+        yield
+    finally:
+        if root:
+            os.setresuid(0, 0, 0)
+        folder.chmod(0o755)
+
+
+@pytest.fixture
+def folder() -> Iterator[Path]:
+    """A folder that everybody can enter."""
+    with tempfile.TemporaryDirectory() as name:
+        Path(name).chmod(0o755)
+        yield Path(name)
+
+
+def open_to_readers(folder: Path) -> None:
+    for file in folder.iterdir():
+        file.chmod(0o644)
+
+
+def test_an_auditor_who_may_not_write_reads_a_closed_ledger(folder: Path) -> None:
+    place = folder / "credit ?&#.db"
+    with make_ledger(place) as ledger:
+        fill(ledger)
+    open_to_readers(folder)
+    with read_only(folder), Ledger(place) as ledger:
+        assert verify(ledger, progress=False).holds and len(ledger) == 11 and str(place) in repr(ledger)
+        with pytest.raises(CreditError, match="readonly"):
+            ledger.sign_head(_KEY)
+
+
+def test_an_auditor_who_may_not_write_reads_what_is_in_the_write_ahead_log(folder: Path) -> None:
+    place = folder / "credit.db"
+    with make_ledger(place) as ledger:
+        fill(ledger, (3,))
+    with Ledger(place) as writer:
+        fill(writer, (2,))
+        open_to_readers(folder)
+        with read_only(folder), Ledger(place) as ledger:
+            assert len(ledger) == len(writer) == 8 and verify(ledger, progress=False).holds
+        (folder / "copy.db").write_bytes(place.read_bytes())
+        (folder / "copy.db-wal").write_bytes((folder / "credit.db-wal").read_bytes())
+    with read_only(folder), pytest.raises(CreditError, match="copy the file and copy.db-wal"):
+        Ledger(folder / "copy.db")
