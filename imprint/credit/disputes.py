@@ -1,5 +1,6 @@
 """Settles disputes: computes a credited query again, from the query as it was kept and the store, and compares."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
@@ -9,7 +10,7 @@ import numpy as np
 from imprint.attribution.result import Attribution
 from imprint.attribution.scoring import ReadoutOptions, attribute
 from imprint.credit import log, tables
-from imprint.credit.drafting import draft_entries, hash_payload
+from imprint.credit.drafting import CALIBRATION, draft_entries, is_calibration, require_payload
 from imprint.credit.leaves import Leaf, compose
 from imprint.credit.ledger import Ledger
 from imprint.credit.log import now_or_last
@@ -70,11 +71,20 @@ class Dispute:
 
 
 def dispute(
-    ledger: Ledger, sequence: int, task: Task, store: Store, *, tolerance: float = TOLERANCE, note: bool = False
+    ledger: Ledger,
+    sequence: int,
+    task: Task,
+    store: Store,
+    *,
+    calibration: float = 1.0,
+    tolerance: float = TOLERANCE,
+    note: bool = False,
 ) -> Dispute:
     """Compute a credited query again, and compare.
 
     task, store: what the query was scored with; another store is refused.
+    calibration: the factor by which scores were to be calibrated. The one in the entry is compared with it, not
+        believed.
     tolerance: how far scores and standard errors may deviate, relative to the largest.
     note: whether the log notes the outcome.
     """
@@ -86,7 +96,9 @@ def dispute(
             f"entry {sequence} was scored with the store {entry.about['store']}, and this is {store.sha256}: give the "
             "store as it was."
         )
-    result = _score_again(entry, _require_payload(ledger, entry), task, store)
+    if not is_calibration(calibration):
+        raise CreditError(f"calibration must be a positive number, got {calibration!r}.")
+    result = _score_again(entry, _require_payload(ledger, entry), task, store, calibration)
     found = _compare(entry, result, ledger, tolerance)
     if note:
         about = {
@@ -106,19 +118,15 @@ def _require_payload(ledger: Ledger, entry: Leaf) -> bytes:
         raise CreditError(f"the query of entry {entry.sequence} was not kept, so it cannot be disputed.")
     if row is None:
         raise CreditError(f"the query of entry {entry.sequence} was erased, so it cannot be disputed any more.")
-    if hash_payload(bytes(row.salt), bytes(row.payload)) != entry.about["payload"]:
-        raise CreditError(f"the query of entry {entry.sequence} was changed: it differs from its hash.")
-    return bytes(row.payload)
+    return require_payload(entry, row)
 
 
-def _score_again(entry: Leaf, payload: bytes, task: Task, store: Store) -> Attribution:
+def _score_again(entry: Leaf, payload: bytes, task: Task, store: Store, calibration: float) -> Attribution:
     details: dict[str, Any] = entry.about["details"]
     options: ReadoutOptions = {"readout": details["readout"], "step": details.get("central_step"), "progress": False}
     result = attribute(task, store, iter([decode_query(payload)]), **options)
-    if factor := details.get("calibration"):
-        replicates = tuple(each.change(lambda values: factor * values) for each in result.replicates)
-        noise = None if result.noise_changes is None else factor * result.noise_changes
-        result = replace(result, scores=factor * result.scores, replicates=replicates, noise_changes=noise)
+    if calibration != 1.0:
+        result = _calibrate(result, calibration)
     if set(result.labels.source_ids) != {row["source"] for row in entry.rows}:
         raise CreditError(f"entry {entry.sequence} credits unions of sources, which this store does not have.")
     if result.labels.measure != entry.about["measure"]:
@@ -127,6 +135,22 @@ def _score_again(entry: Leaf, payload: bytes, task: Task, store: Store) -> Attri
             f"{result.labels.measure!r}."
         )
     return result
+
+
+def _calibrate(result: Attribution, factor: float) -> Attribution:
+    """Multiply all scores by a factor; see `Attribution.calibrate`."""
+    labels = result.labels
+    own, other = (
+        None if each is None else each.rescaled(factor) for each in (labels.validation, labels.store_validation)
+    )
+    details = {**labels.details, CALIBRATION: factor}
+    return replace(
+        result,
+        labels=replace(labels, details=details, validation=own, store_validation=other),
+        scores=factor * result.scores,
+        replicates=tuple(each.change(lambda values: factor * values) for each in result.replicates),
+        noise_changes=None if result.noise_changes is None else factor * result.noise_changes,
+    )
 
 
 def _compare(entry: Leaf, result: Attribution, ledger: Ledger, tolerance: float) -> Dispute:
@@ -163,6 +187,12 @@ def _compare(entry: Leaf, result: Attribution, ledger: Ledger, tolerance: float)
         for one, other in zip(entry.rows, again, strict=True)
         if one["size"] != other["size"]
     ]
+    recorded, given = (each["details"].get(CALIBRATION, 1.0) for each in (about, draft.about))
+    if not is_calibration(recorded) or not math.isclose(recorded, given, rel_tol=tolerance):
+        others.append(
+            f"the calibration was recorded as {recorded!r}, and was given as {given:g}: pass calibration= if you know "
+            "another one to be right"
+        )
     outcomes = [each["validation"] and each["validation"]["outcome"] for each in (about, draft.about)]
     if outcomes[0] != outcomes[1]:
         others.append(f"the validation was recorded as {outcomes[0] or 'none'}, and is {outcomes[1] or 'none'}")

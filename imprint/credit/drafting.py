@@ -1,6 +1,7 @@
 """Turns an attribution into drafts of entries: everything except their places in the log and their time."""
 
 import hashlib
+import math
 import re
 import secrets
 from collections.abc import Mapping, Sequence
@@ -13,6 +14,7 @@ from torch import Tensor
 from imprint.attribution.labels import LAST_STEPS, LEFT_OUT, OUT_OF_BATCHES, SHARED, SHARED_EXAMPLES, Labels
 from imprint.attribution.result import Attribution
 from imprint.attribution.uncertainty import ERROR
+from imprint.credit import tables
 from imprint.credit.canonical import encode
 from imprint.credit.leaves import SALT_BYTES, Leaf, Lines
 from imprint.credit.money import PARTS, apportion, require_amount
@@ -24,7 +26,9 @@ from imprint.validation.verdict import Verdict
 SIGNS = {"lower": 1.0, "higher": -1.0}
 """The sign of a removal effect that means help, by which values of the measurement are better."""
 _QUERY = re.compile("[A-Za-z0-9._:-]{1,100}")
-_DETAILS = ("readout", "central_step", "calibration", LAST_STEPS, OUT_OF_BATCHES, ERROR)
+CALIBRATION = "calibration"
+"""The factor that scores were multiplied by, in the details of a result and of its entries."""
+_DETAILS = ("readout", "central_step", CALIBRATION, LAST_STEPS, OUT_OF_BATCHES, ERROR)
 
 
 @dataclass(frozen=True)
@@ -49,6 +53,7 @@ def draft_entries(
     request: str | None = None,
     model: str | None = None,
     expires: str | None = None,
+    tariffs: Sequence[int | None] | None = None,
 ) -> list[Draft]:
     """Make a draft for each query of a result.
 
@@ -58,13 +63,15 @@ def draft_entries(
     request: the salted hash of the request that credits them.
     expires: when the payloads are to be erased; None for never.
     model: the hash of the served model; by default that of the models which the scores were read from.
+    tariffs: the place in the log of the tariff that each pot is from; None where the caller gave the pot.
     """
     labels = result.labels
+    tariffs = [None] * len(result) if tariffs is None else tariffs
     check_creditable(result)
     policy.check_question(labels.question)
     if len(set(ids)) < len(ids):
         raise CreditError("two queries of this result have the same id: give each its own.")
-    for name, given in (("pots", pots), ("ids", ids), ("payloads", payloads)):
+    for name, given in (("pots", pots), ("ids", ids), ("payloads", payloads), ("tariffs", tariffs)):
         if len(given) != len(result):
             raise CreditError(f"there are {len(result)} queries and {len(given)} {name}: give one for each.")
     order = sorted(range(len(labels.source_ids)), key=labels.source_ids.__getitem__)
@@ -81,7 +88,7 @@ def draft_entries(
     deviations = [_values(each.deviations) for each in result.replicates]
     noise = None if result.noise_changes is None else _values(result.noise_changes)
     drafts = []
-    for place, (pot, query, payload) in enumerate(zip(pots, ids, payloads, strict=True)):
+    for place, (pot, query, payload, tariff) in enumerate(zip(pots, ids, payloads, tariffs, strict=True)):
         known = Evidence(
             question=labels.question,
             sources=labels.source_ids,
@@ -114,6 +121,7 @@ def draft_entries(
             "rule": division.rule,
             "reason": division.reason,
             "pot": pot,
+            "tariff": tariff,
             "unattributed": {"share": division.unattributed, "amount": rest},
         }
         drafts.append(_with_payload(about, rows, payload))
@@ -183,6 +191,8 @@ def check_creditable(result: Attribution) -> None:
             f"cannot tell whether a source helps, because the task does not say which values of {labels.measure!r} are "
             "better: give it better='lower' or 'higher'."
         )
+    if not is_calibration(factor := labels.details.get(CALIBRATION, 1.0)):
+        raise CreditError(f"these scores were calibrated by {factor!r}: a calibration is a positive number.")
     if "mean" in result.queries:
         raise CreditError("this result is a mean over queries: credit the queries themselves.")
     if left_out := labels.details.get(LEFT_OUT):
@@ -202,6 +212,11 @@ def check_creditable(result: Attribution) -> None:
         )
 
 
+def is_calibration(factor: Any) -> bool:
+    """Tell whether scores may be multiplied by a factor: it must not turn help into harm."""
+    return isinstance(factor, int | float) and not isinstance(factor, bool) and 0 < factor < math.inf
+
+
 def require_query(name: str) -> str:
     """Return the id of a query; refuse one that could reveal the query."""
     if not isinstance(name, str) or not _QUERY.fullmatch(name):
@@ -217,6 +232,14 @@ def hash_payload(salt: bytes, payload: bytes) -> str:
     if len(salt) != SALT_BYTES:
         raise CreditError("the salt of a query is damaged.")
     return hashlib.sha256(b"payload" + salt + payload).hexdigest()
+
+
+def require_payload(entry: Leaf, row: Any) -> bytes:
+    """Return the query of an entry from its row in the database; refuse one that differs from its hash."""
+    payload = tables.read_bytes(row.payload)
+    if hash_payload(tables.read_bytes(row.salt), payload) != entry.about["payload"]:
+        raise CreditError(f"the query of entry {entry.sequence} was changed: it differs from its hash.")
+    return payload
 
 
 def _with_payload(about: dict[str, Any], rows: list[dict[str, Any]], payload: bytes | None) -> Draft:

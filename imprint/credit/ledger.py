@@ -18,7 +18,7 @@ from sqlalchemy import Connection, insert, select
 
 from imprint.attribution.result import Attribution
 from imprint.credit import log, tables
-from imprint.credit.drafting import Draft, check_creditable, draft_entries
+from imprint.credit.drafting import Draft, check_creditable, draft_entries, require_payload
 from imprint.credit.erasing import (
     erase_expired_queries,
     erase_queries,
@@ -35,7 +35,7 @@ from imprint.credit.merkle import Frontier, find_root
 from imprint.credit.money import Tariff
 from imprint.credit.opening import check_schema, make_private_file, refuse_missing_file, refuse_tables
 from imprint.credit.policy import Policy
-from imprint.credit.reading import read_kept_heads, read_policies, read_tariff
+from imprint.credit.reading import find_tariff, read_kept_heads, read_policies, read_tariff
 from imprint.credit.requests import (
     bind_request,
     describe_request,
@@ -190,15 +190,16 @@ class Ledger:
         bound = bind_request(request)
         while True:
             with tables.reading(self.engine) as connection:
-                price = read_tariff(connection).per_query
+                place, tariff = find_tariff(connection)
                 if (before := find_request(connection, caller, key, content)) is not None:
                     return Receipt(tuple(log.read_leaves(connection, *before)), repeated=True)
-            priced = [price if each is None else each for each in pots]
-            drafts = draft_entries(result, policy, priced, names, kept, bound, model, expires)  # slower than writing
+            priced = [tariff.per_query if each is None else each for each in pots]
+            tariffs = [place if each is None else None for each in pots]
+            drafts = draft_entries(result, policy, priced, names, kept, bound, model, expires, tariffs)  # takes long
             with tables.writing(self.engine) as (connection, frontier, last):
                 if (before := find_request(connection, caller, key, content)) is not None:
                     return Receipt(tuple(log.read_leaves(connection, *before)), repeated=True)
-                if read_tariff(connection).per_query == price:  # else it was changed in the meantime
+                if find_tariff(connection)[0] == place:  # else it was changed in the meantime
                     entries = _append_entries(connection, frontier, now_or_last(last), policy, drafts)
                     keep_payloads(connection, entries[0].sequence, drafts, expires)
                     keep_request(connection, request, entries[0].sequence, count)
@@ -264,9 +265,10 @@ class Ledger:
     def payload(self, sequence: int) -> bytes | None:
         """Return the query of an entry, in bytes; None if it was never kept, or erased."""
         with tables.reading(self.engine) as connection:
-            query = select(tables.payloads.c.payload).where(tables.payloads.c.sequence == sequence)
-            found = connection.execute(query).scalar_one_or_none()
-        return None if found is None else tables.read_bytes(found)
+            row = connection.execute(
+                select(tables.payloads).where(tables.payloads.c.sequence == sequence)
+            ).one_or_none()
+            return None if row is None else require_payload(log.read_leaf(connection, sequence), row)
 
     def erase(self, sequences: Sequence[int], reason: str = "on request") -> int:
         """Erase the queries of some entries for good, with the salts of their hashes; return how many there were.

@@ -12,7 +12,16 @@ from imprint.errors import CreditError
 
 def read_tariff(connection: Connection) -> Tariff:
     """Return the tariff that holds now."""
-    return Tariff(**_read_last(connection, "tariff").about["tariff"])
+    return find_tariff(connection)[1]
+
+
+def find_tariff(connection: Connection) -> tuple[int, Tariff]:
+    """Return the tariff that holds now, after its place in the log."""
+    leaf = _read_last(connection, "tariff")
+    try:
+        return leaf.sequence, Tariff(**leaf.about["tariff"])
+    except (KeyError, TypeError) as error:
+        raise CreditError(f"entry {leaf.sequence} is damaged: it has no tariff that can be read.") from error
 
 
 def _read_last(connection: Connection, kind: Kind) -> Leaf:

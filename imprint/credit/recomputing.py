@@ -5,8 +5,8 @@ from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from typing import Any
 
-from imprint.credit.canonical import decode_object
-from imprint.credit.drafting import find_help, read_evidence
+from imprint.credit.canonical import decode_object, encode
+from imprint.credit.drafting import CALIBRATION, find_help, is_calibration, read_evidence
 from imprint.credit.leaves import Leaf
 from imprint.credit.money import apportion
 from imprint.credit.policy import Policy
@@ -14,6 +14,7 @@ from imprint.validation.verdict import Figures, Verdict
 
 _ENDS = ("low", "high")
 _SHARES = 1e-6  # by how much intervals that are computed again may differ
+_ROUNDED = 1e-5  # by how much deviations that add up to 0 may miss it, relative to scores, which may be in float32
 
 
 def find_faults(leaf: Leaf, policy: Policy) -> Iterator[str]:
@@ -23,14 +24,19 @@ def find_faults(leaf: Leaf, policy: Policy) -> Iterator[str]:
         yield "a source helped by something else than its score says"
     if not agree_errors(about, rows):
         yield "its standard errors do not follow from the spread of its runs"
+    if not is_calibration(factor := about["details"].get(CALIBRATION, 1.0)):
+        yield f"its scores were calibrated by {factor!r}, which is not a positive number"
+    verdict = about["validation"]
+    if verdict is not None and verdict["outcome"] != (outcome := find_outcome(encode(verdict))):
+        yield f"its validation is recorded as {verdict['outcome']!r}, by its own figures it is {outcome!r}"
     division = policy.divide(read_evidence(leaf))
     pot, rest = about["pot"], about["unattributed"]
     weights = [*division.shares, division.unattributed]
     amounts: Sequence[int | None] = [None] * len(weights) if pot is None else apportion(pot, weights)
-    found = [*((row["share"], row["amount"]) for row in rows), (rest["share"], rest["amount"])]
+    found = [*([row["share"], row["amount"]] for row in rows), [rest["share"], rest["amount"]]]
     if (about["rule"], about["reason"]) != (division.rule, division.reason):
         yield f"its rule is {about['rule']!r}, by its policy it is {division.rule!r}"
-    elif found != list(zip(weights, amounts, strict=True)):
+    elif encode(found) != encode([list(each) for each in zip(weights, amounts, strict=True)]):  # 2.0 is not 2 here
         yield "its shares and amounts do not follow from its scores and its policy"
 
 
@@ -46,30 +52,52 @@ def find_outcome(verdict: bytes) -> str:
 def agree_errors(about: dict[str, Any], rows: list[dict[str, Any]]) -> bool:
     """Check whether the standard errors of an entry follow from how its runs deviate, or from the noise of its run.
 
-    With shares w of the runs, the squared error is Σw²/(1 − Σw²) · Σ w d², with d in the unit of effects. That of a sum
-    of k removals is k(k + 1)/2 times the squared noise of one.
+    They are unknown if it has neither, or if its runs are the checkpoints of a single one.
     """
-    errors = [row["error"] for row in rows]
-    if None in errors:
-        return errors == [None] * len(errors) and about["freedom"] is None
-    if about["noise"] is None and about["runs"] is not None:
-        shares = about["runs"]["shares"]
-        if about["freedom"] != len(shares) - 1:
-            return False
-        squares = sum(share**2 for share in shares)
-        for row in rows:
-            spread = sum(
-                share * (each / about["n"]) ** 2 for share, each in zip(shares, row["deviations"], strict=True)
-            )
-            if not math.isclose(row["error"], math.sqrt(squares / (1 - squares) * spread), rel_tol=1e-6, abs_tol=1e-12):
-                return False
-        return True
-    if about["noise"] is None or about["freedom"] != len(about["noise"]):
+    errors, runs, noise = [row["error"] for row in rows], about["runs"], about["noise"]
+    if noise is not None:
+        return about["freedom"] == len(noise) and _follow_from_noise(noise, rows)
+    if runs is not None and not _is_mean(runs["shares"], rows):
         return False
-    noise = sum(change**2 for change in about["noise"]) / len(about["noise"])
-    for error in errors:
-        times = error**2 / noise if noise else 1.0
-        k = max(1, round((math.sqrt(8 * times + 1) - 1) / 2))
+    if runs is None or runs["over"] != "runs":
+        return about["freedom"] is None and errors == [None] * len(errors)
+    if about["freedom"] != len(runs["shares"]) - 1 or None in errors:
+        return False
+    again = [_find_error(runs["shares"], row["deviations"], about["n"]) for row in rows]
+    return all(math.isclose(*pair, rel_tol=1e-6, abs_tol=1e-12) for pair in zip(errors, again, strict=True))
+
+
+def _find_error(shares: list[float], deviations: list[float], n: int) -> float:
+    """Return the standard error of an effect, √(Σw²/(1 − Σw²) · Σ w (d/n)²); runs with shares w deviate by d."""
+    squares = sum(share**2 for share in shares)
+    spread = sum(share * (each / n) ** 2 for share, each in zip(shares, deviations, strict=True))
+    return math.sqrt(squares / (1 - squares) * spread)
+
+
+def _is_mean(shares: list[float], rows: list[dict[str, Any]]) -> bool:
+    """Check that the shares of runs are positive and add up to 1, and that deviations add up to 0 with them."""
+    if len(shares) < 2 or not all(share > 0 for share in shares) or not math.isclose(sum(shares), 1, rel_tol=1e-6):
+        return False
+    largest = max(abs(row["score"]) for row in rows)
+    for row in rows:
+        missed = sum(share * each for share, each in zip(shares, row["deviations"], strict=True))
+        if abs(missed) > _ROUNDED * (largest + max(map(abs, row["deviations"]))):
+            return False
+    return True
+
+
+def _follow_from_noise(noise: list[float], rows: list[dict[str, Any]]) -> bool:
+    """Check errors that are the noise of a run: that of a sum of k removals is √(k(k + 1)/2) times that of one."""
+    square = sum(change**2 for change in noise) / len(noise)
+    for row in rows:
+        if row["error"] is None or row["error"] < 0:
+            return False
+        if not square:
+            if row["error"]:
+                return False
+            continue
+        times = row["error"] ** 2 / square
+        k = min(max(1, round((math.sqrt(8 * times + 1) - 1) / 2)), max(1, row["size"]))  # no source is empty
         if not math.isclose(times, k * (k + 1) / 2, rel_tol=1e-6):
             return False
     return True
@@ -78,7 +106,8 @@ def agree_errors(about: dict[str, Any], rows: list[dict[str, Any]]) -> bool:
 def agree_lines(one: dict[str, Any], other: dict[str, Any]) -> bool:
     """Check whether two lines of a period are the same, but for its intervals and the version that found them."""
     skipped = {*_ENDS, "estimator"}
-    return one.keys() == other.keys() and all(one[name] == other[name] for name in one.keys() - skipped)
+    kept = [{name: each[name] for name in each.keys() - skipped} for each in (one, other)]
+    return one.keys() == other.keys() and encode(kept[0]) == encode(kept[1])
 
 
 def agree_intervals(one: dict[str, Any], other: dict[str, Any]) -> bool:

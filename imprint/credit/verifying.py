@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 from sqlalchemy import Connection, func, select
 
 from imprint.credit import log, tables
-from imprint.credit.canonical import encode
 from imprint.credit.drafting import hash_payload
 from imprint.credit.heads import Head
 from imprint.credit.leaves import SALT_BYTES, Leaf
@@ -23,7 +22,7 @@ from imprint.credit.money import Tariff
 from imprint.credit.periods import describe_period
 from imprint.credit.policy import Policy
 from imprint.credit.reading import read_kept_heads
-from imprint.credit.recomputing import agree_intervals, agree_lines, find_faults, find_outcome
+from imprint.credit.recomputing import agree_intervals, agree_lines, find_faults
 from imprint.credit.requests import bind_request, seal_secret
 from imprint.credit.spread import ESTIMATOR
 from imprint.display import count_of, for_terminal
@@ -42,8 +41,6 @@ _UNSIGNED = (
     "heads that it keeps. Give the heads that were published, and the public key."
 )
 _UNCHECKED = "The signatures of heads were not checked: give the public key."
-_INTERVALS = "The intervals of a closed period were not checked: a version that estimates them otherwise closed it."
-_OUTCOMES = "The outcome of a validation differs from what this version concludes from its figures."
 
 
 @dataclass(frozen=True)
@@ -118,6 +115,11 @@ def verify(
             checker.check_head(head, keys)
     if not heads:
         checker.remarks[_UNSIGNED] = None
+    if checker.given:
+        given = count_of(
+            checker.given, "query pays a pot that its caller gave", "queries pay a pot that their caller gave"
+        )
+        checker.remarks[f"{given}: only the caller can say whether it is right."] = None
     if known and not keys:
         checker.remarks[_UNCHECKED] = None
     seconds = time.monotonic() - began
@@ -142,6 +144,7 @@ class _Checker:
     sizes: at which the root of the log is wanted, to be compared with heads.
     broken: whether entries are missing or too many, so that the tree cannot be made again.
     gone: entries whose query is not there. stop: where the last period ends.
+    tariff: the one that holds, after its place. given: entries whose caller gave the pot.
     """
 
     connection: Connection
@@ -169,6 +172,8 @@ class _Checker:
     request: Any = None
     signer: str | None = None
     unit: tuple[str, int] | None = None
+    tariff: tuple[int, Tariff] | None = None
+    given: int = 0
 
     def add(self, text: str, sequence: int | None = None) -> None:
         self.problems.append(Problem(text, sequence))
@@ -286,7 +291,7 @@ class _Checker:
         unit = (tariff.currency, tariff.smallest)
         if self.unit not in (None, unit):
             self.add("it changes the currency of the ledger", leaf.sequence)
-        self.unit = unit
+        self.unit, self.tariff = unit, (leaf.sequence, tariff)
 
     def _check_policy(self, leaf: Leaf) -> None:
         policy = Policy.from_json(leaf.about["policy"])
@@ -307,16 +312,27 @@ class _Checker:
         about = leaf.about
         self._check_payload(leaf)
         self._check_request(leaf)
+        self._check_pot(leaf)
         if self.signer is not None and about["signer"] != self.signer:
             self.add("its store was not signed with the key that this ledger demands", leaf.sequence)
         policy = self.policies.get(about["policy"])
         if policy is None:
             self.add("it names a policy that is not in the log before it", leaf.sequence)
             return
-        if (verdict := about["validation"]) is not None and find_outcome(encode(verdict)) != verdict["outcome"]:
-            self.remarks[_OUTCOMES] = None
         for fault in find_faults(leaf, policy):
             self.add(fault, leaf.sequence)
+
+    def _check_pot(self, leaf: Leaf) -> None:
+        """Compare what a query pays with the tariff that held, unless its caller gave the pot."""
+        place, pot = leaf.about["tariff"], leaf.about["pot"]
+        if place is None:
+            self.given += 1
+            if pot is None:
+                self.add("nobody said what it pays", leaf.sequence)
+        elif self.tariff is None or place != self.tariff[0]:
+            self.add(f"it names entry {place} as its tariff, which did not hold then", leaf.sequence)
+        elif pot != self.tariff[1].per_query:
+            self.add(f"it pays {pot}, by its tariff it would be {self.tariff[1].per_query}", leaf.sequence)
 
     def _check_payload(self, leaf: Leaf) -> None:
         """Compare a query with its hash; if it is not there, the log must say so."""
@@ -361,7 +377,8 @@ class _Checker:
         if len(rows) != len(leaf.rows) or not all(agree_lines(one, other) for one, other in pairs):
             self.add(f"period {about['period']} does not follow from its entries", leaf.sequence)
         elif about["estimator"] != ESTIMATOR:
-            self.remarks[_INTERVALS] = None
+            version = f"{about['estimator']!r}, and this version knows {ESTIMATOR}"
+            self.add(f"the intervals of period {about['period']} are by estimator {version}", leaf.sequence)
         elif not all(agree_intervals(one, other) for one, other in pairs):
             self.add(f"the intervals of period {about['period']} do not follow from its entries", leaf.sequence)
 

@@ -2,19 +2,20 @@
 
 from dataclasses import replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from imprint import Plan, Sources, Store, Task, attribute, simulate
+from imprint import Attribution, Plan, Sources, Store, Task, attribute, simulate
 from imprint.credit import Ledger, Policy, encode_queries
 from imprint.credit.disputes import dispute
 from imprint.credit.payloads import decode_query, encode_query
 from imprint.credit.verifying import verify
 from imprint.errors import CreditError
 from tests.credit.crediting import EXPECTED, fill
+from tests.credit.insider import change_entry, rebuild, run
 
 FALLING_BACK = Policy("by size", "expected", fallback="by_size")  # the store is not validated
 
@@ -79,6 +80,34 @@ def test_a_size_that_was_changed_differs(ledger: Ledger, scored: Scored) -> None
     sequence = ledger.credit(wrong, FALLING_BACK, payloads=encode_queries(scored.queries)).sequences[0]
     found = dispute(ledger, sequence, scored.task, scored.store)
     assert "the size of ann was recorded as 9, and is 8" in found.others
+
+
+def calibrate(result: Attribution, factor: float) -> Attribution:
+    details = {**result.details, "calibration": factor}
+    return replace(result, scores=factor * result.scores, labels=replace(result.labels, details=details))
+
+
+def test_the_calibration_of_an_entry_is_compared_and_not_believed(ledger: Ledger, scored: Scored) -> None:
+    result = calibrate(attribute(scored.task, scored.store, scored.queries, progress=False), 2.0)
+    sequence = ledger.credit(result, FALLING_BACK, payloads=encode_queries(scored.queries)).sequences[0]
+    found = dispute(ledger, sequence, scored.task, scored.store)
+    assert not found.agrees and "the calibration was recorded as 2.0, and was given as 1" in found.others[0]
+    assert dispute(ledger, sequence, scored.task, scored.store, calibration=2.0).agrees
+    with pytest.raises(CreditError, match="calibration must be a positive number"):
+        dispute(ledger, sequence, scored.task, scored.store, calibration=-1.0)
+
+
+def test_scores_that_were_turned_round_by_a_calibration_differ(ledger: Ledger, scored: Scored) -> None:
+    sequence = credit(ledger, scored)[0]
+
+    def turn(about: dict[str, Any], rows: list[dict[str, Any]]) -> None:
+        about["details"]["calibration"] = -1.0
+        for row in rows:
+            row.update(score=-row["score"], helps=-row["helps"])
+
+    run(ledger, change_entry(sequence, turn), rebuild)
+    found = dispute(ledger, sequence, scored.task, scored.store)
+    assert not found.agrees and found.difference > 1 and "recorded as -1.0" in found.others[0]
 
 
 def test_what_was_erased_or_never_kept_cannot_be_disputed(ledger: Ledger, scored: Scored) -> None:

@@ -121,5 +121,5 @@ def test_an_auditor_who_may_not_write_reads_what_is_in_the_write_ahead_log(folde
             assert len(ledger) == len(writer) == 8 and verify(ledger, progress=False).holds
         (folder / "copy.db").write_bytes(place.read_bytes())
         (folder / "copy.db-wal").write_bytes((folder / "credit.db-wal").read_bytes())
-    with read_only(folder), pytest.raises(CreditError, match="copy the file and copy.db-wal"):
+    with read_only(folder), pytest.raises(CreditError, match=r"copy the file and copy\.db-wal"):
         Ledger(folder / "copy.db")
