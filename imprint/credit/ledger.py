@@ -39,7 +39,7 @@ from imprint.credit.reading import find_tariff, read_kept_heads, read_policies, 
 from imprint.credit.requests import (
     bind_request,
     describe_request,
-    find_request,
+    find_entries,
     keep_request,
     make_request,
     require_name,
@@ -191,14 +191,14 @@ class Ledger:
         while True:
             with tables.reading(self.engine) as connection:
                 place, tariff = find_tariff(connection)
-                if (before := find_request(connection, caller, key, content)) is not None:
-                    return Receipt(tuple(log.read_leaves(connection, *before)), repeated=True)
+                if (before := find_entries(connection, caller, key, content, count)) is not None:
+                    return Receipt(before, repeated=True)
             priced = [tariff.per_query if each is None else each for each in pots]
             tariffs = [place if each is None else None for each in pots]
             drafts = draft_entries(result, policy, priced, names, kept, bound, model, expires, tariffs)  # takes long
             with tables.writing(self.engine) as (connection, frontier, last):
-                if (before := find_request(connection, caller, key, content)) is not None:
-                    return Receipt(tuple(log.read_leaves(connection, *before)), repeated=True)
+                if (before := find_entries(connection, caller, key, content, count)) is not None:
+                    return Receipt(before, repeated=True)
                 if find_tariff(connection)[0] == place:  # else it was changed in the meantime
                     entries = _append_entries(connection, frontier, now_or_last(last), policy, drafts)
                     keep_payloads(connection, entries[0].sequence, drafts, expires)

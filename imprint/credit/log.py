@@ -72,22 +72,37 @@ def read_leaf(connection: Connection, sequence: int) -> Leaf:
 
 
 def read_leaves(connection: Connection, start: int, stop: int, kind: Kind | None = None) -> Iterator[Leaf]:
-    """Iterate over the leaves from `start` up to `stop`, of one kind or of all; refuse one that was changed."""
-    for row in read_rows(connection, start, stop, kind):
+    """Iterate over the leaves from `start` up to `stop`, of one kind or of all; refuse one that was changed.
+
+    What a leaf is, and of when, its hash vouches for; a row whose columns say otherwise is refused too. Credited
+    queries, which are nearly all leaves, are chosen by that alone; the others by an index, the table of kinds.
+    """
+    indexed = None if kind == "credit" else kind
+    for row in read_rows(connection, start, stop, indexed):
         leaf = make_leaf(row)
-        if tables.read_bytes(row.hash) != leaf.hash or leaf.sequence != row.sequence or not leaf.has_its_lines:
+        if not _is_unchanged(row, leaf) or indexed not in (None, leaf.kind):
             raise CreditError(f"entry {row.sequence} was changed since it was written: run `imprint credit verify`.")
-        yield leaf
+        if kind in (None, leaf.kind):
+            yield leaf
+
+
+def _is_unchanged(row: Any, leaf: Leaf) -> bool:
+    """Check whether a leaf has its hash and its lines, and the columns of its row say what it says."""
+    if tables.read_bytes(row.hash) != leaf.hash:
+        return False
+    try:
+        said = (leaf.about["sequence"], leaf.about["kind"], leaf.about["time"])
+        return said == (row.sequence, row.kind, row.time) and leaf.has_its_lines
+    except (KeyError, TypeError) as error:
+        raise CreditError(f"entry {row.sequence} is damaged: {error!r}.") from error
 
 
 def read_rows(connection: Connection, start: int, stop: int, kind: Kind | None = None) -> Iterator[Any]:
-    """Iterate over rows in chunks, because a log may not fit into memory."""
+    """Iterate over rows in chunks, because a log may not fit into memory; of one kind by the table of kinds."""
     at, table = start, tables.leaves
     while True:
         query = select(table).where(table.c.sequence >= at, table.c.sequence < stop)
-        if kind == "credit":
-            query = query.where(table.c.kind == kind)
-        elif kind is not None:
+        if kind is not None:
             query = query.where(
                 table.c.sequence.in_(select(tables.kinds.c.sequence).where(tables.kinds.c.kind == kind))
             )

@@ -196,7 +196,9 @@ def _find_ends(connection: Connection, size: int, name: str, limit: str | None) 
         return first, size
     query = select(func.min(table.c.sequence)).where(table.c.sequence >= first, table.c.time >= limit)
     found = connection.execute(query).scalar_one()
-    return first, size if found is None else int(found)
+    if found is None:
+        return first, size
+    return first, log.read_leaf(connection, found).sequence  # refused if the column of its time was changed
 
 
 def _add_up(connection: Connection, first: int, stop: int) -> tuple[Totals, ShareEstimator]:

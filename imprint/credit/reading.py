@@ -29,7 +29,10 @@ def _read_last(connection: Connection, kind: Kind) -> Leaf:
     last = connection.execute(select(func.max(table.c.sequence)).where(table.c.kind == kind)).scalar_one()
     if last is None:
         raise CreditError(f"the log is damaged: it has no {kind}.")
-    return log.read_leaf(connection, last)
+    leaf = log.read_leaf(connection, last)
+    if leaf.kind != kind:
+        raise CreditError(f"the log is damaged: entry {last} is no {kind}. Run `imprint credit verify`.")
+    return leaf
 
 
 def read_policies(connection: Connection) -> dict[str, Policy]:

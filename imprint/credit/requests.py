@@ -16,8 +16,9 @@ from typing import Any
 from sqlalchemy import Connection, insert, select, update
 
 from imprint.attribution.result import Attribution
-from imprint.credit import tables
+from imprint.credit import log, tables
 from imprint.credit.canonical import encode
+from imprint.credit.leaves import Leaf
 from imprint.credit.policy import Policy
 from imprint.errors import ConflictError, CreditError
 
@@ -74,23 +75,43 @@ def describe_request(
     )
 
 
-def find_request(connection: Connection, caller: str, key: str, content: bytes) -> tuple[int, int] | None:
-    """Return where the entries of the same request are; None if it is new. Refuse another request with its key."""
+def find_request(connection: Connection, caller: str, key: str) -> Any:
+    """Return the row of a request; None if it is new."""
     table = tables.requests
-    row = connection.execute(select(table).where(table.c.caller == caller, table.c.key == key)).one_or_none()
+    return connection.execute(select(table).where(table.c.caller == caller, table.c.key == key)).one_or_none()
+
+
+def find_entries(connection: Connection, caller: str, key: str, content: bytes, count: int) -> tuple[Leaf, ...] | None:
+    """Return the entries that the same request wrote before, `count` of them; None if it is new.
+
+    Another request with its key is refused, and so are entries that do not know this request by its hash.
+    """
+    row = find_request(connection, caller, key)
     if row is None:
         return None
     if row.secret is None:
         raise ConflictError(
-            f"the key {key!r} of caller {caller!r} was used for queries that were erased since: entries "
-            f"{row.first} to {row.first + row.count - 1}. Use a new key."
+            f"the key {key!r} of caller {caller!r} was used for queries that were erased since: {row.count} entries "
+            f"from {row.first} on. Use a new key."
         )
     if tables.read_bytes(row.digest) != _hash_content(tables.read_bytes(row.secret), content):
         raise ConflictError(
             f"the key {key!r} of caller {caller!r} was used for another request: use a new key for each request, and "
             "reuse one only to try again."
         )
-    return row.first, row.first + row.count
+    if row.count != count or not isinstance(row.first, int):
+        raise _report_change(caller, key)
+    entries, bound = tuple(log.read_leaves(connection, row.first, row.first + count)), bind_request(row._mapping)
+    if len(entries) != count or any(entry.about.get("request") != bound for entry in entries):
+        raise _report_change(caller, key)
+    return entries
+
+
+def _report_change(caller: str, key: str) -> CreditError:
+    return CreditError(
+        f"the entries of the request with key {key!r} of caller {caller!r} are not where the database says: it was "
+        "changed. Run `imprint credit verify`."
+    )
 
 
 def make_request(caller: str, key: str, content: bytes) -> dict[str, Any]:

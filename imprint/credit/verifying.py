@@ -23,7 +23,7 @@ from imprint.credit.periods import describe_period
 from imprint.credit.policy import Policy
 from imprint.credit.reading import read_kept_heads
 from imprint.credit.recomputing import agree_intervals, agree_lines, find_faults
-from imprint.credit.requests import bind_request, seal_secret
+from imprint.credit.requests import bind_request, find_request, seal_secret
 from imprint.credit.spread import ESTIMATOR
 from imprint.display import count_of, for_terminal
 from imprint.errors import CreditError
@@ -115,6 +115,12 @@ def verify(
             checker.check_head(head, keys)
     if not heads:
         checker.remarks[_UNSIGNED] = None
+    elif checker.entries > checker.covered:
+        after = count_of(checker.entries - checker.covered, "entry was", "entries were")
+        checker.remarks[
+            f"{after} written after the newest head that holds: whoever writes to the database can still "
+            "change them unnoticed. Sign a head."
+        ] = None
     if checker.given:
         given = count_of(
             checker.given, "query pays a pot that its caller gave", "queries pay a pot that their caller gave"
@@ -144,6 +150,7 @@ class _Checker:
     sizes: at which the root of the log is wanted, to be compared with heads.
     broken: whether entries are missing or too many, so that the tree cannot be made again.
     gone: entries whose query is not there. stop: where the last period ends.
+    credited: entries of the last request. covered: entries that a signed head vouches for.
     tariff: the one that holds, after its place. given: entries whose caller gave the pot.
     """
 
@@ -170,6 +177,8 @@ class _Checker:
     requests: int = 0
     forgotten: list[tuple[int, int]] = field(default_factory=list)
     request: Any = None
+    credited: int = 0
+    covered: int = 0
     signer: str | None = None
     unit: tuple[str, int] | None = None
     tariff: tuple[int, Tariff] | None = None
@@ -351,19 +360,43 @@ class _Checker:
 
     def _check_request(self, leaf: Leaf) -> None:
         """Compare an entry with the request that credited it."""
-        known, table = self.request, tables.requests
+        known = self.request
         if known is None or not known.first <= leaf.sequence < known.first + known.count:
-            query = select(table).where(table.c.first == leaf.sequence)
-            known = self.connection.execute(query).one_or_none()
-            self.requests += known is not None
-            self.request = known
-            if known is not None and known.secret is None:
-                self.forgotten.append((known.first, known.first + known.count))
-            elif known is not None and seal_secret(tables.read_bytes(known.secret)) != tables.read_bytes(known.sealed):
-                self.add("the secret of its request was changed, so that it could be credited again", leaf.sequence)
+            self.end_request()
+            known = self.request = self._read_request(leaf.sequence)
         bound = None if known is None else bind_request(known._mapping)
         if bound != leaf.about["request"]:
             self.add("its request was changed or removed, so that it could be credited again", leaf.sequence)
+        else:
+            self.credited += 1
+
+    def _read_request(self, sequence: int) -> Any:
+        """Return the request whose entries begin here; None if there is none, or one that cannot be read."""
+        table = tables.requests
+        found = self.connection.execute(select(table).where(table.c.first == sequence)).all()
+        self.requests += len(found)
+        if len(found) > 1:
+            self.add(f"{len(found)} requests claim to have credited it", sequence)
+        if len(found) != 1:
+            return None
+        row = found[0]
+        if not isinstance(row.count, int) or row.count < 1:
+            self.add(f"its request claims {row.count!r} entries", sequence)
+            return None
+        if find_request(self.connection, row.caller, row.key) != row:
+            self.add("its request is not found by its caller and key, so that it could be credited again", sequence)
+        if row.secret is None:
+            self.forgotten.append((row.first, row.first + row.count))
+        elif seal_secret(tables.read_bytes(row.secret)) != tables.read_bytes(row.sealed):
+            self.add("the secret of its request was changed, so that it could be credited again", sequence)
+        return row
+
+    def end_request(self) -> None:
+        """Check that a request has credited as many entries as it claims."""
+        if self.request is not None and self.credited != self.request.count:
+            text = f"its request claims {self.request.count} entries, and credited {self.credited}"
+            self.add(text, self.request.first)
+        self.request, self.credited = None, 0
 
     def _check_period(self, leaf: Leaf) -> None:
         """Close a period again."""
@@ -384,6 +417,7 @@ class _Checker:
 
     def check_end(self) -> None:
         """Compare what the database says about the whole log."""
+        self.end_request()
         state, row = log.read_state(self.connection), self.connection.execute(select(tables.log)).first()
         if row is not None and row.time != self.time:
             self.add(f"the database says that the last entry is of {row.time}, it is of {self.time}")
@@ -427,5 +461,7 @@ class _Checker:
                 self.add(f"{signed}, and {why}: the log was cut short")
             elif size and self.roots.get(size) != head.root:
                 self.add(f"{signed}, with another root: entries before it were changed, removed or inserted since")
+            else:
+                self.covered = max(self.covered, size)
         except _UNREADABLE as error:
             self.add(f"a head does not hold: {error}")

@@ -5,12 +5,16 @@ import sqlite3
 import tempfile
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
+from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
 
 import pytest
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from imprint.credit import Ledger
+from imprint.credit.periods import close_period
+from imprint.credit.statements import write_statements
 from imprint.credit.verifying import verify
 from imprint.errors import CreditError
 from tests.credit.crediting import EXPECTED, fill, make_ledger, make_result
@@ -123,3 +127,65 @@ def test_an_auditor_who_may_not_write_reads_what_is_in_the_write_ahead_log(folde
         (folder / "copy.db-wal").write_bytes((folder / "credit.db-wal").read_bytes())
     with read_only(folder), pytest.raises(CreditError, match=r"copy the file and copy\.db-wal"):
         Ledger(folder / "copy.db")
+
+
+CREDIT_AGAIN = {
+    "one entry more": "UPDATE imprint_requests SET count = 2 WHERE key = 'a'",
+    "a place beyond the log": "UPDATE imprint_requests SET first = 999 WHERE key = 'a'",
+    "a place that is none": "UPDATE imprint_requests SET first = 'x' WHERE key = 'a'",
+    "a count that is none": "UPDATE imprint_requests SET count = 'x' WHERE key = 'a'",
+    "the place of another": "UPDATE imprint_requests SET first = 5 WHERE key = 'a'",
+    "places exchanged": "UPDATE imprint_requests SET first = 8 - first",
+    "two requests at one place": "UPDATE imprint_requests SET first = 5",
+}
+
+
+@pytest.mark.parametrize("change", CREDIT_AGAIN)
+def test_a_request_that_points_elsewhere_is_not_answered_and_verify_says_so(change: str, tmp_path: Path) -> None:
+    """0 log, 1 tariff, 2 policy, 3 a query, 4 a closed period, 5 a query."""
+    with make_ledger(tmp_path / "credit.db") as ledger:
+        ledger.credit(make_result(1, seed=1), EXPECTED, key="a")
+        close_period(ledger, "2026-11")
+        ledger.credit(make_result(1, seed=2), EXPECTED, key="b")
+        assert ledger.credit(make_result(1, seed=1), EXPECTED, key="a").sequences == (3,)
+        change_by_hand(tmp_path / "credit.db", CREDIT_AGAIN[change])
+        assert not verify(ledger, progress=False).holds
+        with pytest.raises(CreditError, match="are not where the database says"):
+            ledger.credit(make_result(1, seed=1), EXPECTED, key="a")
+        assert len(ledger) == 6
+
+
+def test_columns_that_contradict_an_entry_are_not_believed(file: Path, tmp_path: Path) -> None:
+    with Ledger(file) as ledger:
+        until = datetime.now(UTC)
+        change_by_hand(file, "UPDATE imprint_leaves SET time = '2999' WHERE sequence >= 4")
+        with pytest.raises(CreditError, match="entry 4 was changed"):
+            close_period(ledger, "2026-11", until=until)
+        change_by_hand(file, "UPDATE imprint_leaves SET time = '2000' WHERE sequence >= 4")
+        with pytest.raises(CreditError, match="entry 4 was changed"):
+            close_period(ledger, "2026-11", until=until)
+
+
+def test_an_entry_whose_kind_was_changed_is_not_left_out(file: Path, tmp_path: Path) -> None:
+    with Ledger(file) as ledger:
+        close_period(ledger, "2026-11")
+        ledger.sign_head(_KEY)
+        change_by_hand(file, "UPDATE imprint_leaves SET kind = 'policy' WHERE sequence = 4")
+        with pytest.raises(CreditError, match="entry 4 was changed"):
+            write_statements(ledger, "2026-11", tmp_path / "out", progress=False)
+        with pytest.raises(CreditError, match="entry 4 was changed"):
+            list(ledger.entries(kind="credit"))
+        change_by_hand(file, "INSERT INTO imprint_kinds VALUES ('tariff', 2), ('policy', 1)")
+        with pytest.raises(CreditError, match="entry 2 is no tariff"):
+            _ = ledger.tariff
+        with pytest.raises(CreditError, match="entry 1 was changed"):
+            ledger.policy(EXPECTED.sha256)
+
+
+def test_entries_that_no_head_covers_are_counted(file: Path) -> None:
+    with Ledger(file) as ledger:
+        head = ledger.sign_head(_KEY)
+        options: dict[str, Any] = {"heads": [head], "key": _KEY.public_key(), "progress": False}
+        assert verify(ledger, **options).remarks == ()
+        fill(ledger, (2,))
+        assert verify(ledger, **options).remarks[0].startswith("2 entries were written after the newest head")

@@ -150,8 +150,9 @@ def test_what_differs_from_its_hash_is_not_paid_and_not_printed(filled: Ledger, 
 
 def test_an_entry_that_was_removed_or_hidden_is_not_left_out_of_a_period(filled: Ledger) -> None:
     run(filled, update(L).where(L.c.sequence == 13).values(kind="policy"))
-    assert close_period(filled, "2026-12").about["entries"] == 3
-    fill(filled, (3,))
+    with pytest.raises(CreditError, match="entry 13 was changed since it was written"):
+        close_period(filled, "2026-12")
+    run(filled, update(L).where(L.c.sequence == 13).values(kind="credit"))
     run(filled, delete(L).where(L.c.sequence == len(filled) - 2))
     with pytest.raises(CreditError, match="is missing: run `imprint credit verify`"):
         close_period(filled, "2027-01")
