@@ -5,6 +5,7 @@ proof needs them. Appending n leaves hashes about n nodes, whatever the size of 
 """
 
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from datetime import UTC, datetime
 from typing import Any
 
@@ -13,7 +14,7 @@ from sqlalchemy import Connection, insert, select, update
 from imprint.credit import tables
 from imprint.credit.leaves import Kind, Leaf, join_lines, split_lines
 from imprint.credit.merkle import Frontier, Node, fold
-from imprint.errors import CreditError
+from imprint.errors import CreditError, first_line
 
 TILE = 8
 """Levels between the nodes that are kept."""
@@ -90,11 +91,20 @@ def _is_unchanged(row: Any, leaf: Leaf) -> bool:
     """Check whether a leaf has its hash and its lines, and the columns of its row say what it says."""
     if tables.read_bytes(row.hash) != leaf.hash:
         return False
-    try:
+    with translated_damage(f"entry {row.sequence}"):
         said = (leaf.about["sequence"], leaf.about["kind"], leaf.about["time"])
         return said == (row.sequence, row.kind, row.time) and leaf.has_its_lines
-    except (KeyError, TypeError) as error:
-        raise CreditError(f"entry {row.sequence} is damaged: {error!r}.") from error
+
+
+@contextmanager
+def translated_damage(what: str) -> Iterator[None]:
+    """Turn the errors that values of a wrong type or name lead to into one line: only a changed entry has such."""
+    try:
+        yield
+    except (KeyError, TypeError, ValueError, AttributeError, IndexError, ArithmeticError) as error:
+        raise CreditError(
+            f"{what} cannot be read ({type(error).__name__}: {first_line(error)}): run `imprint credit verify`."
+        ) from error
 
 
 def read_rows(connection: Connection, start: int, stop: int, kind: Kind | None = None) -> Iterator[Any]:

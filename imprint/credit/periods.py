@@ -152,8 +152,9 @@ def close_period(ledger: Ledger, name: str, *, until: datetime | None = None, po
     while True:
         with tables.reading(ledger.engine) as connection:  # what is in the log stays as it is, so nobody has to wait
             size = log.read_size(connection)
-            first, stop = _find_ends(connection, size, name, limit)
-            about, rows = describe_period(connection, first, stop, pot)
+            with log.translated_damage("what was credited"):
+                first, stop = _find_ends(connection, size, name, limit)
+                about, rows = describe_period(connection, first, stop, pot)
         lines = Lines.of(rows)
         with tables.writing(ledger.engine) as (connection, frontier, last):
             found = _find_ends(connection, size if limit is None else frontier.size, name, limit)

@@ -18,10 +18,8 @@ def read_tariff(connection: Connection) -> Tariff:
 def find_tariff(connection: Connection) -> tuple[int, Tariff]:
     """Return the tariff that holds now, after its place in the log."""
     leaf = _read_last(connection, "tariff")
-    try:
+    with log.translated_damage(f"entry {leaf.sequence}"):
         return leaf.sequence, Tariff(**leaf.about["tariff"])
-    except (KeyError, TypeError) as error:
-        raise CreditError(f"entry {leaf.sequence} is damaged: it has no tariff that can be read.") from error
 
 
 def _read_last(connection: Connection, kind: Kind) -> Leaf:
@@ -38,7 +36,8 @@ def _read_last(connection: Connection, kind: Kind) -> Leaf:
 def read_policies(connection: Connection) -> dict[str, Policy]:
     """Return all policies of a log, by their hashes."""
     leaves = log.read_leaves(connection, 0, log.read_size(connection), "policy")
-    found = [Policy.from_json(leaf.about["policy"]) for leaf in leaves]
+    with log.translated_damage("a policy of the log"):
+        found = [Policy.from_json(leaf.about["policy"]) for leaf in leaves]
     return {policy.sha256: policy for policy in found}
 
 

@@ -189,6 +189,10 @@ class _Checker:
 
     def check_file(self) -> None:
         """Let the database check itself: an index that lacks rows would hide them from some queries alone."""
+        try:
+            tables.refuse_foreign_objects(self.connection)
+        except CreditError as error:
+            self.add(str(error))
         for text in tables.find_damage(self.connection):
             self.add(f"the file of the database is damaged: {text}")
 

@@ -3,8 +3,8 @@
 import os
 import sqlite3
 import tempfile
-from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager, suppress
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -12,12 +12,13 @@ from typing import Any
 import pytest
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
-from imprint.credit import Ledger
+from imprint.credit import Ledger, Tariff
 from imprint.credit.periods import close_period
 from imprint.credit.statements import write_statements
 from imprint.credit.verifying import verify
 from imprint.errors import CreditError
 from tests.credit.crediting import EXPECTED, fill, make_ledger, make_result
+from tests.credit.insider import rebuild, rewrite, run
 
 INDEX = "sqlite_autoindex_imprint_requests_1"
 NOBODY = 65534
@@ -189,3 +190,37 @@ def test_entries_that_no_head_covers_are_counted(file: Path) -> None:
         assert verify(ledger, **options).remarks == ()
         fill(ledger, (2,))
         assert verify(ledger, **options).remarks[0].startswith("2 entries were written after the newest head")
+
+
+def test_a_tariff_that_was_hidden_for_a_moment_is_found_afterwards(file: Path) -> None:
+    with Ledger(file) as ledger:
+        sequence = ledger.set_tariff(Tariff("EUR", per_query=500)).sequence
+        change_by_hand(file, f"DELETE FROM imprint_kinds WHERE sequence = {sequence}")
+        ledger.credit(make_result(1, seed=3), EXPECTED)
+        change_by_hand(file, f"INSERT INTO imprint_kinds VALUES ('tariff', {sequence})")
+        found = [str(problem) for problem in verify(ledger, progress=False).problems]
+    assert found == [f"entry {sequence + 1}: it names entry 1 as its tariff, which did not hold then"]
+
+
+def test_objects_that_were_added_to_an_open_ledger_are_found(file: Path) -> None:
+    with Ledger(file) as ledger:
+        change_by_hand(file, "CREATE TRIGGER sneaky AFTER INSERT ON imprint_leaves BEGIN SELECT 1; END")
+        assert "has a trigger 'sneaky' that no ledger has" in str(verify(ledger, progress=False).problems[0])
+
+
+@pytest.mark.parametrize("sequence", [1, 2, 3])
+@pytest.mark.parametrize("name", ["tariff", "policy", "pot", "runs"])
+@pytest.mark.parametrize("value", [None, 5, [1], {"zzz": 1}, "x"], ids=str)
+def test_entries_with_values_of_wrong_types_lead_to_one_line(sequence: int, name: str, value: Any, file: Path) -> None:
+    with Ledger(file) as ledger:
+        run(ledger, rewrite(sequence, lambda about: about.update({name: value})), rebuild)
+        calls: list[Callable[[], Any]] = [
+            lambda: ledger.tariff,
+            lambda: ledger.policy(EXPECTED.sha256),
+            lambda: ledger.credit(make_result(1, seed=8), EXPECTED),
+            lambda: close_period(ledger, "2026-11"),
+            lambda: verify(ledger, progress=False),
+        ]
+        for call in calls:
+            with suppress(CreditError):
+                call()
