@@ -28,7 +28,7 @@ from imprint.credit.erasing import (
     truncate_wal,
     vacuum,
 )
-from imprint.credit.heads import Head, publish_head, sign_head
+from imprint.credit.heads import Head, publish_head, refuse_other_heads, sign_head
 from imprint.credit.leaves import Kind, Leaf, compose
 from imprint.credit.log import format_time, now_or_last
 from imprint.credit.merkle import Frontier, find_root
@@ -238,6 +238,8 @@ class Ledger:
     ) -> Head:
         """Sign the size and the root of the log as it is now, keep that, and append it to a file if one is given.
 
+        publish: a file of heads. The log must have grown from the newest one there.
+
         exchange: whether this key replaces the one that signed the last head. Without it, another key is refused.
         """
         signer = load_private_key(key)
@@ -249,6 +251,9 @@ class Ledger:
                     "one replaces it (exchange=True, --exchange) and tell everybody who checks statements."
                 )
             _refuse_rewritten(connection, frontier)
+            if publish is not None:
+                node = log.read_nodes(connection)
+                refuse_other_heads(publish, self.name, frontier.size, lambda size: find_root(size, node))
             head = sign_head(signer, self.name, frontier.size, frontier.root, now_or_last())
             if publish is not None:
                 publish_head(publish, head)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from imprint.credit.canonical import decode_object
 from imprint.credit.contradictions import Basis, Sums, find_in_entry, find_in_period, require_whole
-from imprint.credit.heads import Head
+from imprint.credit.heads import Head, require_heads
 from imprint.credit.leaves import LINE_SALT, Leaf, hash_line
 from imprint.credit.merkle import (
     Node,
@@ -112,7 +112,11 @@ def check_statement(
     key: the public key of the ledger, or several if it was exchanged.
     earlier: heads of the same log that you hold: the log must have grown from each of them.
     """
-    keys = load_public_keys(key)
+    keys, earlier = load_public_keys(key), require_heads(earlier)
+    if not keys:
+        raise CreditError("give the public key of the ledger, which its heads must be signed with.")
+    if not isinstance(place, str | os.PathLike):
+        raise CreditError(f"a statement is a file, got a {type(place).__name__}.")
     try:
         lines = _read_lines(place)
         checker = _Checker(next(lines, {}), keys, earlier)
