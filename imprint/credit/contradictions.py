@@ -5,7 +5,7 @@ bounds; where a source sees all there is, they are equations. `check_statement` 
 """
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, get_args
 
@@ -112,6 +112,18 @@ def find_in_entry(about: Mapping[str, Any], line: Mapping[str, Any]) -> Iterator
         yield "the source and the unattributed rest get more than the query paid"
 
 
+def find_unpayable(about: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    """Go through what keeps a credited query from being paid, with the lines of all its sources."""
+    amounts = [about["pot"], about["unattributed"]["amount"], *(row["amount"] for row in rows)]
+    shares, sizes = [row["share"] for row in rows], [row["size"] for row in rows]
+    if not all(each is None or _is_whole(each) for each in amounts) or not all(map(_is_whole, shares)):
+        yield "its amounts and shares are not whole numbers"
+    if not are_sizes(sizes, about["n"]):
+        yield "its sources do not have whole numbers of training examples, of all there are"
+    if len({row["source"] for row in rows}) < len(rows):
+        yield "two of its lines are of the same source"
+
+
 def find_in_period(closing: Mapping[str, Any], line: Mapping[str, Any], sums: Sums) -> Iterator[str]:
     """Go through what contradicts itself, or the queries of the source, in a closed period."""
     first, stop, entries, without_pot, total = (
@@ -196,3 +208,12 @@ def require_whole(value: Any) -> int:
     if isinstance(value, bool) or not isinstance(value, int):
         raise ValueError("a whole number is expected")
     return value
+
+
+def are_sizes(sizes: Sequence[Any], examples: Any) -> bool:
+    """Check whether sources can have so many training examples each, of so many; some must have one."""
+    return all(map(_is_whole, [*sizes, examples])) and sum(sizes) > 0 and max(sizes) <= examples
+
+
+def _is_whole(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0

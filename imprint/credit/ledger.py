@@ -18,13 +18,14 @@ from sqlalchemy import Connection, insert, select
 
 from imprint.attribution.result import Attribution
 from imprint.credit import log, tables
-from imprint.credit.drafting import Draft, check_creditable, draft_entries
+from imprint.credit.drafting import Draft, check_creditable, draft_entries, require_ids
 from imprint.credit.erasing import (
     erase_expired_queries,
     erase_queries,
     find_expiry,
     keep_payloads,
     require_payloads,
+    require_places,
     truncate_wal,
     vacuum,
 )
@@ -182,8 +183,8 @@ class Ledger:
         count, kept = len(result), require_payloads(result, payloads, retention)
         pots = spread_pots(pot, count)
         self._check_signer(result)
+        names = require_ids(ids, count)
         content = describe_request(result, policy, pots, ids, payloads, model)
-        names = [uuid.uuid4().hex for _ in range(count)] if ids is None else list(ids)
         key = secrets.token_hex(16) if key is None else key
         expires = find_expiry(retention)
         request = make_request(require_name(caller, "caller"), require_name(key, "key"), content)
@@ -223,7 +224,8 @@ class Ledger:
     def entries(self, start: int = 0, stop: int | None = None, kind: Kind | None = None) -> Iterator[Leaf]:
         """Iterate over the leaves of the log, as it is now."""
         with tables.reading(self.engine) as connection:
-            yield from log.read_leaves(connection, start, log.read_size(connection) if stop is None else stop, kind)
+            end = log.read_size(connection) if stop is None else stop
+            yield from log.read_leaves(connection, log.require_place(start), log.require_place(end), kind)
 
     def policy(self, sha256: str) -> Policy:
         """Return a policy that entries name by its hash."""
@@ -269,7 +271,7 @@ class Ledger:
     def payload(self, sequence: int) -> bytes | None:
         """Return the query of an entry, in bytes; None if it was never kept, or erased."""
         with tables.reading(self.engine) as connection:
-            query = select(tables.payloads.c.payload).where(tables.payloads.c.sequence == sequence)
+            query = select(tables.payloads.c.payload).where(tables.payloads.c.sequence == log.require_place(sequence))
             found = connection.execute(query).scalar_one_or_none()
         return None if found is None else tables.read_bytes(found)
 
@@ -278,7 +280,7 @@ class Ledger:
 
         The entries stay and can still be verified, but nobody can dispute them any more. The log notes the erasure.
         """
-        count = erase_queries(self.engine, sorted(set(sequences)), reason)
+        count = erase_queries(self.engine, require_places(sequences), reason)
         truncate_wal(self.engine)
         return count
 

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from imprint.attribution.labels import MEANINGS, describe_question
 from imprint.credit.heads import Head
-from imprint.credit.money import PARTS, format_amount, format_share
+from imprint.credit.money import PARTS, format_amount, format_share, format_units
 from imprint.credit.policy import Policy
 from imprint.display import count_of, name_some
 from imprint.plan import Question
@@ -71,8 +71,7 @@ def render_statement(
 
 def _format_units(units: int, closing: dict[str, Any]) -> str:
     """Format whole units of the smallest amount that can be paid, all with the same number of decimals."""
-    decimals = len(format_amount(closing["smallest"]).partition(".")[2])
-    return f"{units * closing['smallest'] / 1_000_000:.{decimals}f}"
+    return format_units(units, closing["smallest"])
 
 
 def _describe_outcomes(figures: "Figures") -> str:

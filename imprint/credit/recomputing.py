@@ -6,6 +6,7 @@ from functools import lru_cache
 from typing import Any
 
 from imprint.credit.canonical import decode_object
+from imprint.credit.contradictions import find_unpayable
 from imprint.credit.drafting import find_help, read_evidence
 from imprint.credit.leaves import Leaf
 from imprint.credit.money import apportion
@@ -19,6 +20,7 @@ _SHARES = 1e-6  # by how much intervals that are computed again may differ
 def find_faults(leaf: Leaf, policy: Policy) -> Iterator[str]:
     """Divide the pot of a query again, from its scores and its policy; yield what does not follow from them."""
     about, rows = leaf.about, leaf.rows
+    yield from find_unpayable(about, rows)
     if any(row["helps"] != find_help(about, row) for row in rows):
         yield "a source helped by something else than its score says"
     if not agree_errors(about, rows):
