@@ -6,6 +6,7 @@ policies and the tariff. Of a leaf with lines it has the source's own line alone
 the public key.
 """
 
+import json
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -58,6 +59,17 @@ def prove_growth(old: Head, head: Head, node: Node) -> dict[str, Any]:
             "credit verify`."
         )
     return {"kind": _GROWTH, "old": old.size, "root": old.root.hex(), "proof": [each.hex() for each in path]}
+
+
+def encode_proof(proof: dict[str, Any]) -> str:
+    """Return a line of a file of proofs; refuse one that is too long to be read again."""
+    line = json.dumps(proof, ensure_ascii=False) + "\n"
+    if len(line.encode()) > _LONGEST:
+        raise CreditError(
+            f"a line of this statement would have more than {_LONGEST:,} bytes, and nobody could check it: an id of a "
+            "source or a name of a measurement is too long."
+        )
+    return line
 
 
 @dataclass(frozen=True)

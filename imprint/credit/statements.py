@@ -10,7 +10,6 @@ Entries are read once for many sources, and nothing but the figures of a page is
 import csv
 import json
 import os
-import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
@@ -24,9 +23,10 @@ from imprint.credit.leaves import Leaf
 from imprint.credit.ledger import Ledger
 from imprint.credit.merkle import Node, check_inclusion, prove_inclusion
 from imprint.credit.money import MICRO, PARTS
+from imprint.credit.naming import name_files
 from imprint.credit.pages import render_statement
 from imprint.credit.policy import Policy
-from imprint.credit.proofs import describe_statement, prove_growth, prove_leaf
+from imprint.credit.proofs import describe_statement, encode_proof, prove_growth, prove_leaf
 from imprint.credit.reading import find_period, read_kept_heads, read_policies
 from imprint.display import for_csv
 from imprint.errors import CreditError, MissingExtra
@@ -43,7 +43,6 @@ LISTED = 12
 """How many queries the page lists."""
 _AT_ONCE = 100  # sources whose files are written at once
 _BUFFER = 10_000  # rows of a Parquet table that are written together
-_PLAIN = re.compile(r"[^\w.-]+")
 _SUFFIXES = (".html", ".csv", ".parquet", ".jsonl")
 
 
@@ -213,7 +212,7 @@ class _Writer:
 
     def add_proof(self, proof: dict[str, Any]) -> None:
         """Write a line of the proofs."""
-        self._proofs.write(json.dumps(proof, ensure_ascii=False) + "\n")
+        self._proofs.write(encode_proof(proof))
 
     def add_entry(
         self, entry: Leaf, row: dict[str, Any], policies: Mapping[str, Policy], proof: dict[str, Any]
@@ -261,16 +260,3 @@ def _open_parquet(path: Path) -> Any:
         raise MissingExtra("Parquet", "serve") from error
     kinds = [pyarrow.int64(), *[pyarrow.string()] * 5, *[pyarrow.float64()] * 5]
     return parquet.ParquetWriter(path, pyarrow.schema(list(zip(COLUMNS, kinds, strict=True))))
-
-
-def name_files(sources: Sequence[str]) -> dict[str, str]:
-    """Return a file name for each source, derived from its id, and unique."""
-    names, used = dict[str, str](), set[str]()
-    for place, source in enumerate(sources):
-        stem = _PLAIN.sub("-", source).strip("-.")[:60] or "source"
-        name = stem if stem.lower() not in used else f"{stem}-{place}"
-        while name.lower() in used:
-            name += "-"
-        used.add(name.lower())
-        names[source] = name
-    return names

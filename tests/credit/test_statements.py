@@ -3,6 +3,7 @@
 import csv
 import json
 import re
+import unicodedata
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +15,10 @@ from imprint.credit import Ledger, Policy
 from imprint.credit.heads import sign_head
 from imprint.credit.leaves import hash_line
 from imprint.credit.money import MICRO
+from imprint.credit.naming import name_files
 from imprint.credit.periods import close_period
 from imprint.credit.proofs import CheckedStatement, check_statement
-from imprint.credit.statements import COLUMNS, name_files, write_statements
+from imprint.credit.statements import COLUMNS, write_statements
 from imprint.errors import CreditError
 from tests.credit.crediting import EXPECTED, fill, make_ledger, make_result
 
@@ -206,6 +208,44 @@ def test_names_of_sources_are_shown_and_do_nothing_else(place: str, tmp_path: Pa
 def test_sources_whose_names_make_the_same_file_get_files_of_their_own() -> None:
     names = name_files(["a/b", "a b", "A-B", "..", "", "a-b"])
     assert len({name.lower() for name in names.values()}) == 6 and not any("/" in name for name in names.values())
+
+
+@pytest.mark.parametrize(
+    "sources",
+    [
+        ["times", " times", "times.", "-times"], ["é", "e\u0301"], ["ß", "SS", "ss"], ["A", "a"], ["İ", "i̇"],
+        ["CON", "con", "nul", "aux.txt", "COM1"], ["..", "", ".", " "], ["a b", "a-b"],
+        ["𝔘" * 300, "𝔘" * 301, "𝔘" * 60, "é" * 60],
+        ["times", " times", name_files(["times", " times"])[" times"]],
+    ],
+    ids=lambda names: ascii(names)[:40],
+)  # fmt: skip
+def test_file_names_differ_on_every_file_system(sources: list[str]) -> None:
+    names = list(name_files(sources).values())
+    for form in ("NFC", "NFD", "NFKD"):
+        assert len({unicodedata.normalize(form, name).casefold() for name in names}) == len(sources)
+    for name in names:
+        assert len(f"{name}.parquet".encode()) <= 255 and name == name.strip(" .") and "/" not in name
+        assert name.split(".")[0].lower() not in ("con", "nul", "aux", "com1", "")
+
+
+def test_a_plain_name_is_kept_whoever_else_there_is() -> None:
+    """Otherwise a source could take the file name of another one."""
+    names = name_files([" times", "Post", "times", "times-", "a b", "a/b", "Le Monde"])
+    assert names["times"] == "times" and names["Post"] == "Post"
+    assert names["Le Monde"] == "Le-Monde" and names["a b"] == "a-b"
+    assert re.fullmatch("times-[0-9a-f]{8}", names[" times"]) and re.fullmatch("a-b-[0-9a-f]{8}", names["a/b"])
+
+
+def test_a_statement_that_could_not_be_checked_is_not_written(place: str, tmp_path: Path) -> None:
+    ledger, names = make_ledger(place), ("a", "b", "c", "d" * 1_200_000)
+    ledger.credit(make_result(2, source_ids=names, source_names=names), EXPECTED)
+    close_period(ledger, "p")
+    ledger.sign_head(KEY)
+    with pytest.raises(CreditError, match="nobody could check it"):
+        write_statements(ledger, "p", tmp_path / "out", progress=False)
+    assert not list((tmp_path / "out").iterdir())
+    ledger.close()
 
 
 def test_a_statement_needs_a_closed_period_and_a_head_after_it(ledger: Ledger, tmp_path: Path) -> None:
