@@ -45,7 +45,7 @@ def _make_plain(source: str) -> str:
     """Return a name that every file system can have: letters, digits and . _ - alone, and none of the devices."""
     stem = _OTHER.sub("-", unicodedata.normalize("NFC", source))[:_LONGEST]
     stem = stem.encode()[:_BYTES].decode(errors="ignore").strip("-. ")
-    return f"source-{stem}" if not stem or _RESERVED.fullmatch(stem) else stem
+    return f"source-{stem}" if _RESERVED.fullmatch(stem) else stem or "source"
 
 
 def _fold(name: str) -> str:

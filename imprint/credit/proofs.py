@@ -1,4 +1,4 @@
-"""Proofs of statements: what a publisher needs to check its own credit, and nothing of anybody else's.
+"""Proofs of statements: what a publisher needs to check its own credit, and no line of anybody else's.
 
 The proofs are a file of JSON lines. The first names the source, the period and the signed head; each of the others is a
 leaf of the log with the proof that it is in the tree of that head: the closed period, every credited query, the
