@@ -163,7 +163,8 @@ def token_scores(
     options: of `imprint.Reader`, such as readout=, step= or memory=.
     """
     store = Store.of(store)
-    columns = Completions([prompt], [completion], tokenizer).columns
+    asked = Completions([prompt], [completion], tokenizer)
+    columns = asked.columns
     count = int(columns["weights"].sum())
     last = lambda model, batch: task.token_log_probs(model, batch)[0, -count:]  # noqa: E731 (of a single row)
     reader = Reader(task, store, measure=last, **options)
@@ -182,7 +183,7 @@ def token_scores(
         measure=task.measure_name,
         better=task.better,
         details={"readout": reader.readout, **reader.details, **chaos, ERROR: errors},
-        warnings=(*reader.warnings, *warnings),
+        warnings=(*reader.warnings, *warnings, *asked.warnings),
         question=store.question,
         removes=store.removes,
     )
