@@ -1,7 +1,6 @@
 """A writer that is killed loses nothing it has acknowledged, and writes nothing twice when it tries again."""
 
 import multiprocessing
-import os
 import random
 import signal
 import subprocess
