@@ -146,7 +146,7 @@ def drill_down(
     if whole is not None and whole.question != result.question:
         result = result.with_warnings(
             f"{whole.path} answers {MEANINGS[whole.question]}, and the effects of its documents another question: "
-            f"{MEANINGS[result.question]}."
+            f"{MEANINGS[result.question]}. Repeating the run without each document (run=, --run) is exact for it."
         )
     if asked is not None and len(asked) != len(result):
         raise DataError(f"there are {len(asked)} texts of queries, and {len(result)} queries: give one for each.")

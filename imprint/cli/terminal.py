@@ -273,6 +273,7 @@ def render_words(words: "TokenAttribution", source: str | None, top: Top) -> Ren
         _render_standing(words.labels),
         *(cell(line, "italic") for line in describe_error(words.labels)),
         words.shade(source),
+        cell("Word by word: " + ", ".join(f"{word.strip()} {value:+.2g}" for word, value in words.words(source))),
         *map(cell, explain_marks(top[0])),
         *_render_warnings(words.labels.warnings),
     )

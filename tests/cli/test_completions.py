@@ -155,3 +155,15 @@ def test_words_are_listed_in_the_order_that_is_asked_for(command: Command) -> No
     names = [[credit["source"] for credit in found["queries"][0]] for found in (raises, lowers)]
     assert names[0] == names[1][::-1]
     assert "sources can be ordered by" in command(*ASK, "--tokens", "--by", "size").err
+
+
+def test_a_chat_model_is_not_asked_without_its_template_in_silence(command: Command, folder: Path) -> None:
+    text = (folder / "model.py").read_text()
+    (folder / "chat.py").write_text(text + "\nwords.chat_template = '{{ messages[0].content }}'\n")
+    line = ("attribute", "runs/news", "--task", "chat.py:task", "--prompt", "a dog", "--completion", " barks")
+    assert "the tokenizer has a chat template" in command(*line).out
+
+
+def test_words_are_also_told_without_colours_and_with_the_standing_of_the_store(command: Command) -> None:
+    shown = command(*ASK, "--tokens", "--out", "words.html")
+    assert "Word by word: sails " in shown.out and "not validated" in Path("words.html").read_text()
