@@ -178,15 +178,18 @@ class Policy:
         """Say how a rule divides what a query pays, for people who read no code.
 
         >>> Policy("p", "expected").explain("positive_part")
-        'The share of a source is its help divided by the help of all sources that helped the query.'
+        'The share of a source is its help divided by the help of all sources with positive help.'
         """
-        share = "share of a source is its help divided by the help of all sources that helped the query."
-        floor = f" and the help is more than {self.floor:g}" if self.floor else ""
-        sure = f"the {100 * self.level:g}% interval of the help lies above 0"
-        noise = f" It is credited only if {sure}{floor}; what is not credited goes to nobody."
+        share = "share of a source is its help divided by the help of all sources with positive help"
+        floor = f", and in any case above {self.floor:g}" if self.floor else ""
+        noise = (
+            ", also of those with too little to be credited. It is credited only if it is above “needed”: a quantile "
+            f"times its standard error, so that the {100 * self.level:g}% interval of the help lies above 0{floor}. "
+            "What is not credited stays unattributed."
+        )
         texts: dict[AppliedRule, str] = {
             "above_noise": f"The {share}{noise}",
-            "positive_part": f"The {share}",
+            "positive_part": f"The {share}.",
             "fixed_plus": f"All sources share {100 * self.fixed:g}% equally. Of the rest, the {share}{noise}",
             "by_size": "Every source gets a share in proportion to its number of training examples.",
             "equal": "All sources get equal shares.",

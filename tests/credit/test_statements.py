@@ -4,11 +4,13 @@ import csv
 import json
 import re
 import unicodedata
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pyarrow.parquet
 import pytest
+import torch
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from imprint.credit import Ledger, Policy
@@ -165,7 +167,8 @@ def test_tables_have_a_row_for_each_query(statements: Path) -> None:
     assert tuple(rows[0]) == COLUMNS == tuple(table[0]) and len(rows) == len(table) == 14
     for row, other in zip(rows, table, strict=True):
         assert row["query"] == other["query"] and float(row["share"]) == other["share"]
-        assert float(row["amount"]) == other["amount"]
+        assert float(row["amount"]) == other["amount"] and row["currency"] == other["currency"] == "EUR"
+        assert abs(other["share"] * other["pot"] - other["amount"]) < 1.001 / MICRO
     paid = sum(other["amount"] for other in table)
     assert paid == pytest.approx(check(statements / "times.jsonl").amount / MICRO)
 
@@ -177,12 +180,19 @@ def test_the_page_says_who_gets_what_why_how_sure_and_how_to_check_it(statements
     for text in (
         f"{found.units * found.smallest / MICRO:.2f} EUR",
         "Of 14 queries, your source earned a share of",
-        "with 95% confidence (from 4 training runs and 14 queries)",
+        "With other training runs and other queries of the same kind, your share would probably lie between",
+        "(95% interval, from 4 training runs and 14 queries)",
+        "of the 7.00 EUR that the queries of this period paid (14 queries at 0.5 EUR);",
+        "EUR stayed unattributed",
+        "“Needed” is 3.18 times the standard error.",
+        "compare the amount that it prints with the one above",
+        "Take it from your contract or the payer’s website",
+        "each of them names the policy above",
         "how much your data helps on average",
-        "only if the 95% interval of the help lies above 0",
-        "8 removals in 3 training runs",
+        "so that the 95% interval of the help lies above 0",
+        "8 removals, of 8 different sources in all, each in 3 training runs",
+        "the log does not say whether they are among those paid here",
         "5 of 40 training examples",
-        "14 queries at 0.5 EUR",
         "Payer Acme Ltd",
         "number of training examples",
         "imprint credit check times.jsonl --public-key",
@@ -190,6 +200,50 @@ def test_the_page_says_who_gets_what_why_how_sure_and_how_to_check_it(statements
     ):
         assert text in page, text
     assert "<script" not in page and "http" not in page.replace("http-equiv", "")
+
+
+def write_page(place: str, folder: Path, policy: Policy, helps: list[list[float]], pot: int | None = None) -> str:
+    """Write the statement of "times", the third source, whose effects have standard errors of about 0.05."""
+    ledger = make_ledger(place)
+    result = replace(make_result(len(helps)), scores=-40 * torch.tensor(helps, dtype=torch.float64))
+    ledger.credit(result, policy, pot=pot)
+    close_period(ledger, "p")
+    ledger.sign_head(KEY)
+    page = write_statements(ledger, "p", folder, sources=["times"], progress=False)[0].read_text()
+    ledger.close()
+    return " ".join(page.split())
+
+
+def test_harm_is_stated_only_where_it_is_as_clear_as_help_must_be(place: str, tmp_path: Path) -> None:
+    helps = [[0.5, 0.5, help, 0.5] for help in (9.0, 8.0, 0.001, -0.001, 0.0, -9.0)]
+    page = write_page(place, tmp_path, EXPECTED, helps)
+    assert (
+        "Of 6 queries, your source earned a share of 2; nothing is deducted for the others. Of those, 1 clearly" in page
+    )
+    assert "and for 3 no effect can be told from chance." in page and page.count('<td class="number">+') == 2
+
+
+def test_a_rule_without_a_threshold_claims_no_harm(place: str, tmp_path: Path) -> None:
+    page = write_page(place, tmp_path, replace(EXPECTED, rule="positive_part"), [[0.5, 0.5, -9.0, 0.5]] * 3)
+    assert "earned a share of none" in page and "for 3 the rule gives it nothing." in page
+    assert "worse result because" not in page and "“Needed” is" not in page
+
+
+def test_a_source_that_earned_nothing_gets_no_table(place: str, tmp_path: Path) -> None:
+    page = write_page(place, tmp_path, EXPECTED, [[0.5, 0.5, -9.0, 0.5]] * 3)
+    assert "No query earned a share." in page and "<table>" not in page
+
+
+@pytest.mark.parametrize(("queries", "cut"), [(12, False), (13, True)])
+def test_a_table_that_is_cut_says_that_it_does_not_add_up(place: str, tmp_path: Path, queries: int, cut: bool) -> None:
+    page = write_page(place, tmp_path, EXPECTED, [[0.5, 0.5, 9.0, 0.5]] * queries)
+    assert ("the rows do not add up to your amount" in page) == cut
+
+
+def test_the_amount_by_size_is_rounded_as_it_would_be_paid(place: str, tmp_path: Path) -> None:
+    """Thirds of a cent that every query rounds away would add up to a wrong last digit."""
+    page = write_page(place, tmp_path, EXPECTED, [[0.5, 0.5, 9.0, 0.5]] * 7, pot=100_003)
+    assert "would have given about 0.09 EUR" in page
 
 
 def test_names_of_sources_are_shown_and_do_nothing_else(place: str, tmp_path: Path) -> None:
