@@ -32,6 +32,7 @@ Masked = tuple[Tokens, list[bool]]
 """The tokens of a text, and which of them are learnt."""
 
 _MARK = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")  # begins what the assistant says, in a chat template
+_ADD_MARKS = "put {% generation %} and {% endgeneration %} around them in tokenizer.chat_template."
 
 
 class _Answers(Examples):
@@ -200,23 +201,42 @@ def _mask_turns(chat: list[Message], whole: Tokens, tokenizer: Any, whose: str) 
     for turn, message in enumerate(chat):
         if message["role"] != "assistant":
             continue
-        before = _apply(chat[:turn], tokenizer, whose, add_generation_prompt=True)["input_ids"] if turn else []
+        before = _prompt(chat[:turn], tokenizer, whose)
         after = _apply(chat[: turn + 1], tokenizer, whose)["input_ids"]
-        pairs = zip(before, after, strict=False)
-        start = next((place for place, (one, other) in enumerate(pairs) if one != other), len(before))
-        if start < len(before) - 1 or whole[: len(after)] != after or start >= len(after):
+        start = _shared(before, after)
+        if start < max(1, len(before) - 1) or whole[: len(after)] != after or start >= len(after):
             raise DataError(
                 f"the chat template renders {whose} up to message {turn} in another way than as a part of the whole, "
-                "so it does not show which tokens are the assistant's: put {% generation %} and {% endgeneration %} "
-                "around them in tokenizer.chat_template."
+                f"so it does not show which tokens are the assistant's: {_ADD_MARKS}"
             )
         mask[start : len(after)] = [True] * (len(after) - start)
     return mask
 
 
-def _apply(chat: list[Message], tokenizer: Any, whose: str, **options: Any) -> dict[str, Any]:
+def _prompt(chat: list[Message], tokenizer: Any, whose: str) -> Tokens:
+    """Return the tokens of a conversation with the header that asks the assistant for the next message."""
     try:
-        found = tokenizer.apply_chat_template(chat, tokenize=True, return_dict=True, **options)
+        return list(_apply(chat, tokenizer, whose, add_generation_prompt=True)["input_ids"])
+    except DataError as error:
+        if chat:
+            raise
+        raise DataError(
+            f"{whose} begins with the assistant, and the chat template does not render the header before its first "
+            f"message alone, so it does not show which tokens are the assistant's: {_ADD_MARKS}"
+        ) from error
+
+
+def _shared(one: Tokens, other: Tokens) -> int:
+    """Return how many tokens two texts have in common at their beginning."""
+    pairs = zip(one, other, strict=False)
+    return next((place for place, (a, b) in enumerate(pairs) if a != b), min(len(one), len(other)))
+
+
+def _apply(chat: list[Message], tokenizer: Any, whose: str, **options: Any) -> dict[str, Any]:
+    asked: Any = chat or [chat]  # transformers renders a chat without messages in a batch only
+    try:
+        found = tokenizer.apply_chat_template(asked, tokenize=True, return_dict=True, **options)
     except Exception as error:  # of the template, which is the user's
         raise DataError(f"the chat template does not take {whose}: {first_line(error)}.") from error
-    return {name: list(found[name]) for name in ("input_ids", "assistant_masks") if name in found}
+    names = [name for name in ("input_ids", "assistant_masks") if name in found]
+    return {name: list(found[name] if chat else found[name][0]) for name in names}

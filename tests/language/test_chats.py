@@ -20,6 +20,7 @@ MARKED = (
     "{% endif %}{% endfor %}"
 )
 FORGETFUL = PLAIN.replace("in messages", "in messages[-3:]")  # earlier messages disappear when later ones come
+SYSTEM = "{% if messages[0]['role'] != 'system' %}{{ 'the wind is<|end|>' }}{% endif %}"  # a default
 CHATS = [
     [{"role": "user", "content": "the cat"}, {"role": "assistant", "content": "sat on the mat"}],
     [
@@ -79,11 +80,39 @@ def test_a_token_that_spans_the_header_and_the_message_is_learnt() -> None:
 
 
 def test_a_default_system_prompt_is_not_learnt() -> None:
-    system = "{% if messages[0]['role'] != 'system' %}{{ 'the wind is<|end|>' }}{% endif %}"
-    tokens = chat_tokenizer(system + PLAIN)
+    tokens = chat_tokenizer(SYSTEM + PLAIN)
     chats = Conversations(CHATS[2:], tokens, length=24)
     assert chats.texts[0].startswith("the wind is<|end|><|user|>the dog")
     assert learnt(chats, tokens, 0) == ["sat<|end|>"]
+
+
+GREETING = [{"role": "assistant", "content": "the cat"}, *CHATS[0]]  # a chat that the assistant begins
+
+
+def test_the_header_of_a_chat_that_the_assistant_begins_is_not_learnt() -> None:
+    worded = PLAIN.replace("'|>'", "'|>the dog<|end|>'").replace("'<|assistant|>'", "'<|assistant|>the dog<|end|>'")
+    tokens = chat_tokenizer(worded)
+    chats = Conversations([GREETING], tokens, length=48)
+    assert learnt(chats, tokens, 0) == ["the cat<|end|>", "sat on the mat<|end|>"]
+    always = chat_tokenizer("{{ 'the wind is<|end|>' }}" + PLAIN)  # a system prompt even before the first message
+    chats = Conversations([GREETING], always, length=48)
+    assert learnt(chats, always, 0) == ["the cat<|end|>", "sat on the mat<|end|>"]
+
+
+BEGINNINGS = {
+    "fails without messages": (SYSTEM + PLAIN, "begins with the assistant, and the chat template does not render"),
+    "renders something else": (
+        SYSTEM.replace("{% if ", "{% if messages and ") + PLAIN,
+        "up to message 0 in another way",
+    ),
+    "has no header of its own": (PLAIN.partition("{% if add")[0], "up to message 0 in another way"),
+}
+
+
+@pytest.mark.parametrize(("template", "reason"), BEGINNINGS.values(), ids=BEGINNINGS)
+def test_where_the_first_header_is_not_shown_marks_are_asked_for(template: str, reason: str) -> None:
+    with pytest.raises(DataError, match=rf"{reason}.*put {{% generation %}}"):
+        Conversations([GREETING], chat_tokenizer(template), length=48)
 
 
 def test_rows_are_what_a_trainer_learns_from() -> None:
