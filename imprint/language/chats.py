@@ -138,22 +138,46 @@ class Instructions(_Answers):
         self._set_rows(found, tokenizer, check_length(length, tokenizer), loss)
 
 
-def render_queries(conversations: Sequence[Sequence[Message]], tokenizer: Tokenizer) -> list[tuple[Tokens, Tokens]]:
-    """Return the tokens of each conversation before its last message, and those of that message that count."""
-    pairs = []
+def render_queries(conversations: Sequence[Sequence[Message]], tokenizer: Tokenizer) -> list[Masked]:
+    """Return the tokens of each conversation, and which of them count: those of its last message that are learnt."""
+    found = []
     for index, chat in enumerate(_check(conversations, tokenizer)):
-        if chat[-1]["role"] != "assistant":
+        whose, last = f"query {index}", chat[-1]
+        if last["role"] != "assistant":
             raise DataError(
-                f"query {index} ends with a message of {chat[-1]['role']!r}: the last message of a query is the "
-                "assistant's, whose log-likelihood is attributed."
+                f"{whose} ends with a message of {last['role']!r}: the last message of a query is the assistant's, "
+                "whose log-likelihood is attributed."
             )
-        tokens, learnt = _render(chat, tokenizer, f"query {index}")
-        stop = len(learnt) - learnt[::-1].index(True)  # after the last token that counts
-        start = stop - next((i for i, is_learnt in enumerate(reversed(learnt[:stop])) if not is_learnt), stop)
-        if not 0 < start < stop:
-            raise DataError(f"query {index} has no token before the assistant's last message: give it a prompt.")
-        pairs.append((tokens[:start], tokens[start:stop]))
-    return pairs
+        if not last["content"] and not last.get("tool_calls"):
+            raise DataError(f"the last message of {whose} is empty: there is nothing to attribute.")
+        tokens, learnt = _render(chat, tokenizer, whose)
+        begins = _begin_last(chat, tokens, tokenizer, whose)
+        counts = [place >= begins and is_learnt for place, is_learnt in enumerate(learnt)]
+        if not any(counts):
+            raise DataError(
+                f"the chat template marks no token in the last message of {whose} as the assistant's: there is nothing "
+                "to attribute."
+            )
+        if counts[0]:
+            raise DataError(f"{whose} has no token before the assistant's last message: give it a prompt.")
+        stop = len(counts) - counts[::-1].index(True)  # after the last token that counts
+        found.append((tokens[:stop], counts[:stop]))
+    return found
+
+
+def _begin_last(chat: list[Message], whole: Tokens, tokenizer: Any, whose: str) -> int:
+    """Return the place in a conversation where its last message begins: where those before it end.
+
+    The last token of those may be another one alone: the end of a text, or one that merges with what follows.
+    """
+    before = _apply(chat[:-1], tokenizer, whose)["input_ids"] if chat[:-1] else []
+    begins = _shared(before, whole)
+    if begins < len(before) - 1:
+        raise DataError(
+            f"the chat template renders {whose} without its last message in another way than as a part of the whole, "
+            "so it does not show where that message begins: use a template that leaves earlier messages as they are."
+        )
+    return begins
 
 
 def _check(conversations: Sequence[Sequence[Message]], tokenizer: Any) -> list[list[Message]]:

@@ -219,6 +219,42 @@ def test_a_query_ends_with_the_assistant() -> None:
         Completions.from_messages([CHATS[1][:3]], chat_tokenizer())
 
 
+def counted(queries: Completions, tokens: Any, row: int) -> str:
+    return str(tokens.decode(queries.columns["input_ids"][row][queries.columns["weights"][row] > 0].tolist()))
+
+
+def test_an_empty_last_message_is_refused_and_no_earlier_turn_is_asked_instead() -> None:
+    for content in ("", None):
+        empty = [*CHATS[1][:3], {"role": "assistant", "content": content}]
+        for template in (PLAIN, MARKED):
+            with pytest.raises(DataError, match="the last message of query 0 is empty: there is nothing to attribute"):
+                Completions.from_messages(
+                    [empty], chat_tokenizer(template.replace("m['content']", "(m['content'] or '')"))
+                )
+    trimmed = MARKED.replace("m['content']", "m['content'] | trim")
+    with pytest.raises(DataError, match="marks no token in the last message of query 0"):
+        Completions.from_messages([[*CHATS[1][:3], {"role": "assistant", "content": " "}]], chat_tokenizer(trimmed))
+
+
+def test_all_marked_parts_of_the_last_message_count_and_none_of_earlier_ones() -> None:
+    again = "{{ '<|user|>' }}{% generation %}{{ m['content'] }}{% endgeneration %}"
+    tokens = chat_tokenizer(MARKED.replace("{% endgeneration %}", "{% endgeneration %}" + again))
+    queries = Completions.from_messages(CHATS, tokens)
+    assert [counted(queries, tokens, row) for row in range(3)] == ["sat on the mat" * 2, "the sea" * 2, "sat" * 2]
+    bare = chat_tokenizer(
+        "{% for m in messages %}{% if m['role'] == 'assistant' %}{% generation %}{{ m['content'] }}"
+        "{% endgeneration %}{% else %}{{ m['content'] }}{% endif %}{% endfor %}"
+    )  # one message runs into the next
+    said = [*CHATS[0], {"role": "assistant", "content": "<|end|>the sea"}]
+    assert counted(Completions.from_messages([said], bare), bare, 0) == "<|end|>the sea"
+
+
+def test_a_template_that_hides_where_the_last_message_begins_is_refused() -> None:
+    forgetful = chat_tokenizer(MARKED.replace("in messages", "in messages[-3:]"))
+    with pytest.raises(DataError, match="query 0 without its last message in another way"):
+        Completions.from_messages([[*CHATS[0], *CHATS[1]]], forgetful)
+
+
 def test_long_conversations_are_cut_and_say_so() -> None:
     tokens = chat_tokenizer()
     with pytest.warns(ReliabilityWarning, match="1 of 3 conversations are longer than 12 tokens"):
