@@ -83,6 +83,8 @@ class Conversations(_Answers):
     length: tokens of a row, by default the tokenizer's context, at most 1,024. What goes beyond is cut off, with a
         warning, which `warnings` keeps.
     loss: "mean", so that every conversation counts the same, or "sum" over the learnt tokens, as a Trainer weighs them.
+        With "sum", gradients are larger than a Trainer's by the number of learnt tokens per conversation: divide its
+        learning rate by that.
     """
 
     kind = "conversation"

@@ -53,7 +53,11 @@ class Examples:
 
     @property
     def rows(self) -> Sequence[dict[str, Tensor]]:
-        """The examples as a Trainer of transformers takes them: labels are −100 where nothing is learnt."""
+        """The examples as a Trainer of transformers takes them: labels are −100 where nothing is learnt.
+
+        A Trainer weighs every token the same, and so does `columns` with loss="sum". The default, "mean", weighs every
+        item the same, which is another objective unless all items have equally many learnt tokens.
+        """
         labels = self.columns["input_ids"].masked_fill(self.columns["weights"] == 0, IGNORED)
         pairs = zip(self.columns["input_ids"], labels, strict=True)
         return [{"input_ids": ids, "labels": wanted} for ids, wanted in pairs]
@@ -75,7 +79,9 @@ class Documents(Examples):
     document's first is predicted exactly once.
 
     length: by default the tokenizer's context, at most 1,024.
-    loss: "mean", so that every document counts the same whatever its length, or "sum" over its tokens.
+    loss: "mean", so that every document counts the same whatever its length, or "sum" over its tokens, as a Trainer
+        weighs them. With "sum", gradients are larger than a Trainer's by the number of learnt tokens per example:
+        divide its learning rate by that.
     """
 
     def __init__(

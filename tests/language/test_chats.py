@@ -125,6 +125,18 @@ def test_rows_are_what_a_trainer_learns_from() -> None:
     torch.testing.assert_close(ours / count, theirs.double())
 
 
+def test_the_gradients_of_a_sum_are_a_trainers_times_the_learnt_tokens_of_a_chat() -> None:
+    model, tokens = gpt2().eval(), chat_tokenizer()
+    batch = default_data_collator(Conversations(CHATS, tokens, length=24).rows)
+    theirs = torch.autograd.grad(model(**batch).loss, list(model.parameters()))
+    each = int((batch["labels"][:, 1:] != -100).sum()) / len(CHATS)
+    for loss, factor, agrees in (("sum", each, True), ("mean", 1, False)):
+        chats: Any = Conversations(CHATS, tokens, length=24, loss=loss)  # type: ignore[arg-type]
+        ours = torch.autograd.grad(task(model, tokens).loss(model, chats.columns).mean(), list(model.parameters()))
+        pairs = zip(ours, theirs, strict=True)
+        assert all(torch.allclose(own, factor * other, rtol=1e-4, atol=1e-7) for own, other in pairs) is agrees
+
+
 @pytest.mark.parametrize("loss", ["mean", "sum"])
 def test_the_loss_is_of_the_assistants_tokens_alone(loss: Any) -> None:
     model, tokens = gpt2().eval(), chat_tokenizer()
