@@ -237,7 +237,7 @@ def counted(queries: Completions, tokens: Any, row: int) -> str:
 
 def test_an_empty_last_message_is_refused_and_no_earlier_turn_is_asked_instead() -> None:
     for content in ("", None):
-        empty = [*CHATS[1][:3], {"role": "assistant", "content": content}]
+        empty: list[Any] = [*CHATS[1][:3], {"role": "assistant", "content": content}]
         for template in (PLAIN, MARKED):
             with pytest.raises(DataError, match="the last message of query 0 is empty: there is nothing to attribute"):
                 Completions.from_messages(
