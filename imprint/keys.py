@@ -40,6 +40,8 @@ def make_keys(place: str | os.PathLike[str]) -> tuple[Path, Path]:
         PublicFormat,
     )
 
+    if not isinstance(place, str | os.PathLike) or not Path(place).name:
+        raise ConfigurationError(f"a key is made in a new file, such as credit.key; got {place!r}.")
     key, phrase, file = Ed25519PrivateKey.generate(), os.environ.get(PASSPHRASE), Path(place)
     protection = BestAvailableEncryption(phrase.encode()) if phrase else NoEncryption()
     public = file.with_name(f"{file.name}.pub")
@@ -59,8 +61,9 @@ def load_private_key(key: PrivateKey) -> "Ed25519PrivateKey":
     from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
     from cryptography.hazmat.primitives.serialization import load_pem_private_key
 
-    if not isinstance(key, str | os.PathLike):
+    if isinstance(key, Ed25519PrivateKey):
         return key
+    _require_path(key, "private")
     phrase, content = os.environ.get(PASSPHRASE), _read(key)
     encrypted = b"ENCRYPTED" in content
     try:
@@ -80,8 +83,9 @@ def load_public_key(key: PublicKey) -> "Ed25519PublicKey":
     from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
     from cryptography.hazmat.primitives.serialization import load_pem_public_key
 
-    if not isinstance(key, str | os.PathLike):
+    if isinstance(key, Ed25519PublicKey):
         return key
+    _require_path(key, "public")
     content = _read(key)
     try:
         found = load_pem_public_key(content)
@@ -96,7 +100,7 @@ def load_public_keys(keys: "PublicKey | Sequence[PublicKey] | None") -> "list[Ed
     """Read one public key, several, or none."""
     if keys is None:
         return []
-    if isinstance(keys, Sequence) and not isinstance(keys, str):
+    if isinstance(keys, Sequence) and not isinstance(keys, str | bytes):
         return [load_public_key(key) for key in keys]
     return [load_public_key(keys)]
 
@@ -115,6 +119,11 @@ def is_signed(key: "Ed25519PublicKey", signature: bytes, content: bytes) -> bool
     except InvalidSignature:
         return False
     return True
+
+
+def _require_path(key: object, kind: str) -> None:
+    if not isinstance(key, str | os.PathLike):
+        raise ConfigurationError(f"a {kind} key is an Ed25519 key or the path of one, got a {type(key).__name__}.")
 
 
 def _require_cryptography() -> None:
@@ -136,8 +145,8 @@ def _write_new(path: Path, content: bytes, mode: int) -> None:
         raise ConfigurationError(
             f"{path} already exists, and keys are never overwritten: choose another file."
         ) from error
-    except OSError as error:
-        raise ConfigurationError(f"could not write {path}: {error.strerror or error}.") from error
+    except (OSError, ValueError) as error:  # such as a name with a null character
+        raise ConfigurationError(f"could not write {path}: {getattr(error, 'strerror', None) or error}.") from error
 
 
 def _read(place: str | os.PathLike[str]) -> bytes:

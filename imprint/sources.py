@@ -170,9 +170,9 @@ class Sources:
         Sources(2: 'monday' (2), 'tuesday' (1))
         """
         members = self.members[find_source(source, self.ids, self.names)]
-        labels: Sequence[Hashable] = (
-            documents.tolist() if isinstance(documents, Tensor | np.ndarray) else documents or range(n)
-        )
+        labels: Sequence[Hashable] = range(n) if documents is None else list(documents)
+        if isinstance(documents, Tensor | np.ndarray):
+            labels = documents.tolist()
         if len(labels) != n:
             raise SourcesError(f"expected the document of each of {n} training examples, got {len(labels)}.")
         found: dict[Hashable, list[int]] = {}

@@ -80,9 +80,9 @@ def read_table(dataset: Any) -> dict[str, Tensor]:
             f"[0] of the {type(dataset).__name__} is a {type(first).__name__}, not a row: give a mapping of arrays or "
             "tensors with one row per example, one for each column."
         )
-    numeric = [name for name in dataset.column_names if _is_numeric(first.get(name))]
+    numeric = [name for name in dataset.column_names if _holds_numbers(dataset, name, first.get(name))]
     if left_out := [name for name in dataset.column_names if name not in numeric]:
-        logger.info("columns of the data that are no numbers are left out: %s", ", ".join(left_out))
+        logger.warning("columns of the data that are no numbers are left out: %s", ", ".join(left_out))
     if not numeric:
         raise DataError(
             f"no column of the data holds numbers: it has {', '.join(map(str, dataset.column_names)) or 'none'}. Give "
@@ -96,12 +96,29 @@ def _format(dataset: Any) -> Any:
     return found.get("type") if isinstance(found, Mapping) else None
 
 
-def _is_numeric(value: Any) -> bool:
-    if isinstance(value, np.ndarray):
+def _holds_numbers(dataset: Any, name: str, first: Any) -> bool:
+    """Tell whether the first value of a column that is neither null nor empty is a number, or made of numbers."""
+    found = _is_numeric(first)
+    if found is None:
+        found = next((known for value in dataset[name] if (known := _is_numeric(value)) is not None), False)
+    return found
+
+
+def _is_numeric(value: Any) -> bool | None:
+    """Tell whether a value is a number or made of numbers; None where it is null, or has nothing in it."""
+    if value is None or (isinstance(value, np.ndarray | Tensor) and 0 in value.shape):
+        return None
+    if isinstance(value, np.ndarray) and value.dtype != object:
         return bool(np.issubdtype(value.dtype, np.number) or value.dtype == bool)
-    if isinstance(value, Sequence) and not isinstance(value, str | bytes):
-        return bool(value) and all(map(_is_numeric, value))
-    return isinstance(value, Tensor | Number)
+    if isinstance(value, Sequence | np.ndarray) and not isinstance(value, str | bytes):
+        known = {_is_numeric(each) for each in value} - {None}
+        return all(known) if known else None
+    return isinstance(value, Tensor | Number | np.bool_)
+
+
+def _holds_null(value: Any) -> bool:
+    nested = isinstance(value, Sequence | np.ndarray) and not isinstance(value, str | bytes)
+    return value is None or (nested and any(map(_holds_null, value)))
 
 
 def _stack(name: str, values: Any) -> Tensor:
@@ -117,6 +134,12 @@ def _stack(name: str, values: Any) -> Tensor:
         found = torch.from_numpy(np.asarray(rows))
         return found.to(torch.get_default_dtype()) if found.is_floating_point() else found  # as Python's numbers are
     except (ValueError, TypeError, RuntimeError) as error:
+        lacking = next((row for row, value in enumerate(values) if _holds_null(value)), None)
+        if lacking is not None:
+            raise DataError(
+                f"column {name!r} of the data is null in row {lacking}: fill it in, or leave out such rows, or the "
+                "column."
+            ) from error
         raise DataError(
             f"column {name!r} of the data cannot be made one tensor ({first_line(error)}): if its rows have different "
             "lengths, give a collate_fn that pads them, such as the data_collator you trained with."

@@ -78,7 +78,7 @@ def test_every_completion_of_the_language_example_is_credited_to_the_publisher_w
     task = "examples/language_model.py:task"
     page = (EXAMPLES.parent / "docs" / "command-line.md").read_text(encoding="utf-8")
     lines = re.findall(r"^\$ imprint (.*language.*)", page, re.MULTILINE)
-    simulating, attributing, exporting = (shlex.split(line, comments=True) for line in lines)
+    simulating, attributing, asking, shading, exporting = (shlex.split(line, comments=True) for line in lines)
 
     def printed(*arguments: str) -> str:
         """By a command in a process of its own, in which the example trains anew."""
@@ -97,6 +97,9 @@ def test_every_completion_of_the_language_example_is_credited_to_the_publisher_w
         effects = {credit["name"]: credit["removal_effect"] for credit in credits}
         own = effects.pop(publisher)
         assert own < 0 and min(effects.values()) > 0.1 * own
+    (asked,) = json.loads(printed(*asking, "--json"))["queries"]
+    assert min(asked, key=lambda credit: float(credit["removal_effect"]))["name"] == "logbook"
+    assert "What logbook contributes" in printed(*shading) and Path("words.html").is_file()
     printed(*exporting)
     onnx = ("export", "runs/language", "--task", task, "-o", "graph", "--format", "onnx")
     exported = json.loads(printed(*onnx, "--json"))

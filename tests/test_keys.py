@@ -2,13 +2,22 @@
 
 import stat
 from pathlib import Path
+from typing import Any
 
 import pytest
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat, PublicFormat
 
 from imprint.errors import ConfigurationError
-from imprint.keys import PASSPHRASE, identify_key, is_signed, load_private_key, load_public_key, make_keys
+from imprint.keys import (
+    PASSPHRASE,
+    identify_key,
+    is_signed,
+    load_private_key,
+    load_public_key,
+    load_public_keys,
+    make_keys,
+)
 
 
 def test_a_signature_is_known_by_the_public_key(tmp_path: Path) -> None:
@@ -53,3 +62,23 @@ def test_keys_of_another_kind_are_refused(tmp_path: Path) -> None:
     (tmp_path / "large").write_bytes(b"x" * (1 << 17))
     with pytest.raises(ConfigurationError, match="too large"):
         load_public_key(tmp_path / "large")
+
+
+@pytest.mark.parametrize("place", ["", ".", "a\0b", 5, None])
+def test_a_key_needs_the_name_of_a_file(place: Any) -> None:
+    with pytest.raises(ConfigurationError):
+        make_keys(place)
+
+
+@pytest.mark.parametrize("key", [5, b"abc", object(), [], "a\0b"])
+def test_what_is_no_key_is_refused(key: Any) -> None:
+    with pytest.raises(ConfigurationError):
+        load_private_key(key)
+    with pytest.raises(ConfigurationError):
+        load_public_key(key)
+
+
+@pytest.mark.parametrize("keys", [5, b"abc", [5], ["a\0b"]])
+def test_one_key_of_several_that_is_none_is_refused(keys: Any) -> None:
+    with pytest.raises(ConfigurationError):
+        load_public_keys(keys)

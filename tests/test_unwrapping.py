@@ -97,12 +97,22 @@ def test_a_second_collate_function_is_refused() -> None:
 
 
 def test_columns_of_a_table_are_its_numbers(caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level("INFO")
     found = Data(Table(COLUMNS), device="cpu").stacked
     assert found is not None and list(found) == ["x", "y"]
     assert found["x"].dtype == torch.float32 and torch.equal(found["x"], X)
     assert torch.equal(found["y"], Y)
-    assert "columns of the data that are no numbers are left out: text" in caplog.text
+    (record,) = caplog.records
+    assert (record.levelname, record.getMessage()) == (
+        "WARNING",
+        "columns of the data that are no numbers are left out: text",
+    )
+
+
+def test_the_first_row_alone_does_not_decide_which_columns_there_are(caplog: pytest.LogCaptureFixture) -> None:
+    columns: dict[str, list[Any]] = {"y": [1, 2], "text": [None, "a"], "tags": [[], ["a"]], "nothing": [None, None]}
+    found = Data(Table(columns), device="cpu").stacked
+    assert found is not None and list(found) == ["y"]
+    assert "are left out: text, tags, nothing" in caplog.text
 
 
 def test_with_a_collate_function_the_rows_of_a_table_are_its_samples() -> None:
@@ -117,6 +127,12 @@ TABLES: dict[str, tuple[Any, str]] = {
         Table({"input_ids": [[1, 2], [3]]}),
         "column 'input_ids' of the data cannot be made one tensor .* give a collate_fn that pads them",
     ),
+    "an empty row": (Table({"x": [[], [1, 2]], "y": [0, 1]}), "column 'x' of the data cannot be made one tensor"),
+    "a null": (Table({"x": [None, 3], "y": [0, 1]}), "column 'x' of the data is null in row 0: fill it in"),
+    "a later null": (Table({"x": [[1.0], None], "y": [0, 1]}), "column 'x' of the data is null in row 1"),
+    "a null in a row": (Table({"x": [[1, 2], [None, 2]], "y": [0, 1]}), "column 'x' of the data is null in row 1"),
+    "a null in the first row": (Table({"x": [[None, 2], [1, 2]], "y": [0, 1]}), "'x' of the data is null in row 0"),
+    "a null before tensors": (Table({"x": [None, X[0]], "y": [0, 1]}), "column 'x' of the data is null in row 0"),
     "texts alone": (Table({"text": ["a", "b"]}), "no column of the data holds numbers: it has text"),
     "no rows": (Table({"x": []}), "no column of the data holds numbers"),
 }

@@ -1,24 +1,30 @@
-"""Looks inside a source: which of its documents moved a query. Computed when asked, for one source at a time."""
+"""Looks inside a source: which of its documents moved a query. This is computed on demand, for one source at a time."""
 
 import os
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
+from imprint.attribution.labels import MEANINGS
 from imprint.attribution.result import Attribution
 from imprint.attribution.scoring import attribute
 from imprint.attribution.top import Credit, describe_warnings, explain_marks
 from imprint.attribution.uncertainty import describe_error
-from imprint.data import Collate, as_tensors, is_columns, length_of
+from imprint.data import Collate, Data, as_tensors, is_columns, length_of
 from imprint.display import for_html, for_terminal, shorten
-from imprint.errors import DataError
+from imprint.errors import DataError, SourcesError, StoreError
 from imprint.plan import Checkpoints, Plan
 from imprint.runtime.progress import Advance
 from imprint.simulation.recorded import Recorded
 from imprint.simulation.runner import simulate
+from imprint.simulation.states import States
 from imprint.sources import Sources, find_source
+from imprint.store.fingerprint import of_sources, of_tensors, recognise_data
+from imprint.store.manifest import MANIFEST
+from imprint.store.reading import Store
 from imprint.task import Task
 
 _TEXT = 400  # characters of a document on a page
@@ -54,9 +60,8 @@ class Inside:
         lines += [labels.meaning, labels.standing, *describe_error(labels)]
         shown = []
         for query in queries:
-            lines.append(
-                f"  query {query}: {for_terminal(shorten(self.asked[query], 80) if self.asked else '')}".rstrip(": ")
-            )
+            asked = f": {for_terminal(shorten(self.asked[query], 80))}" if self.asked else ""
+            lines.append(f"  query {query}{asked}")
             for credit, text in self.top(3, query):
                 shown.append(credit)
                 named = f"    {credit.format_effect()}  {for_terminal(credit.name)}"
@@ -100,6 +105,7 @@ def drill_down(
     plan: Plan | None = None,
     checkpoints: Checkpoints | None = None,
     run: Recorded | None = None,
+    store: Store | str | os.PathLike[str] | None = None,
     out: str | os.PathLike[str] | None = None,
     batch_size: int | None = None,
     collate_fn: Collate | None = None,
@@ -119,6 +125,8 @@ def drill_down(
     texts, asked: what to show of each training example, and of each query.
     plan, checkpoints, run, out: as in `simulate`. With `out` the documents' imprints are kept, and the next call with
         other queries only reads them.
+    store: the store that is looked into. Other sources or data than it was made from are refused, and so are other
+        checkpoints, unless it repeats a run.
     query_collate_fn: for the queries, if it is another one than `collate_fn`.
     """
     count = length_of(data)
@@ -126,15 +134,49 @@ def drill_down(
     name = sources.names[find_source(source, sources.ids, sources.names)]
     if texts is not None and len(texts) != count:
         raise DataError(f"there are {len(texts)} texts, and {count} training examples: give one for each, in order.")
+    whole = None if store is None else Store.of(store)
+    if whole is not None:
+        _refuse_others(whole, task, Data(data, device=task.device, collate_fn=collate_fn), sources, checkpoints, run)
     shared: Any = {"batch_size": batch_size, "collate_fn": collate_fn, "progress": progress}
     if plan is None and run is None:
-        plan = Plan.auto(task, data, Sources.per_example(count), checkpoints, **shared)
-    store = simulate(task, data, inside, plan, checkpoints=checkpoints, run=run, out=out, memory=memory, **shared)
+        plan = _find_kept_plan(out) or Plan.auto(task, data, Sources.per_example(count), checkpoints, **shared)
+    kept = simulate(task, data, inside, plan, checkpoints=checkpoints, run=run, out=out, memory=memory, **shared)
     collate = None if is_columns(as_tensors(queries)) else query_collate_fn or collate_fn
-    result = attribute(task, store, queries, collate_fn=collate, memory=memory, progress=progress)
+    result = attribute(task, kept, queries, collate_fn=collate, memory=memory, progress=progress)
+    if whole is not None and whole.question != result.question:
+        result = result.with_warnings(
+            f"{whole.path} answers {MEANINGS[whole.question]}, and the effects of its documents another question: "
+            f"{MEANINGS[result.question]}. Repeating the run without each document (run=, --run) is exact for it."
+        )
     if asked is not None and len(asked) != len(result):
         raise DataError(f"there are {len(asked)} texts of queries, and {len(result)} queries: give one for each.")
     return Inside(name, result, _join_texts(inside, texts), tuple(asked or ()))
+
+
+def _refuse_others(
+    store: Store, task: Task, data: Data, sources: Sources, checkpoints: Checkpoints | None, run: Recorded | None
+) -> None:
+    """Refuse sources, data and checkpoints that are not those of a store."""
+    request = store.manifest.request
+    if of_sources(sources) != request.sources:
+        raise SourcesError(f"these are not the sources that {store.path} was made with.")
+    likeness = recognise_data(vars(request.data), data)
+    if likeness.by != "none" and not likeness.same:
+        raise DataError(f"this is not the training data that {store.path} was made with{likeness.remark}.")
+    if run is None and not store.removes:
+        states = States(task, checkpoints)
+        if tuple(of_tensors(states[index]) for index in range(len(states))) != request.states:
+            raise StoreError(
+                f"these are not the checkpoints that {store.path} was made from: give the same ones, because effects "
+                "at other weights are those of another model."
+            )
+
+
+def _find_kept_plan(out: str | os.PathLike[str] | None) -> Plan | None:
+    """Return the plan of the store that is kept in a folder; None if there is none yet."""
+    if out is None or not (Path(out) / MANIFEST).is_file():
+        return None
+    return Store(out).manifest.request.plan
 
 
 def _join_texts(inside: Sources, texts: Sequence[str] | None) -> tuple[str, ...]:
@@ -176,7 +218,7 @@ ul {{ padding-left: 1.2rem; font-size: .9rem }}
 </head>
 <body>
 <h1>Inside {source}</h1>
-<p>{documents} documents, those first that move the query most.</p>
+<p>{documents} documents, the most influential first.</p>
 <ul>{notes}</ul>
 {sections}
 </body>

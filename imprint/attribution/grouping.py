@@ -42,6 +42,10 @@ def unite(labels: Labels, groups: Groups) -> tuple[Labels, list[Tensor]]:
         )
     summed = tuple(int(labels.counts[each].sum()) for each in places)
     compared = labels.removes and max(summed) <= JOINT
+    kept = all(
+        len(each) == 1 and labels.source_ids[int(each)] == name for name, each in zip(found.ids, places, strict=True)
+    )
+    dropped = {"sources"} if kept else {"sources", "signer"}  # the signer has not said which group is whose
     united = replace(
         labels,
         warnings=notices.messages,
@@ -52,7 +56,7 @@ def unite(labels: Labels, groups: Groups) -> tuple[Labels, list[Tensor]]:
         source_sizes=sizes,
         summed=summed,
         details={**labels.details, **_count_uneven(places, len(labels.source_ids))},
-        fingerprints={name: value for name, value in labels.fingerprints.items() if name != "sources"},
+        fingerprints={name: value for name, value in labels.fingerprints.items() if name not in dropped},
     )
     return united, places
 

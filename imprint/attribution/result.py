@@ -133,6 +133,10 @@ class Attribution:
         """
         return find_distinguishable(self.removal_effect, self.standard_error, self.noise, self.replicates)
 
+    def with_warnings(self, *messages: str) -> "Attribution":
+        """Return the same with more to know before believing the scores."""
+        return replace(self, labels=replace(self.labels, warnings=(*self.labels.warnings, *messages)))
+
     def _widened(self, noise: Tensor) -> Tensor:
         """Return the noise of each effect, shape (queries, sources)."""
         return widen(noise[:, None], self.labels.counts)

@@ -15,6 +15,7 @@ from imprint.errors import ReadoutError
 from imprint.plan import Plan
 from imprint.simulation.runner import simulate
 from imprint.sources import Sources
+from imprint.task import Parameters
 
 
 def imprints(plan: Plan | None = None, *, runs: int = 1) -> Method:
@@ -43,7 +44,8 @@ def custom(name: str, function: Callable[..., Any], source: bytes) -> Method:
     state dicts of one training run, the trained one last. Scores have shape (queries, examples), and are positive where
     more weight of the example would raise the margin of the query.
 
-    source: the text of the function's file: if it changes, scores are computed again.
+    source: the text of the function's file: if it changes, scores are computed again. What the file imports is not
+        watched.
     """
 
     def score(bench: Bench, kept: Runs) -> Iterator[MethodScores]:
@@ -52,7 +54,7 @@ def custom(name: str, function: Callable[..., Any], source: bytes) -> Method:
         columns = data.gather(torch.arange(len(data)))
         task.model.eval().load_state_dict(kept[0][-1])
         begin = time.monotonic()
-        found = function(task, columns, protocol.queries, [dict(state) for state in kept[0]])
+        found = function(task, columns, protocol.queries, [_copy(state) for state in kept[0]])
         took = time.monotonic() - begin
         scores = torch.as_tensor(found).detach().float().cpu()
         wanted = (length_of(protocol.queries), len(data))
@@ -65,6 +67,10 @@ def custom(name: str, function: Callable[..., Any], source: bytes) -> Method:
         yield MethodScores(scores, 0.0, took, note="preparation and queries together")
 
     return Method(score, {"method": name, "sha256": hashlib.sha256(source).hexdigest()})
+
+
+def _copy(state: Parameters) -> Parameters:
+    return {name: tensor.clone() for name, tensor in state.items()}
 
 
 def paths(plan: Plan, checkpoint: int) -> Method:

@@ -24,6 +24,12 @@ CompletionTexts = Annotated[
 ]
 
 
+_CHAT = (
+    "the tokenizer has a chat template, and texts are taken as they are: a model that was trained on chats wants the "
+    "marks of its template around them, as language.Completions.from_messages puts them."
+)
+
+
 def check_texts(queries: str | None, prompts: list[str] | None, completions: list[str] | None) -> None:
     """Refuse texts that do not belong together."""
     if prompts and not completions:
@@ -42,7 +48,11 @@ def ask(objects: Objects, prompts: list[str] | None, completions: list[str]) -> 
     _require_language(objects)
     from imprint.language import Completions
 
-    return Completions(prompts or [""] * len(completions), completions, find_tokenizer(objects))
+    tokenizer = find_tokenizer(objects)
+    made = Completions(prompts or [""] * len(completions), completions, tokenizer)
+    if getattr(tokenizer, "chat_template", None):
+        made.warnings = (*made.warnings, _CHAT)
+    return made
 
 
 def _require_language(objects: Objects) -> None:

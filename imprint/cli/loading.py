@@ -78,6 +78,10 @@ class Objects:
         """Return an object of the task's module without calling it; None if there is none of that name."""
         return self._find_by_convention(name, call=False)
 
+    def call_optional(self, name: str) -> Any:
+        """Return an object of the task's module, or what a function of that name returns; None if there is none."""
+        return self._find_by_convention(name)
+
     @property
     def module(self) -> str:
         """The module of the task, as import strings name it."""
@@ -271,7 +275,10 @@ def load_function(string: str) -> tuple[Callable[..., Any], bytes]:
     if not callable(found):
         known = [name for name, value in vars(module).items() if callable(value) and not name.startswith("_")]
         raise ConfigurationError(f"{string} is not a function{suggest_names(name, known)}")
-    return found, Path(str(module.__file__)).read_bytes() if getattr(module, "__file__", None) else b""
+    file = getattr(module, "__file__", None)
+    if file is None:
+        raise ConfigurationError(f"{string} is in no file, so that a change of it could not be noticed.")
+    return found, Path(file).read_bytes()
 
 
 def _load_module(string: str) -> ModuleType:

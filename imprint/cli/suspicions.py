@@ -23,10 +23,12 @@ def render_suspects(
         table.add_row(*map(str, values), *([cell(names[row.example])] if names else []))
     by_loss = ", ".join(str(row.example) for row in found.by_loss[:most])
     remarks = [
+        "Self-influence: what being trained on changes in the example's own measurement. A wrong label lowers its own "
+        "loss, or raises its own margin, more than others do.",
         f"By plain loss: {by_loss}.",
         f"{found.count_common(most)} of the first {min(most, len(found.rows))} are the same by both. Look at the "
         "examples: neither order proves a wrong label.",
         f"Mean loss: {found.mean_loss:.3g}. If that is the loss of a model that is not trained, name its trained "
         "weights with --checkpoint.",
     ]
-    return Group(table, *map(cell, remarks), *([cell(str(measured))] if measured is not None else []))
+    return Group(table, *map(cell, remarks), *map(cell, str(measured or "").splitlines()))

@@ -264,9 +264,8 @@ def _render_mean(credits: list[Credit], title: str = "effect of removal, mean ov
     return table
 
 
-def render_words(words: "TokenAttribution", source: str | None, most: int) -> RenderableType:
+def render_words(words: "TokenAttribution", source: str | None, top: Top) -> RenderableType:
     """Render the first sources of a completion, and its words shaded by what one of them contributes."""
-    top = words.completion.top(most)
     return Group(
         _render_mean(top[0], "effect of removal, whole completion"),
         cell(words.labels.unit[0].upper() + words.labels.unit[1:], "italic"),
@@ -274,6 +273,7 @@ def render_words(words: "TokenAttribution", source: str | None, most: int) -> Re
         _render_standing(words.labels),
         *(cell(line, "italic") for line in describe_error(words.labels)),
         words.shade(source),
+        cell("Word by word: " + ", ".join(f"{word.strip()} {value:+.2g}" for word, value in words.words(source))),
         *map(cell, explain_marks(top[0])),
         *_render_warnings(words.labels.warnings),
     )
@@ -281,23 +281,25 @@ def render_words(words: "TokenAttribution", source: str | None, most: int) -> Re
 
 def render_documents(found: "Inside", most: int) -> RenderableType:
     """Render the documents of a source that move each query most."""
-    labels, shown = found.result.labels, range(min(len(found.result), _MOST_QUERIES))
-    table = Table("query", "document", "effect of removal", *(["text"] if found.texts else []))
-    listed = []
-    for query in shown:
-        rows = found.top(most, query)
-        for position, (credit, text) in enumerate(rows):
-            named = f"{query}: {shorten(found.asked[query])}" if found.asked else str(query)
-            cells = (cell("" if position else named), cell(credit.name), _effect_cells(credit)[0])
-            table.add_row(*cells, *([cell(shorten(text, 60))] if text else []), end_section=position == len(rows) - 1)
-            listed.append(credit)
+    labels, more = found.result.labels, len(found.result) - _MOST_QUERIES
+    rows = [found.top(most, query) for query in range(min(len(found.result), _MOST_QUERIES))]
+    credits = [credit for each in rows for credit, _ in each]
+    columns = ("query", "document", "effect of removal", *_error_columns(credits), *["text"] * bool(found.texts))
+    table = Table(*columns)
+    for query, listed in enumerate(rows):
+        named = f"{query}: {shorten(found.asked[query])}" if found.asked else str(query)
+        for position, (credit, text) in enumerate(listed):
+            first = (cell("" if position else named), cell(credit.name), *_effect_cells(credit))
+            last = [cell(shorten(text, 60))] if found.texts else []
+            table.add_row(*first, *last, end_section=position == len(listed) - 1)
     return Group(
         cell(f"Inside {found.source}: {len(labels.source_ids):,} documents", "bold"),
         *(cell(line, "italic") for line in (labels.unit[0].upper() + labels.unit[1:], labels.meaning)),
         _render_standing(labels),
         *(cell(line, "italic") for line in describe_error(labels)),
         table,
-        *map(cell, explain_marks(listed)),
+        *map(cell, explain_marks(credits)),
+        *([Text(f"… and {more:,} more queries: --out writes a page of all of them.")] if more > 0 else []),
         *_render_warnings(labels.warnings),
     )
 

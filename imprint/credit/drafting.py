@@ -4,6 +4,7 @@ import hashlib
 import math
 import re
 import secrets
+import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -16,6 +17,7 @@ from imprint.attribution.result import Attribution
 from imprint.attribution.uncertainty import ERROR
 from imprint.credit import tables
 from imprint.credit.canonical import encode
+from imprint.credit.contradictions import are_sizes
 from imprint.credit.leaves import SALT_BYTES, Leaf, Lines
 from imprint.credit.money import PARTS, apportion, require_amount
 from imprint.credit.policy import Evidence, Policy
@@ -193,6 +195,10 @@ def check_creditable(result: Attribution) -> None:
         )
     if not is_calibration(factor := labels.details.get(CALIBRATION, 1.0)):
         raise CreditError(f"these scores were calibrated by {factor!r}: a calibration is a positive number.")
+    if not are_sizes(labels.source_sizes, labels.n):
+        raise CreditError("sources have whole numbers of training examples, of all there are; some must have one.")
+    if len(set(labels.source_ids)) < len(labels.source_ids):
+        raise CreditError("two sources of this result have the same id, so nobody could tell whom to pay.")
     if "mean" in result.queries:
         raise CreditError("this result is a mean over queries: credit the queries themselves.")
     if left_out := labels.details.get(LEFT_OUT):
@@ -215,6 +221,15 @@ def check_creditable(result: Attribution) -> None:
 def is_calibration(factor: Any) -> bool:
     """Tell whether scores may be multiplied by a factor: it must not turn help into harm."""
     return isinstance(factor, int | float) and not isinstance(factor, bool) and 0 < factor < math.inf
+
+
+def require_ids(ids: Sequence[str] | None, count: int) -> list[str]:
+    """Return the ids of queries, one for each; random ones if none are given."""
+    if ids is None:
+        return [uuid.uuid4().hex for _ in range(count)]
+    if isinstance(ids, str | bytes) or not isinstance(ids, Sequence):
+        raise CreditError(f"ids are a list of texts, one for each query; got a {type(ids).__name__}.")
+    return [require_query(name) for name in ids]
 
 
 def require_query(name: str) -> str:
@@ -253,6 +268,8 @@ def _with_payload(about: dict[str, Any], rows: list[dict[str, Any]], payload: by
 def _describe(labels: Labels, model: str | None) -> dict[str, Any]:
     """Return what all queries of a result have in common."""
     prints, verdict = labels.fingerprints, find_verdict(labels)
+    if not isinstance(model, str | None):
+        raise CreditError(f"the served model is named by a hash, a text; got a {type(model).__name__}.")
     about = {
         "model": prints.get("model") if model is None else model,
         "store": prints.get("store"),

@@ -1,7 +1,7 @@
 """Keeps queries beside the log for as long as they are wanted, and erases them for good."""
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from datetime import UTC, datetime, timedelta
 
 from sqlalchemy import Connection, Engine, delete, insert, select
@@ -29,7 +29,9 @@ def require_payloads(
     known = result.labels.fingerprints.get("queries")
     if isinstance(payloads, Payloads) and known is not None and known != payloads.fingerprint:
         raise CreditError("these payloads are not the queries of this result, in their order.")
-    if isinstance(payloads, bytes | str) or not all(isinstance(each, bytes) for each in payloads):
+    if isinstance(payloads, bytes | str) or not isinstance(payloads, Sequence):
+        raise CreditError(f"payloads are a list of bytes, one for each query; got a {type(payloads).__name__}.")
+    if not all(isinstance(each, bytes) for each in payloads):
         raise CreditError("payloads are bytes, one for each query: imprint.credit.encode_queries makes them.")
     return list(payloads)
 
@@ -57,8 +59,17 @@ def keep_payloads(connection: Connection, first: int, drafts: Sequence[Draft], e
         connection.execute(insert(tables.payloads), rows)
 
 
+def require_places(sequences: Sequence[int]) -> list[int]:
+    """Return the places of entries in their order, each once."""
+    if isinstance(sequences, str | bytes) or not isinstance(sequences, Iterable):
+        raise CreditError(f"entries are named by a list of numbers, got a {type(sequences).__name__}.")
+    return sorted({log.require_place(each) for each in sequences})
+
+
 def erase_queries(engine: Engine, sequences: Sequence[int], reason: str) -> int:
     """Erase the queries of some entries, with the salts of their hashes; return how many there were."""
+    if not isinstance(reason, str):
+        raise CreditError(f"the reason of an erasure is a text, got a {type(reason).__name__}.")
     count, table = 0, tables.payloads
     for start in range(0, len(sequences), _ERASED_AT_ONCE):
         chosen = table.c.sequence.in_(sequences[start : start + _ERASED_AT_ONCE])

@@ -8,6 +8,7 @@ import base64
 import binascii
 import json
 import os
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -103,32 +104,72 @@ def sign_head(key: "Ed25519PrivateKey", log: str, size: int, root: bytes, time: 
     return Head(content, key.sign(content))
 
 
+def require_heads(heads: Iterable[Head]) -> list[Head]:
+    """Return signed heads; refuse anything else."""
+    found = list(heads) if isinstance(heads, Iterable) else [heads]
+    if not all(isinstance(head, Head) for head in found):
+        raise CreditError("heads are signed heads of a log: `imprint.credit.heads.read_heads` reads a file of them.")
+    return found
+
+
 def publish_head(place: str | os.PathLike[str], head: Head) -> None:
-    """Append a head to a file of heads, one per line; it is on disk when this returns."""
+    """Append a head to a file of heads, one per line; it is on disk when this returns.
+
+    A last line that a crash has cut short is removed.
+    """
     path = Path(place)
+    _, whole = _read_lines(path) if os.path.lexists(path) else ([], 0)
     try:
-        cut_short = path.is_file() and path.stat().st_size > 0 and path.read_bytes()[-1:] != b"\n"
+        if path.is_file() and path.stat().st_size > whole:
+            os.truncate(path, whole)
+        is_open = whole > 0 and path.read_bytes()[-1:] != b"\n"
     except OSError as error:
-        raise CreditError(f"could not read {path}: {error.strerror or error}.") from error
-    append(path, "\n" * cut_short + json.dumps(head.to_json()) + "\n")
+        raise CreditError(f"could not write {path}: {error.strerror or error}.") from error
+    append(path, "\n" * is_open + json.dumps(head.to_json()) + "\n")
 
 
 def read_heads(place: str | os.PathLike[str]) -> list[Head]:
-    """Read a file of heads, as `publish_head` writes it; lines that were cut short by a crash are left out."""
+    """Read a file of heads, as `publish_head` writes it; a last line that a crash has cut short is left out."""
+    found, _ = _read_lines(Path(place))
+    if not found:
+        raise CreditError(f"{place} has no signed head in it.")
+    return found
+
+
+def refuse_other_heads(place: str | os.PathLike[str], log: str, size: int, root: Callable[[int], bytes]) -> None:
+    """Refuse to publish a head of a log, which has some size, that did not grow from the newest head in a file.
+
+    root: returns the root that the log had when it had some size.
+    """
     path = Path(place)
+    known = _read_lines(path)[0] if os.path.lexists(path) else []
+    if others := [head for head in known if head.log != log]:
+        raise CreditError(f"{path} has heads of another log, {others[0].log}: publish to a file of its own.")
+    newest = max((head.size for head in known), default=0)
+    for head in known:
+        if head.size == newest and (newest > size or root(newest) != head.root):
+            raise CreditError(
+                f"the log did not grow from the head of {head.size} entries in {path}, signed at {head.time}: it was "
+                "rewritten. Run `imprint credit verify` with these heads before you sign it."
+            )
+
+
+def _read_lines(path: Path) -> tuple[list[Head], int]:
+    """Return the heads in a file, and how many of its bytes they take: all but a last line without its end."""
     try:
         if not path.is_file() or path.stat().st_size > _LONGEST:
             raise CreditError(f"{path} is not a file of signed heads.")
-        lines = [line for line in path.read_bytes().split(b"\n") if line.strip()]
-    except OSError as error:
-        raise CreditError(f"could not read {path}: {error.strerror or error}.") from error
-    found = []
-    for line in lines:
+        content = path.read_bytes()
+    except (OSError, ValueError) as error:
+        raise CreditError(f"could not read {path}: {getattr(error, 'strerror', None) or error}.") from error
+    found, lines = [], content.split(b"\n")
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
         try:
             found.append(Head.from_json(parsed(line, path).content))
         except (StoreError, CreditError) as error:
-            if line.rstrip().endswith(b"}"):
-                raise CreditError(f"{path} is not a file of signed heads: {error}") from error
-    if not found:
-        raise CreditError(f"{path} has no signed head in it.")
-    return found
+            if number == len(lines):
+                return found, len(content) - len(line)
+            raise CreditError(f"{path} is not a file of signed heads: line {number}: {error}") from error
+    return found, len(content)

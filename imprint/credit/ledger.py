@@ -18,17 +18,18 @@ from sqlalchemy import Connection, insert, select
 
 from imprint.attribution.result import Attribution
 from imprint.credit import log, tables
-from imprint.credit.drafting import Draft, check_creditable, draft_entries, require_payload
+from imprint.credit.drafting import Draft, check_creditable, draft_entries, require_ids, require_payload
 from imprint.credit.erasing import (
     erase_expired_queries,
     erase_queries,
     find_expiry,
     keep_payloads,
     require_payloads,
+    require_places,
     truncate_wal,
     vacuum,
 )
-from imprint.credit.heads import Head, publish_head, sign_head
+from imprint.credit.heads import Head, publish_head, refuse_other_heads, sign_head
 from imprint.credit.leaves import Kind, Leaf, compose
 from imprint.credit.log import format_time, now_or_last
 from imprint.credit.merkle import Frontier, find_root
@@ -182,8 +183,8 @@ class Ledger:
         count, kept = len(result), require_payloads(result, payloads, retention)
         pots = spread_pots(pot, count)
         self._check_signer(result)
+        names = require_ids(ids, count)
         content = describe_request(result, policy, pots, ids, payloads, model)
-        names = [uuid.uuid4().hex for _ in range(count)] if ids is None else list(ids)
         key = secrets.token_hex(16) if key is None else key
         expires = find_expiry(retention)
         request = make_request(require_name(caller, "caller"), require_name(key, "key"), content)
@@ -224,7 +225,8 @@ class Ledger:
     def entries(self, start: int = 0, stop: int | None = None, kind: Kind | None = None) -> Iterator[Leaf]:
         """Iterate over the leaves of the log, as it is now."""
         with tables.reading(self.engine) as connection:
-            yield from log.read_leaves(connection, start, log.read_size(connection) if stop is None else stop, kind)
+            end = log.read_size(connection) if stop is None else stop
+            yield from log.read_leaves(connection, log.require_place(start), log.require_place(end), kind)
 
     def policy(self, sha256: str) -> Policy:
         """Return a policy that entries name by its hash."""
@@ -239,6 +241,8 @@ class Ledger:
     ) -> Head:
         """Sign the size and the root of the log as it is now, keep that, and append it to a file if one is given.
 
+        publish: a file of heads. The log must have grown from the newest one there.
+
         exchange: whether this key replaces the one that signed the last head. Without it, another key is refused.
         """
         signer = load_private_key(key)
@@ -250,6 +254,9 @@ class Ledger:
                     "one replaces it (exchange=True, --exchange) and tell everybody who checks statements."
                 )
             _refuse_rewritten(connection, frontier)
+            if publish is not None:
+                node = log.read_nodes(connection)
+                refuse_other_heads(publish, self.name, frontier.size, lambda size: find_root(size, node))
             head = sign_head(signer, self.name, frontier.size, frontier.root, now_or_last())
             if publish is not None:
                 publish_head(publish, head)
@@ -265,17 +272,16 @@ class Ledger:
     def payload(self, sequence: int) -> bytes | None:
         """Return the query of an entry, in bytes; None if it was never kept, or erased."""
         with tables.reading(self.engine) as connection:
-            row = connection.execute(
-                select(tables.payloads).where(tables.payloads.c.sequence == sequence)
-            ).one_or_none()
-            return None if row is None else require_payload(log.read_leaf(connection, sequence), row)
+            place = log.require_place(sequence)
+            row = connection.execute(select(tables.payloads).where(tables.payloads.c.sequence == place)).one_or_none()
+            return None if row is None else require_payload(log.read_leaf(connection, place), row)
 
     def erase(self, sequences: Sequence[int], reason: str = "on request") -> int:
         """Erase the queries of some entries for good, with the salts of their hashes; return how many there were.
 
         The entries stay and can still be verified, but nobody can dispute them any more. The log notes the erasure.
         """
-        count = erase_queries(self.engine, sorted(set(sequences)), reason)
+        count = erase_queries(self.engine, require_places(sequences), reason)
         truncate_wal(self.engine)
         return count
 

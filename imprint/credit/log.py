@@ -65,11 +65,16 @@ def read_state(connection: Connection) -> Frontier:
 
 def read_leaf(connection: Connection, sequence: int) -> Leaf:
     """Return one leaf."""
-    if isinstance(sequence, bool) or not isinstance(sequence, int) or not 0 <= sequence < _LAST:
-        raise CreditError(f"an entry is named by its number, from 0 on; got {sequence!r}.")
-    for leaf in read_leaves(connection, sequence, sequence + 1):
+    for leaf in read_leaves(connection, require_place(sequence), sequence + 1):
         return leaf
     raise CreditError(f"there is no entry {sequence}: the log has {read_size(connection)}.")
+
+
+def require_place(sequence: int) -> int:
+    """Return the place of a leaf; refuse what cannot be one."""
+    if isinstance(sequence, bool) or not isinstance(sequence, int) or not 0 <= sequence < _LAST:
+        raise CreditError(f"an entry is named by its number, from 0 on; got {sequence!r}.")
+    return sequence
 
 
 def read_leaves(connection: Connection, start: int, stop: int, kind: Kind | None = None) -> Iterator[Leaf]:
@@ -161,9 +166,12 @@ def _read_tile(connection: Connection, level: int, tile: int) -> list[bytes]:
 
 def format_time(time: datetime) -> str:
     """Return a time as entries have it: in UTC, to the microsecond, so that texts are ordered as times are."""
-    if time.tzinfo is None:
-        raise CreditError("pass a timezone-aware datetime, such as datetime.now(UTC).")
-    return time.astimezone(UTC).isoformat(timespec="microseconds").replace("+00:00", "Z")
+    if not isinstance(time, datetime) or time.tzinfo is None:
+        raise CreditError(f"pass a timezone-aware datetime, such as datetime.now(UTC); got {time!r}.")
+    try:
+        return time.astimezone(UTC).isoformat(timespec="microseconds").replace("+00:00", "Z")
+    except OverflowError as error:
+        raise CreditError(f"{time} is before the year 1 or after the year 9999 in UTC.") from error
 
 
 def now_or_last(last: str = "") -> str:

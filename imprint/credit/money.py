@@ -80,7 +80,8 @@ class Tariff:
     smallest: int = 10_000
 
     def __post_init__(self) -> None:
-        if not (self.currency.isascii() and self.currency.isalpha() and 1 <= len(self.currency) <= 8):
+        known = isinstance(self.currency, str)
+        if not (known and self.currency.isascii() and self.currency.isalpha() and 1 <= len(self.currency) <= 8):
             raise CreditError(f"a currency is named by up to eight letters, such as EUR; got {self.currency!r}.")
         if self.per_query is not None:
             require_amount(self.per_query, "the price of a query")
@@ -113,6 +114,18 @@ def format_amount(micro: int) -> str:
     units, rest = divmod(abs(micro), MICRO)
     digits = f"{rest:06}".rstrip("0")
     return f"{'-' if micro < 0 else ''}{units}{f'.{digits}' if digits else ''}"
+
+
+def format_units(units: int, smallest: int) -> str:
+    """Format whole units of so many micro-units as units of the currency, all with the same number of decimals.
+
+    >>> format_units(125, 10_000), format_units(2, 1_000_000), format_units(37_897_284_218_371_848, 1)
+    ('1.25', '2', '37897284218.371848')
+    """
+    decimals = len(format_amount(smallest).partition(".")[2])
+    whole, rest = divmod(abs(units * smallest), MICRO)
+    digits = f".{f'{rest:06}'[:decimals]}" if decimals else ""
+    return f"{'-' if units < 0 else ''}{whole}{digits}"
 
 
 def format_share(parts: float) -> str:

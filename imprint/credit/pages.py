@@ -1,12 +1,12 @@
 """Renders the page of a statement, in words that need no other page."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from imprint.attribution.labels import MEANINGS, describe_question
 from imprint.credit.heads import Head
-from imprint.credit.money import PARTS, format_amount, format_share
+from imprint.credit.money import PARTS, format_amount, format_share, format_units
 from imprint.credit.policy import Policy
 from imprint.display import count_of, name_some
 from imprint.plan import Question
@@ -53,13 +53,14 @@ def render_statement(
         currency=closing["currency"],
         paid=_format_units(line["units"], closing),
         chart=_draw_chart(closing, line),
-        earned=_describe_outcomes(figures),
+        earned=_describe_outcomes(figures, named.values()),
         pots=_describe_pots(figures, closing),
         questions=[_describe_question(each) for each in figures.questions],
         rules=_describe_rules(figures, named),
         tests=[_describe_validation(each) for each in figures.validations],
         sizes=[f"{size:,} of {n:,} training examples" for size, n in sorted(figures.sizes)],
         basis=_describe_basis(figures),
+        needed=_describe_needed(figures, named),
         amount=format_amount,
         units=lambda count: _format_units(count, closing),
         convert=lambda share: _format_units(round(share * closing["total"] / closing["smallest"]), closing),
@@ -71,21 +72,22 @@ def render_statement(
 
 def _format_units(units: int, closing: dict[str, Any]) -> str:
     """Format whole units of the smallest amount that can be paid, all with the same number of decimals."""
-    decimals = len(format_amount(closing["smallest"]).partition(".")[2])
-    return f"{units * closing['smallest'] / 1_000_000:.{decimals}f}"
+    return format_units(units, closing["smallest"])
 
 
-def _describe_outcomes(figures: "Figures") -> str:
+def _describe_outcomes(figures: "Figures", policies: Iterable[Policy]) -> str:
     """Say how many queries earned something, and what became of the others."""
-    outcomes = figures.outcomes
-    texts = [f"your source earned a share of {outcomes['paid']}"]
-    if count := outcomes["below the threshold"]:
-        texts.append(f"helped {count} too little to be told from chance")
+    outcomes, texts = figures.outcomes, list[str]()
     if count := outcomes["harmed"]:
-        texts.append(f"made the result of {count} worse, or changed nothing")
-    listed = texts[0] if len(texts) == 1 else f"{', '.join(texts[:-1])} and {texts[-1]}"
-    none = ". Nothing is deducted for those that earned nothing" if len(texts) > 1 else ""
-    return f"Of {count_of(figures.entries, 'query', 'queries')}, {listed}{none}."
+        texts.append(f"{count} clearly had a worse result because of it (by more than “needed” below)")
+    if count := outcomes["unclear"]:
+        floor = ", or it is smaller than the rule credits" if any(policy.floor for policy in policies) else ""
+        texts.append(f"for {count} no effect can be told from chance{floor}")
+    if count := outcomes["uncredited"]:
+        texts.append(f"for {count} the rule gives it nothing")
+    others = f"; nothing is deducted for the others. Of those, {', and '.join(texts)}" if texts else ""
+    paid = outcomes["paid"] or "none"
+    return f"Of {count_of(figures.entries, 'query', 'queries')}, your source earned a share of {paid}{others}."
 
 
 def _describe_pots(figures: "Figures", closing: dict[str, Any]) -> str:
@@ -123,16 +125,25 @@ def _describe_validation(encoded: str) -> str:
     if verdict is None:
         return "The method was not tested by retraining without a source: these effects are not validated."
     found = verdict["figures"]
+    which = (
+        "those that were credited" if verdict["own"] else "the log does not say whether they are among those paid here"
+    )
     text = (
-        f"The payer tested the method by training without some sources: {count_of(found['removals'], 'removal')} in "
-        f"{count_of(found['runs'], 'training run')}, on {count_of(found['queries'], 'query', 'queries')}."
+        "The payer tested the method by training without some sources: "
+        f"{count_of(found['removals'], 'removal')}, of {count_of(found['sources'], 'different source')} in all, each "
+        f"in {count_of(found['runs'], 'training run')}. Effects were compared on "
+        f"{count_of(found['queries'], 'query', 'queries')} ({which})."
     )
     if found["correlation"] is not None:
         text += f" Predicted and real effects had a correlation of {found['correlation']:.2f}"
         if found["slope"] is not None and found["slope_low"] is not None:
             ends = f"{found['slope_low']:.2f} to {found['slope_high']:.2f}"
-            text += f"; real effects were {found['slope']:.2f} times the predicted ones (95% interval {ends})"
-        text += "."
+            text += f"; the ratio of real to predicted ones was {found['slope']:.2f} (95% interval {ends}). For both, 1"
+        else:
+            text += "; 1"
+        text += " would be perfect."
+        if verdict["calibrated"]:
+            text += " The scale of the predictions was set by these same removals, so they do not test the ratio."
     outcomes = {
         "sizes validated": "The order and the size of effects were confirmed",
         "ranks validated": "The order of effects was confirmed, their size was not",
@@ -146,6 +157,16 @@ def _describe_basis(figures: "Figures") -> str:
     """Say what the interval rests on."""
     runs = f"{' and '.join(map(str, sorted(figures.runs)))} training runs and " if figures.runs else ""
     return f"from {runs}{count_of(figures.entries, 'query', 'queries')}"
+
+
+def _describe_needed(figures: "Figures", policies: Mapping[str, Policy]) -> str:
+    """Say how “needed” follows from the standard error; empty if no rule that was applied has it."""
+    noisy = [policies[sha256] for sha256, rule, _ in figures.reasons if rule in ("above_noise", "fixed_plus")]
+    quantiles = sorted({f"{policy.find_quantile(each):.2f}" for policy in noisy for each in figures.freedoms})
+    if not quantiles:
+        return ""
+    floor = ", or the smallest help that the rule credits if that is more" if any(each.floor for each in noisy) else ""
+    return f"“Needed” is {' or '.join(quantiles)} times the standard error{floor}."
 
 
 def _draw_chart(closing: dict[str, Any], line: dict[str, Any]) -> list[dict[str, Any]]:

@@ -15,6 +15,7 @@ from typing import Any
 from sqlalchemy import Connection, func, select
 
 from imprint.credit import log, tables
+from imprint.credit.contradictions import find_unpayable
 from imprint.credit.leaves import Leaf, Lines, compose
 from imprint.credit.ledger import Ledger
 from imprint.credit.log import format_time, now_or_last
@@ -61,6 +62,8 @@ class Totals:
     def add(self, entry: Leaf) -> None:
         """Add a credited query."""
         about, rows = entry.about, entry.rows
+        for reason in find_unpayable(about, rows):
+            raise CreditError(f"entry {entry.sequence} cannot be paid: {reason}. Run `imprint credit verify`.")
         self.entries += 1
         self.without_pot += about["pot"] is None
         self.pot += about["pot"] or 0

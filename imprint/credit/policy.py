@@ -133,8 +133,8 @@ class Policy:
                 "`fixed` is the part of the pot that the rule 'fixed_plus' shares equally, above 0 and at most 1, and "
                 f"0 for other rules; got {self.fixed!r} for {self.rule!r}."
             )
-        if isinstance(self.version, bool) or not isinstance(self.version, int) or self.version < 1:
-            raise CreditError(f"a policy's version is a whole number from 1 on, got {self.version!r}.")
+        if isinstance(self.version, bool) or not isinstance(self.version, int) or not 1 <= self.version < 2**63:
+            raise CreditError("a policy's version is a whole number from 1 to 2⁶³ - 1.")
 
     def to_json(self) -> dict[str, Any]:
         """Return plain JSON values."""
@@ -143,8 +143,10 @@ class Policy:
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> "Policy":
         """Read what `to_json` returned; refuse fields that a policy does not have, and values that it cannot have."""
+        if not isinstance(values, Mapping):
+            raise CreditError(f"a policy is an object with names and values, got a {type(values).__name__}.")
         known = {each.name for each in fields(cls)}
-        if unknown := set(values) - known:
+        if unknown := set(map(str, values)) - known:
             raise CreditError(f"a policy has no field {min(unknown)!r}; it has {', '.join(sorted(known))}.")
         if missing := {"name", "question"} - set(values):
             raise CreditError(f"a policy needs a {min(missing)}.")
@@ -176,15 +178,18 @@ class Policy:
         """Say how a rule divides what a query pays, for people who read no code.
 
         >>> Policy("p", "expected").explain("positive_part")
-        'The share of a source is its help divided by the help of all sources that helped the query.'
+        'The share of a source is its help divided by the help of all sources with positive help.'
         """
-        share = "share of a source is its help divided by the help of all sources that helped the query."
-        floor = f" and the help is more than {self.floor:g}" if self.floor else ""
-        sure = f"the {100 * self.level:g}% interval of the help lies above 0"
-        noise = f" It is credited only if {sure}{floor}; what is not credited goes to nobody."
+        share = "share of a source is its help divided by the help of all sources with positive help"
+        floor = f", and in any case above {self.floor:g}" if self.floor else ""
+        noise = (
+            ", also of those with too little to be credited. It is credited only if it is above “needed”: a quantile "
+            f"times its standard error, so that the {100 * self.level:g}% interval of the help lies above 0{floor}. "
+            "What is not credited stays unattributed."
+        )
         texts: dict[AppliedRule, str] = {
             "above_noise": f"The {share}{noise}",
-            "positive_part": f"The {share}",
+            "positive_part": f"The {share}.",
             "fixed_plus": f"All sources share {100 * self.fixed:g}% equally. Of the rest, the {share}{noise}",
             "by_size": "Every source gets a share in proportion to its number of training examples.",
             "equal": "All sources get equal shares.",

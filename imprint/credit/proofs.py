@@ -1,4 +1,4 @@
-"""Proofs of statements: what a publisher needs to check its own credit, and nothing of anybody else's.
+"""Proofs of statements: what a publisher needs to check its own credit, and no line of anybody else's.
 
 The proofs are a file of JSON lines. The first names the source, the period and the signed head; each of the others is a
 leaf of the log with the proof that it is in the tree of that head: the closed period, every credited query, the
@@ -6,6 +6,7 @@ policies and the tariff. Of a leaf with lines it has the source's own line alone
 the public key.
 """
 
+import json
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -13,7 +14,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from imprint.credit.canonical import decode_object
-from imprint.credit.heads import Head
+from imprint.credit.contradictions import Basis, Sums, find_in_entry, find_in_period, require_whole
+from imprint.credit.heads import Head, require_heads
 from imprint.credit.leaves import LINE_SALT, Leaf, hash_line
 from imprint.credit.merkle import (
     Node,
@@ -22,7 +24,7 @@ from imprint.credit.merkle import (
     hash_leaf,
     prove_consistency,
 )
-from imprint.credit.money import PARTS, format_amount
+from imprint.credit.money import format_amount
 from imprint.credit.policy import Policy
 from imprint.display import count_of, for_terminal
 from imprint.errors import CreditError, StoreError
@@ -57,6 +59,17 @@ def prove_growth(old: Head, head: Head, node: Node) -> dict[str, Any]:
             "credit verify`."
         )
     return {"kind": _GROWTH, "old": old.size, "root": old.root.hex(), "proof": [each.hex() for each in path]}
+
+
+def encode_proof(proof: dict[str, Any]) -> str:
+    """Return a line of a file of proofs; refuse one that is too long to be read again."""
+    line = json.dumps(proof, ensure_ascii=False) + "\n"
+    if len(line.encode()) > _LONGEST:
+        raise CreditError(
+            f"a line of this statement would have more than {_LONGEST:,} bytes, and nobody could check it: an id of a "
+            "source or a name of a measurement is too long."
+        )
+    return line
 
 
 @dataclass(frozen=True)
@@ -111,7 +124,11 @@ def check_statement(
     key: the public key of the ledger, or several if it was exchanged.
     earlier: heads of the same log that you hold: the log must have grown from each of them.
     """
-    keys = load_public_keys(key)
+    keys, earlier = load_public_keys(key), require_heads(earlier)
+    if not keys:
+        raise CreditError("give the public key of the ledger, which its heads must be signed with.")
+    if not isinstance(place, str | os.PathLike):
+        raise CreditError(f"a statement is a file, got a {type(place).__name__}.")
     try:
         lines = _read_lines(place)
         checker = _Checker(next(lines, {}), keys, earlier)
@@ -147,8 +164,7 @@ class _Checker:
         self.closing: dict[str, Any] | None = None
         self.line: dict[str, Any] = {}
         self.seen = set[int]()
-        self.entries = self.amount = self.parts = 0
-        self.policies, self.named = set[str](), set[str]()
+        self.sums, self.bases, self.policies = Sums(), set[Basis](), dict[str, Policy]()
         self.units = set[tuple[str, int]]()
 
     def check(self, item: dict[str, Any]) -> None:
@@ -158,7 +174,7 @@ class _Checker:
             return
         header = item["header"].encode()
         about = decode_object(header)
-        place, path = _whole(about["sequence"]), [bytes.fromhex(node) for node in item["proof"]]
+        place, path = require_whole(about["sequence"]), [bytes.fromhex(node) for node in item["proof"]]
         if place in self.seen:
             self.problems.append(f"entry {place} is listed twice")
             return
@@ -167,14 +183,15 @@ class _Checker:
             self.problems.append(f"entry {place} is not in the signed log")
             return
         if about["kind"] == "policy":
-            self.policies.add(Policy.from_json(about["policy"]).sha256)
+            policy = Policy.from_json(about["policy"])
+            self.policies[policy.sha256] = policy
         elif about["kind"] == "tariff":
             self.units.add((about["tariff"]["currency"], about["tariff"]["smallest"]))
         elif about["kind"] in ("period", "credit"):
             self._check_line(about, item)
 
     def _check_growth(self, item: dict[str, Any]) -> None:
-        old, root = _whole(item["old"]), bytes.fromhex(item["root"])
+        old, root = require_whole(item["old"]), bytes.fromhex(item["root"])
         path = [bytes.fromhex(node) for node in item["proof"]]
         if check_consistency(old, self.head.size, root, self.head.root, path):
             self.grown.add((old, root))
@@ -187,7 +204,9 @@ class _Checker:
             raise ValueError("the salt of a line has another length")
         hashed = hash_line(salt, content)
         path = [bytes.fromhex(node) for node in item["path"]]
-        if not check_inclusion(hashed, _whole(item["place"]), lines["count"], path, bytes.fromhex(lines["root"])):
+        if not check_inclusion(
+            hashed, require_whole(item["place"]), lines["count"], path, bytes.fromhex(lines["root"])
+        ):
             self.problems.append(f"the line of entry {about['sequence']} is not the one that the log has")
             return
         line = decode_object(content)
@@ -208,18 +227,11 @@ class _Checker:
         closing = self.closing or {"first": 0, "stop": 0}
         if not closing["first"] <= about["sequence"] < closing["stop"]:
             self.problems.append(f"entry {about['sequence']} is outside this period")
-        self.entries += 1
-        self.named.add(about["policy"])
-        share = _whole(line["share"])
-        if not 0 <= share <= PARTS or (about["rule"] == "nothing" and share):
-            self.problems.append(f"the share of entry {about['sequence']} is not between 0 and all of it")
-        if line["amount"] is None and about["pot"] is None:
-            self.parts += share
-        else:
-            amount = _whole(line["amount"])
-            if abs(amount * PARTS - share * _whole(about["pot"])) >= PARTS:
-                self.problems.append(f"the amount of entry {about['sequence']} is not the share of what the query paid")
-            self.amount += amount
+        found = list(find_in_entry(about, line))
+        self.problems += [f"entry {about['sequence']}: {each}" for each in found]
+        self.bases.add(Basis.of(about, line))
+        if not found:
+            self.sums.add(about, line)
 
     def conclude(self) -> CheckedStatement:
         """Compare the entries with what the closed period says about the source."""
@@ -227,33 +239,32 @@ class _Checker:
             why = f": {self.problems[0]}" if self.problems else ""
             raise CreditError(f"the statement does not prove how its period was closed{why}.")
         closing, line = self.closing, self.line
-        self._check_closing(closing, line)
-        if line["entries"] != self.entries:
-            self.problems.append(f"the period has {line['entries']} queries, the statement {self.entries}")
-        whole, amount = closing["without_pot"] * PARTS, line["amount"]
-        shared = (closing["pot"] or 0) * self.parts if whole else 0  # what the pot gives, times `whole`
-        apart = abs((amount - self.amount) * whole - shared) >= whole if whole else amount != self.amount
-        if apart:
-            self.problems.append(f"the queries do not add up to {format_amount(amount)} {closing['currency']}")
+        self.problems += find_in_period(closing, line, self.sums)
+        if closing["sequence"] >= self.head.size:
+            self.problems.append("the period was closed after the head was signed")
         if self.units != {(closing["currency"], closing["smallest"])}:
             self.problems.append("the tariff, which says in what is paid, is missing or another one")
-        if abs(line["units"] * closing["smallest"] - amount) >= closing["smallest"]:
-            self.problems.append("what is paid differs from the amount by a unit or more")
         for (size, root), other in self.earlier.items():
             if (size, root) not in self.grown:
                 self.problems.append(
                     f"nothing proves that the log grew from the head of {size} entries that you hold, signed at "
                     f"{other.time}: ask the payer for that proof; if there is none, the log was rewritten"
                 )
-        if self.named - self.policies:
-            self.problems.append("a policy that queries were credited by is not in the statement")
+        for basis in self.bases:
+            if (policy := self.policies.get(basis.policy)) is None:
+                self.problems.append("a policy that queries were credited by is not in the statement")
+            elif basis.contradicts(policy):
+                self.problems.append(
+                    f"queries about {basis.question} with validation {basis.outcome} are credited by the rule "
+                    f"{basis.rule}, and their policy, {policy.name}, does not say so"
+                )
         return CheckedStatement(
             source=self.source,
             period=self.period,
             first=closing["first"],
             stop=closing["stop"],
-            entries=self.entries,
-            amount=amount,
+            entries=self.sums.entries,
+            amount=line["amount"],
             units=line["units"],
             smallest=closing["smallest"],
             currency=closing["currency"],
@@ -262,32 +273,6 @@ class _Checker:
             later=self.later,
             problems=tuple(self.problems),
         )
-
-    def _check_closing(self, closing: dict[str, Any], line: dict[str, Any]) -> None:
-        """Check that the closed period does not contradict itself."""
-        first, stop, entries, without_pot, total = (
-            _whole(closing[name]) for name in ("first", "stop", "entries", "without_pot", "total")
-        )
-        amount, units, smallest = _whole(line["amount"]), _whole(line["units"]), _whole(closing["smallest"])
-        if (closing["pot"] is None) != (without_pot == 0):
-            self.problems.append("the period has a pot that nobody waits for, or queries that wait for none")
-        if not (0 <= without_pot <= entries <= stop - first and self.entries <= entries and first >= 0):
-            self.problems.append("the period has more queries than entries, or fewer than this statement")
-        if min(amount, units) < 0 or smallest < 1 or amount > total or units > _whole(closing["units"]):
-            self.problems.append("the source is paid more than everybody together, or less than nothing")
-        share, low, high = line["share"], line["low"], line["high"]
-        if share != (amount / total if total else None):
-            self.problems.append("the share is not the amount divided by the total")
-        elif low is not None and not 0 <= low <= share <= high <= 1:
-            self.problems.append("the interval of the share does not hold the share")
-        if closing["stop"] > closing["sequence"] or closing["sequence"] >= self.head.size:
-            self.problems.append("the period was closed before it ended")
-
-
-def _whole(value: Any) -> int:
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise ValueError("a whole number is expected")
-    return value
 
 
 def _read_lines(place: str | os.PathLike[str]) -> Iterator[dict[str, Any]]:

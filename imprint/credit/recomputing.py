@@ -6,6 +6,7 @@ from functools import lru_cache
 from typing import Any
 
 from imprint.credit.canonical import decode_object, encode
+from imprint.credit.contradictions import find_unpayable
 from imprint.credit.drafting import CALIBRATION, find_help, is_calibration, read_evidence
 from imprint.credit.leaves import Leaf
 from imprint.credit.money import apportion
@@ -20,6 +21,7 @@ _ROUNDED = 1e-5  # by how much deviations that add up to 0 may miss it, relative
 def find_faults(leaf: Leaf, policy: Policy) -> Iterator[str]:
     """Divide the pot of a query again, from its scores and its policy; yield what does not follow from them."""
     about, rows = leaf.about, leaf.rows
+    yield from find_unpayable(about, rows)
     if any(row["helps"] != find_help(about, row) for row in rows):
         yield "a source helped by something else than its score says"
     if not agree_errors(about, rows):

@@ -10,7 +10,6 @@ Entries are read once for many sources, and nothing but the figures of a page is
 import csv
 import json
 import os
-import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
@@ -24,9 +23,10 @@ from imprint.credit.leaves import Leaf
 from imprint.credit.ledger import Ledger
 from imprint.credit.merkle import Node, check_inclusion, prove_inclusion
 from imprint.credit.money import MICRO, PARTS
+from imprint.credit.naming import name_files
 from imprint.credit.pages import render_statement
 from imprint.credit.policy import Policy
-from imprint.credit.proofs import describe_statement, prove_growth, prove_leaf
+from imprint.credit.proofs import describe_statement, encode_proof, prove_growth, prove_leaf
 from imprint.credit.reading import find_period, read_kept_heads, read_policies
 from imprint.display import for_csv
 from imprint.errors import CreditError, MissingExtra
@@ -35,15 +35,14 @@ from imprint.store.files import refuse_irregular, temporary_folder
 
 COLUMNS = (
     *("entry", "recorded", "query", "question", "validation", "rule"),
-    *("helps", "standard_error", "threshold", "share", "amount"),
+    *("helped_by", "standard_error", "needed", "share", "pot", "amount", "currency"),
 )
-"""The columns of the tables. `helps` is by how much the source helped the query, `share` is from 0 to 1, `amount` is in
-units of the currency, and empty where the pot of the period pays."""
+"""The columns of the tables, by the names that the page has for them. `share` is from 0 to 1; `pot` is what the query
+paid and `amount` what the source gets of it, in units of the currency, both empty where the pot of the period pays."""
 LISTED = 12
 """How many queries the page lists."""
 _AT_ONCE = 100  # sources whose files are written at once
 _BUFFER = 10_000  # rows of a Parquet table that are written together
-_PLAIN = re.compile(r"[^\w.-]+")
 _SUFFIXES = (".html", ".csv", ".parquet", ".jsonl")
 
 
@@ -51,7 +50,7 @@ _SUFFIXES = (".html", ".csv", ".parquet", ".jsonl")
 class Figures:
     """What the page of a source says about its queries.
 
-    outcomes: how many were "paid", "below the threshold" or "harmed".
+    outcomes: how many were "paid", clearly "harmed", "unclear", or "uncredited" by a rule without a threshold.
     reasons: how many were credited by each rule and policy, with the reason if it was a fallback.
     questions, validations: how many answer each question, with the details of a replay, and have each validation.
     """
@@ -66,13 +65,14 @@ class Figures:
     sizes: set[tuple[int, int]] = field(default_factory=set)
     times: list[str] = field(default_factory=list)
     runs: set[int] = field(default_factory=set)
+    freedoms: set[int | None] = field(default_factory=set)
     largest: list[dict[str, Any]] = field(default_factory=list)
 
     def add(self, about: dict[str, Any], row: dict[str, Any], values: dict[str, Any]) -> None:
         """Take a query into account."""
         self.entries += 1
-        outcome = "paid" if row["share"] else "below the threshold" if row["helps"] > 0 else "harmed"
-        self.outcomes[outcome] += 1
+        self.outcomes[_find_outcome(row["share"], values["helped_by"], values["needed"])] += 1
+        self.freedoms.add(about["freedom"])
         self.reasons[about["policy"], about["rule"], about["reason"]] += 1
         self.questions[json.dumps([about["question"], about["details"]], sort_keys=True)] += 1
         self.validations[json.dumps(about["validation"], sort_keys=True)] += 1
@@ -82,7 +82,17 @@ class Figures:
         self.times = [min([about["time"], *self.times]), max([about["time"], *self.times])]
         if about["runs"] is not None and about["runs"]["over"] == "runs":
             self.runs.add(len(about["runs"]["shares"]))
-        self.largest = sorted([*self.largest, values], key=lambda each: (-each["share"], each["entry"]))[:LISTED]
+        if row["share"]:
+            self.largest = sorted([*self.largest, values], key=lambda each: (-each["share"], each["entry"]))[:LISTED]
+
+
+def _find_outcome(share: int, helps: float, needed: float | None) -> str:
+    """Say what became of a query; harm counts only if help of the same size would have been credited."""
+    if share:
+        return "paid"
+    if needed is None:
+        return "uncredited"
+    return "harmed" if needed > 0 and helps < -needed else "unclear"
 
 
 def write_statements(
@@ -139,7 +149,10 @@ def _write_group(
     """Write the statements of some sources, in one pass over the entries; each file is there in full, or not at all."""
     with ExitStack() as stack:
         beside = stack.enter_context(temporary_folder(folder))
-        writers = {name: stack.enter_context(_Writer(name, beside / file)) for name, file in files.items()}
+        writers = {
+            name: stack.enter_context(_Writer(name, beside / file, closing.about["currency"]))
+            for name, file in files.items()
+        }
         connection = stack.enter_context(tables.reading(ledger.engine))
         policies, node = read_policies(connection), log.read_nodes(connection)
         older = {each.size: each for each in read_kept_heads(connection) if 0 < each.size < head.size}
@@ -193,8 +206,8 @@ def _read_terms(connection: Any, stop: int, named: set[str]) -> Iterator[Leaf]:
 class _Writer:
     """Writes the files of one source."""
 
-    def __init__(self, source: str, stem: Path) -> None:
-        self.source, self.figures, self._stem = source, Figures(), stem
+    def __init__(self, source: str, stem: Path, currency: str) -> None:
+        self.source, self.figures, self._stem, self._currency = source, Figures(), stem, currency
         self._proofs = self._file(".jsonl").open("w", encoding="utf-8")
         self._table = self._file(".csv").open("w", encoding="utf-8", newline="")
         self._rows = csv.writer(self._table, lineterminator="\n")
@@ -213,13 +226,13 @@ class _Writer:
 
     def add_proof(self, proof: dict[str, Any]) -> None:
         """Write a line of the proofs."""
-        self._proofs.write(json.dumps(proof, ensure_ascii=False) + "\n")
+        self._proofs.write(encode_proof(proof))
 
     def add_entry(
         self, entry: Leaf, row: dict[str, Any], policies: Mapping[str, Policy], proof: dict[str, Any]
     ) -> None:
         """Write a credited query."""
-        values = describe_entry(entry, row, policies[entry.about["policy"]])
+        values = describe_entry(entry, row, policies[entry.about["policy"]], self._currency)
         self.add_proof(proof)
         self._rows.writerow([for_csv("" if values[name] is None else values[name]) for name in COLUMNS])
         self._buffer.append(values)
@@ -240,15 +253,16 @@ class _Writer:
         self._buffer.clear()
 
 
-def describe_entry(entry: Leaf, row: dict[str, Any], policy: Policy) -> dict[str, Any]:
+def describe_entry(entry: Leaf, row: dict[str, Any], policy: Policy, currency: str) -> dict[str, Any]:
     """Return a credited query as a row of the tables."""
     about = entry.about
     validation = "not validated" if about["validation"] is None else about["validation"]["outcome"]
-    threshold = policy.find_threshold(row["error"], about["freedom"]) if about["rule"] == policy.rule else None
+    needed = policy.find_threshold(row["error"], about["freedom"]) if about["rule"] == policy.rule else None
     values = (
         *(entry.sequence, about["time"], about["query"], about["question"], validation, about["rule"]),
-        *(row["helps"], row["error"], threshold, row["share"] / PARTS),
-        None if row["amount"] is None else row["amount"] / MICRO,
+        *(row["helps"], row["error"], needed, row["share"] / PARTS),
+        *(None if micro is None else micro / MICRO for micro in (about["pot"], row["amount"])),
+        currency,
     )
     return dict(zip(COLUMNS, values, strict=True))
 
@@ -259,18 +273,5 @@ def _open_parquet(path: Path) -> Any:
         from pyarrow import parquet
     except ImportError as error:
         raise MissingExtra("Parquet", "serve") from error
-    kinds = [pyarrow.int64(), *[pyarrow.string()] * 5, *[pyarrow.float64()] * 5]
+    kinds = [pyarrow.int64(), *[pyarrow.string()] * 5, *[pyarrow.float64()] * 6, pyarrow.string()]
     return parquet.ParquetWriter(path, pyarrow.schema(list(zip(COLUMNS, kinds, strict=True))))
-
-
-def name_files(sources: Sequence[str]) -> dict[str, str]:
-    """Return a file name for each source, derived from its id, and unique."""
-    names, used = dict[str, str](), set[str]()
-    for place, source in enumerate(sources):
-        stem = _PLAIN.sub("-", source).strip("-.")[:60] or "source"
-        name = stem if stem.lower() not in used else f"{stem}-{place}"
-        while name.lower() in used:
-            name += "-"
-        used.add(name.lower())
-        names[source] = name
-    return names

@@ -14,7 +14,7 @@ from sqlalchemy import Connection, func, select
 
 from imprint.credit import log, tables
 from imprint.credit.drafting import hash_payload
-from imprint.credit.heads import Head
+from imprint.credit.heads import Head, require_heads
 from imprint.credit.leaves import SALT_BYTES, Leaf
 from imprint.credit.ledger import Ledger
 from imprint.credit.merkle import Frontier, hash_tree
@@ -97,7 +97,7 @@ def verify(
     key: the public key that heads must be signed with, or several if it was exchanged.
     """
     began = time.monotonic()
-    keys = load_public_keys(key)
+    keys, heads = load_public_keys(key), require_heads(heads)
     with tables.reading(ledger.engine) as connection:
         checker = _Checker(connection, ledger.name)
         checker.check_file()

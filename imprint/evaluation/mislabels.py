@@ -59,7 +59,7 @@ class MislabelDetection:
 
 
 class Suspect(NamedTuple):
-    """A training example: its influence on itself and its loss, with its rank by each, from 1 for the most suspect."""
+    """A training example: its influence on itself and its loss, ranked by each; 1 is the most suspect."""
 
     example: int
     rank: int
@@ -87,7 +87,12 @@ class Suspects:
                 "it is unknown whether high or low values of this measurement are good, so that nothing can be "
                 'suspected by them: use the loss, or a measurement by name, such as "margin".'
             )
+        if self_influence.dim() != 1 or losses.shape != self_influence.shape:
+            shapes = f"{tuple(self_influence.shape)} and {tuple(losses.shape)}"
+            raise DataError(f"expected one self-influence and one loss per example, got {shapes}.")
         own, loss = self_influence.double() / n, losses.double()
+        if not bool((own.isfinite() & loss.isfinite()).all()):
+            raise DataError("self-influence and losses must be finite.")
         order = (own if better == "higher" else -own).argsort(descending=True, stable=True)
         place = loss.argsort(descending=True, stable=True).argsort()
         rows = (

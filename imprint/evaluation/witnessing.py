@@ -79,7 +79,8 @@ def refuse_missing(store: Store, run: Run | None, record: Record | Together | No
             )
         if run is None:
             raise DataError(
-                "the store repeats a recorded run: give that run as run=, to remove sources from it together."
+                "the store repeats a recorded run: give that run (run=, --run FOLDER), to remove sources from it "
+                "together."
             )
         if run.sha256 != store.manifest.request.recording:
             raise DataError("the recorded run is another one than the store was made from: give that run.")

@@ -5,17 +5,21 @@ belongs to the tokens that were sent: each known way of getting it wrong is an e
 """
 
 import http.client
+import ipaddress
 import json
+import logging
 import math
 import ssl
 import threading
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import urlsplit
 
+from imprint.display import count_of
 from imprint.errors import ReadoutError, first_line
 
+logger = logging.getLogger(__name__)
 _PAUSE, _LONGEST = 0.5, 30.0  # seconds before the second attempt, doubled for each further one, and at most
 _ANSWER = 1 << 28  # bytes of an answer at most
 _CLAMPED = -9999.0  # what vLLM reports for −∞
@@ -55,12 +59,12 @@ class Server:
     url: str
     timeout: float = 120.0
     retries: int = 4
-    api_key: str | None = None
+    api_key: str | None = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
-        parts = urlsplit(self.url)
-        if parts.scheme not in ("http", "https") or not parts.hostname:
-            raise ReadoutError(f"url must be that of a server, as in http://127.0.0.1:8000, got {self.url!r}.")
+        scheme, host = _refuse_url(self.url)
+        if scheme == "http" and self.api_key is not None and not _is_loopback(host):
+            logger.warning("api_key goes to %s over plain http, where others can read it: use https", host)
         if not self.timeout > 0 or self.retries < 0:
             raise ReadoutError(f"timeout must be above 0 and retries at least 0, got {self.timeout}, {self.retries}.")
 
@@ -128,7 +132,7 @@ class Server:
                 (stop or threading.Event()).wait(min(wait, _LONGEST))
                 pause *= 2
         raise ServerGone(
-            f"{self.url} does not answer {path} ({reason}): {self.retries + 1} attempts in "
+            f"{self.url} does not answer {path} ({reason}): {count_of(self.retries + 1, 'attempt')} in "
             f"{time.monotonic() - began:.0f} s."
         )
 
@@ -188,10 +192,41 @@ class Server:
         if len(values) < len(ids) or any(value is None for value in values[1:]):
             raise ReadoutError(
                 f"{self.url} returns log-probabilities for {sum(value is not None for value in values)} of {len(ids)} "
-                "tokens: it keeps a prefix cache, which has none for what it holds (start vLLM with "
-                "--no-enable-prefix-caching), or it ignores `echo`."
+                "tokens: it ignores `echo`, or omits those of what its prefix cache holds, as some engines do: start "
+                "it without that cache (vLLM: --no-enable-prefix-caching)."
             )
         return [_finite(self.url, position, value) for position, value in enumerate(values[1:], 1)]
+
+
+def _refuse_url(url: str) -> tuple[str, str]:
+    """Return the scheme and the host of a server's URL; refuse others, without repeating what may be secret."""
+    shown = "one with a user name, a query or a fragment" if set("@?#").intersection(url) else repr(url)
+    try:
+        parts = urlsplit(url)
+        port = parts.port
+    except ValueError:  # which would repeat parts of the URL
+        raise ReadoutError(f"url must have a host and a port from 1 to 65535 after it, if any; got {shown}.") from None
+    if parts.scheme not in ("http", "https") or not parts.hostname or port == 0:
+        raise ReadoutError(f"url must be that of a server, as in http://127.0.0.1:8000, got {shown}.")
+    if "@" in parts.netloc:
+        raise ReadoutError("url must not have a user name or a password: give the key of a server as api_key=.")
+    if set("?#").intersection(url):
+        raise ReadoutError(
+            "url must end with the server's path, and has a query (?) or a fragment (#): leave that out."
+        )
+    return parts.scheme, parts.hostname
+
+
+def _is_loopback(host: str) -> bool:
+    """Tell whether a host is this machine.
+
+    >>> _is_loopback("127.0.0.1"), _is_loopback("::1"), _is_loopback("localhost"), _is_loopback("10.0.0.1")
+    (True, True, True, False)
+    """
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost" or host.endswith(".localhost")
 
 
 def _finite(url: str, position: int, value: Any) -> float:

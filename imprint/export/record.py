@@ -30,7 +30,7 @@ ADAPTERS, BASE = "adapters", "adapters/base"
 ENDS = ("plus", "minus")  # of the probes, in their file: log-likelihoods under the adapters of every source
 SCHEMA = 3
 _NEAR = 1e-3  # log-likelihoods of one model in float32, by whatever engine; in half precision …
-_ROUNDINGS = 8.0  # … they differ by up to 5 times what rounding makes of them
+ROUNDINGS = 8.0  # … they differ by up to 5 times what rounding makes of them
 
 ExportKind = Literal["peft", "onnx"]
 
@@ -183,7 +183,7 @@ class Export:
         full, expected = (torch.tensor(self.probes[name], dtype=torch.float64) for name in ("float32", precision))
         rounding = max(self.rounding, float((expected - full).square().mean().sqrt()))
         for index, (was, now) in enumerate(zip(expected.tolist(), values.tolist(), strict=True)):
-            tolerance = _NEAR * (1 + abs(was)) if precision == "float32" else _ROUNDINGS * rounding
+            tolerance = _NEAR * (1 + abs(was)) if precision == "float32" else ROUNDINGS * rounding
             if not abs(now - was) <= tolerance:
                 raise ReadoutError(
                     f"the log-likelihood of probe {index} is {now:.6g}, and was {was:.6g} when the export was made: it "

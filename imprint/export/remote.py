@@ -20,12 +20,11 @@ from imprint.errors import ImprintError, ReadoutError
 from imprint.export.completions import Server, ServerGone
 from imprint.export.peft import adapter_name
 from imprint.export.reading import Scores, read
-from imprint.export.record import BASE, Export
+from imprint.export.record import BASE, ROUNDINGS, Export
 from imprint.export.vllm import RANKS
 
 _HEADS = ("lm_head", "embed_out", "embed_tokens", "embed_in", "wte")  # the last names of output heads and embeddings
 _OFF = 0.1  # of what an adapter changes: an engine that is further off does not serve it
-_ROUNDINGS = 8.0  # as in `Export.refuse_values`
 _SHOWN = 4
 
 
@@ -176,7 +175,7 @@ class RemoteReader:
         allowed = sizes.clamp(min=float(sizes.square().mean().sqrt()))
         errors = (moved - wanted).norm(dim=1)
         for path, error, size, limit in zip(paths[1:], errors, sizes, allowed, strict=True):
-            if not float(error) <= _OFF * float(limit) + _ROUNDINGS * rounding * len(base) ** 0.5:
+            if not float(error) <= _OFF * float(limit) + ROUNDINGS * rounding * len(base) ** 0.5:
                 raise ReadoutError(
                     f"{self.server.url} does not serve the adapter {adapter_name(path)!r} of this export: it should "
                     f"change the log-likelihoods of the probes by {float(size):.3g}, and what it changes is "

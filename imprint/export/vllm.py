@@ -1,8 +1,8 @@
 """Adapters that vLLM serves, with the model, its tokenizer and `serve.sh`, which starts the server.
 
-The folder is that of `to_peft`, and besides:
+The same folder as `to_peft` writes, plus:
 
-model/         the plain model with its tokenizer; of a model that is named, `tokenizer/` holds the tokenizer alone
+model/         the plain model with its tokenizer; if `base=` names the model, `tokenizer/` holds the tokenizer alone
 serve.sh       starts vLLM's OpenAI-compatible server on 127.0.0.1 with every adapter; its arguments go to the server
 
 Written for vLLM 0.32.0. `imprint.export.remote` reads scores from the running server.

@@ -32,6 +32,7 @@ Masked = tuple[Tokens, list[bool]]
 """The tokens of a text, and which of them are learnt."""
 
 _MARK = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")  # begins what the assistant says, in a chat template
+_ADD_MARKS = "put {% generation %} and {% endgeneration %} around them in tokenizer.chat_template."
 
 
 class _Answers(Examples):
@@ -82,6 +83,8 @@ class Conversations(_Answers):
     length: tokens of a row, by default the tokenizer's context, at most 1,024. What goes beyond is cut off, with a
         warning, which `warnings` keeps.
     loss: "mean", so that every conversation counts the same, or "sum" over the learnt tokens, as a Trainer weighs them.
+        With "sum", gradients are larger than a Trainer's by the number of learnt tokens per conversation: divide its
+        learning rate by that.
     """
 
     kind = "conversation"
@@ -137,22 +140,46 @@ class Instructions(_Answers):
         self._set_rows(found, tokenizer, check_length(length, tokenizer), loss)
 
 
-def render_queries(conversations: Sequence[Sequence[Message]], tokenizer: Tokenizer) -> list[tuple[Tokens, Tokens]]:
-    """Return the tokens of each conversation before its last message, and those of that message that count."""
-    pairs = []
+def render_queries(conversations: Sequence[Sequence[Message]], tokenizer: Tokenizer) -> list[Masked]:
+    """Return the tokens of each conversation, and which of them count: those of its last message that are learnt."""
+    found = []
     for index, chat in enumerate(_check(conversations, tokenizer)):
-        if chat[-1]["role"] != "assistant":
+        whose, last = f"query {index}", chat[-1]
+        if last["role"] != "assistant":
             raise DataError(
-                f"query {index} ends with a message of {chat[-1]['role']!r}: the last message of a query is the "
-                "assistant's, whose log-likelihood is attributed."
+                f"{whose} ends with a message of {last['role']!r}: the last message of a query is the assistant's, "
+                "whose log-likelihood is attributed."
             )
-        tokens, learnt = _render(chat, tokenizer, f"query {index}")
-        stop = len(learnt) - learnt[::-1].index(True)  # after the last token that counts
-        start = stop - next((i for i, is_learnt in enumerate(reversed(learnt[:stop])) if not is_learnt), stop)
-        if not 0 < start < stop:
-            raise DataError(f"query {index} has no token before the assistant's last message: give it a prompt.")
-        pairs.append((tokens[:start], tokens[start:stop]))
-    return pairs
+        if not last["content"] and not last.get("tool_calls"):
+            raise DataError(f"the last message of {whose} is empty: there is nothing to attribute.")
+        tokens, learnt = _render(chat, tokenizer, whose)
+        begins = _begin_last(chat, tokens, tokenizer, whose)
+        counts = [place >= begins and is_learnt for place, is_learnt in enumerate(learnt)]
+        if not any(counts):
+            raise DataError(
+                f"the chat template marks no token in the last message of {whose} as the assistant's: there is nothing "
+                "to attribute."
+            )
+        if counts[0]:
+            raise DataError(f"{whose} has no token before the assistant's last message: give it a prompt.")
+        stop = len(counts) - counts[::-1].index(True)  # after the last token that counts
+        found.append((tokens[:stop], counts[:stop]))
+    return found
+
+
+def _begin_last(chat: list[Message], whole: Tokens, tokenizer: Any, whose: str) -> int:
+    """Return the place in a conversation where its last message begins: where those before it end.
+
+    The last token of those may be another one alone: the end of a text, or one that merges with what follows.
+    """
+    before = _apply(chat[:-1], tokenizer, whose)["input_ids"] if chat[:-1] else []
+    begins = _shared(before, whole)
+    if begins < len(before) - 1:
+        raise DataError(
+            f"the chat template renders {whose} without its last message in another way than as a part of the whole, "
+            "so it does not show where that message begins: use a template that leaves earlier messages as they are."
+        )
+    return begins
 
 
 def _check(conversations: Sequence[Sequence[Message]], tokenizer: Any) -> list[list[Message]]:
@@ -200,23 +227,42 @@ def _mask_turns(chat: list[Message], whole: Tokens, tokenizer: Any, whose: str) 
     for turn, message in enumerate(chat):
         if message["role"] != "assistant":
             continue
-        before = _apply(chat[:turn], tokenizer, whose, add_generation_prompt=True)["input_ids"] if turn else []
+        before = _prompt(chat[:turn], tokenizer, whose)
         after = _apply(chat[: turn + 1], tokenizer, whose)["input_ids"]
-        pairs = zip(before, after, strict=False)
-        start = next((place for place, (one, other) in enumerate(pairs) if one != other), len(before))
-        if start < len(before) - 1 or whole[: len(after)] != after or start >= len(after):
+        start = _shared(before, after)
+        if start < max(1, len(before) - 1) or whole[: len(after)] != after or start >= len(after):
             raise DataError(
                 f"the chat template renders {whose} up to message {turn} in another way than as a part of the whole, "
-                "so it does not show which tokens are the assistant's: put {% generation %} and {% endgeneration %} "
-                "around them in tokenizer.chat_template."
+                f"so it does not show which tokens are the assistant's: {_ADD_MARKS}"
             )
         mask[start : len(after)] = [True] * (len(after) - start)
     return mask
 
 
-def _apply(chat: list[Message], tokenizer: Any, whose: str, **options: Any) -> dict[str, Any]:
+def _prompt(chat: list[Message], tokenizer: Any, whose: str) -> Tokens:
+    """Return the tokens of a conversation with the header that asks the assistant for the next message."""
     try:
-        found = tokenizer.apply_chat_template(chat, tokenize=True, return_dict=True, **options)
+        return list(_apply(chat, tokenizer, whose, add_generation_prompt=True)["input_ids"])
+    except DataError as error:
+        if chat:
+            raise
+        raise DataError(
+            f"{whose} begins with the assistant, and the chat template does not render the header before its first "
+            f"message alone, so it does not show which tokens are the assistant's: {_ADD_MARKS}"
+        ) from error
+
+
+def _shared(one: Tokens, other: Tokens) -> int:
+    """Return how many tokens two texts have in common at their beginning."""
+    pairs = zip(one, other, strict=False)
+    return next((place for place, (a, b) in enumerate(pairs) if a != b), min(len(one), len(other)))
+
+
+def _apply(chat: list[Message], tokenizer: Any, whose: str, **options: Any) -> dict[str, Any]:
+    asked: Any = chat or [chat]  # transformers renders a chat without messages in a batch only
+    try:
+        found = tokenizer.apply_chat_template(asked, tokenize=True, return_dict=True, **options)
     except Exception as error:  # of the template, which is the user's
         raise DataError(f"the chat template does not take {whose}: {first_line(error)}.") from error
-    return {name: list(found[name]) for name in ("input_ids", "assistant_masks") if name in found}
+    names = [name for name in ("input_ids", "assistant_masks") if name in found]
+    return {name: list(found[name] if chat else found[name][0]) for name in names}

@@ -53,7 +53,11 @@ class Examples:
 
     @property
     def rows(self) -> Sequence[dict[str, Tensor]]:
-        """The examples as a Trainer of transformers takes them: labels are −100 where nothing is learnt."""
+        """The examples as a Trainer of transformers takes them: labels are −100 where nothing is learnt.
+
+        A Trainer weighs every token the same, and so does `columns` with loss="sum". The default, "mean", weighs every
+        item the same, which is another objective unless all items have equally many learnt tokens.
+        """
         labels = self.columns["input_ids"].masked_fill(self.columns["weights"] == 0, IGNORED)
         pairs = zip(self.columns["input_ids"], labels, strict=True)
         return [{"input_ids": ids, "labels": wanted} for ids, wanted in pairs]
@@ -75,7 +79,9 @@ class Documents(Examples):
     document's first is predicted exactly once.
 
     length: by default the tokenizer's context, at most 1,024.
-    loss: "mean", so that every document counts the same whatever its length, or "sum" over its tokens.
+    loss: "mean", so that every document counts the same whatever its length, or "sum" over its tokens, as a Trainer
+        weighs them. With "sum", gradients are larger than a Trainer's by the number of learnt tokens per example:
+        divide its learning rate by that.
     """
 
     def __init__(
@@ -148,9 +154,9 @@ class Completions:
                 f"every prompt needs its completion: {len(prompts)} prompts, {len(completions)} completions."
             )
         pairs = list(zip(prompts, completions, strict=True))
-        self._set_columns(
-            [split_completion(tokenizer, *pair, f"query {i}") for i, pair in enumerate(pairs)], tokenizer, length
-        )
+        split = [split_completion(tokenizer, *pair, f"query {i}") for i, pair in enumerate(pairs)]
+        masked = [(before + after, [False] * len(before) + [True] * len(after)) for before, after in split]
+        self._set_columns(masked, tokenizer, length)
         self.texts = [prompt + completion for prompt, completion in pairs]
         self.warnings = _warn_of_missing_spaces(prompts, completions, tokenizer)
 
@@ -161,29 +167,26 @@ class Completions:
         """Make each conversation a query: its last message, which must be the assistant's, is what is attributed.
 
         conversations: lists of messages, {"role": …, "content": …}, rendered by the tokenizer's chat template. The
-            tokens that count are those of that message which `Conversations` would learn, its end included.
+            tokens that count are all those of that message which `Conversations` would learn, its end included.
         """
         from imprint.language.chats import render_queries
 
-        made, pairs = cls.__new__(cls), render_queries(conversations, tokenizer)
-        made._set_columns(pairs, tokenizer, length)
-        made.texts = [str(tokenizer.decode(before + after)) for before, after in pairs]
+        made, found = cls.__new__(cls), render_queries(conversations, tokenizer)
+        made._set_columns(found, tokenizer, length)
+        made.texts = [str(tokenizer.decode(tokens)) for tokens, _ in found]
         made.warnings = ()
         return made
 
-    def _set_columns(self, pairs: list[tuple[Tokens, Tokens]], tokenizer: Tokenizer, length: int | None) -> None:
+    def _set_columns(self, queries: list[tuple[Tokens, list[bool]]], tokenizer: Tokenizer, length: int | None) -> None:
         limit = context_of(tokenizer) if length is None else length
-        for index, (before, after) in enumerate(pairs):
-            if limit is not None and len(before) + len(after) > limit:
+        for index, (tokens, counts) in enumerate(queries):
+            if limit is not None and len(tokens) > limit:
+                prompt = counts.index(True)
                 raise DataError(
-                    f"query {index} has {len(before)} tokens of prompt and {len(after)} of completion, "
-                    f"{len(before) + len(after) - limit} more than the {limit} that fit: shorten the prompt from its "
-                    "beginning."
+                    f"query {index} has {prompt} tokens of prompt and {len(tokens) - prompt} of completion, "
+                    f"{len(tokens) - limit} more than the {limit} that fit: shorten the prompt from its beginning."
                 )
-        self.columns = pad_rows(
-            [before + after for before, after in pairs],
-            [[0.0] * len(before) + [1.0] * len(after) for before, after in pairs],
-        )
+        self.columns = pad_rows([tokens for tokens, _ in queries], [list(map(float, counts)) for _, counts in queries])
 
     def __len__(self) -> int:
         return len(self.columns["input_ids"])

@@ -9,6 +9,7 @@ of other documents too.
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cached_property
+from numbers import Integral
 from typing import Any
 
 import torch
@@ -27,7 +28,6 @@ from imprint.language.data import (
     Tokens,
     check_length,
     check_texts,
-    pad_rows,
     refuse_tokenizer,
     tokens_of,
 )
@@ -90,6 +90,7 @@ class Packed(Examples):
         for name, given in (("owners", owned), ("labels", wanted)):
             if given is not None and list(map(len, given)) != list(map(len, ids)):
                 raise DataError(f"{name} must have one number for each token of each row, as rows has.")
+        _refuse_owners(owned)
         count = 1 + max((owner for row in owned for owner in row), default=NOBODY)
         if not count:
             raise DataError("no token of the packed rows has an owner: give the number of its document for each.")
@@ -132,17 +133,20 @@ class Packed(Examples):
     @cached_property
     def columns(self) -> dict[str, Tensor]:  # type: ignore[override]
         """One row per segment: the tokens of its packed row, and the weights of its own."""
-        padded = pad_rows(self._ids, [[0.0] * len(row) for row in self._ids])["input_ids"]
         own = self._tokens[self._row_of] == torch.arange(len(self)).unsqueeze(1)
         weights = own.to(torch.get_default_dtype()) * (len(self) / int(own.sum()))
-        return {"input_ids": padded[self._row_of], "weights": weights}
+        return {"input_ids": self._padded[self._row_of], "weights": weights}
 
     @cached_property
     def rows(self) -> list[dict[str, Tensor]]:
         """The packed rows, as a Trainer of transformers takes them; the last one is padded with labels of −100."""
-        padded = pad_rows(self._ids, [[0.0] * len(row) for row in self._ids])["input_ids"]
-        labels = padded.masked_fill(self._tokens == NOBODY, IGNORED)
-        return [{"input_ids": ids, "labels": wanted} for ids, wanted in zip(padded, labels, strict=True)]
+        labels = self._padded.masked_fill(self._tokens == NOBODY, IGNORED)
+        return [{"input_ids": ids, "labels": wanted} for ids, wanted in zip(self._padded, labels, strict=True)]
+
+    @cached_property
+    def _padded(self) -> Tensor:
+        """The tokens of the packed rows, (rows, length), filled up on the right with token 0."""
+        return torch.tensor([row + [0] * (self._tokens.shape[1] - len(row)) for row in self._ids])
 
     @cached_property
     def texts(self) -> list[str]:
@@ -256,3 +260,14 @@ def _as_lists(rows: Any) -> list[list[int]]:
     if not found or not all(found):
         raise DataError("packed rows must be lists of tokens, none of them empty.")
     return found
+
+
+def _refuse_owners(owners: list[list[Any]]) -> None:
+    """Refuse owners that are neither the number of a document nor `NOBODY`."""
+    for row, owned in enumerate(owners):
+        for position, owner in enumerate(owned):
+            if not isinstance(owner, Integral) or isinstance(owner, bool) or owner < NOBODY:
+                raise DataError(
+                    f"the owner of position {position} of packed row {row} is {owner!r}: give the number of its "
+                    f"document, from 0, or {NOBODY} for a token that is no document's."
+                )

@@ -14,12 +14,14 @@ from imprint.attribution.result import Attribution
 from imprint.attribution.top import describe_warnings, explain_marks
 from imprint.attribution.uncertainty import ERROR, LACKING, describe_error, explain_errors
 from imprint.display import for_terminal
+from imprint.errors import TaskError
 from imprint.language.causal import LanguageTask
 from imprint.language.data import Completions, Tokenizer
 from imprint.readout.reader import Reader
 from imprint.sources import find_source
 from imprint.store.reading import Store
 from imprint.tensors.vectors import root_mean_square
+from imprint.validation.record import find_verdict
 
 if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions, Group, RenderResult
@@ -130,7 +132,8 @@ class TokenAttribution:
         rows = "".join(
             f"<tr><td>{escape(c.name)}</td><td>{c.format_effect()}{c.format_error(' ± ')}</td></tr>" for c in credits
         )
-        notes = (*explain_marks(credits), *describe_error(self.labels), *describe_warnings(self.labels))
+        standing = self.labels.standing
+        notes = (standing, *explain_marks(credits), *describe_error(self.labels), *describe_warnings(self.labels))
         bar = ", ".join(f"rgb{_shade(step, 1.0)}" for step in (-1.0, -0.5, 0.0, 0.5, 1.0))
         return _PAGE.format(
             name=escape(self.labels.source_names[index]),
@@ -163,7 +166,9 @@ def token_scores(
     options: of `imprint.Reader`, such as readout=, step= or memory=.
     """
     store = Store.of(store)
-    columns = Completions([prompt], [completion], tokenizer).columns
+    asked = Completions([prompt], [completion], tokenizer)
+    columns = asked.columns
+    _refuse_other_tokenizer(task, tokenizer, prompt + completion)
     count = int(columns["weights"].sum())
     last = lambda model, batch: task.token_log_probs(model, batch)[0, -count:]  # noqa: E731 (of a single row)
     reader = Reader(task, store, measure=last, **options)
@@ -182,12 +187,21 @@ def token_scores(
         measure=task.measure_name,
         better=task.better,
         details={"readout": reader.readout, **reader.details, **chaos, ERROR: errors},
-        warnings=(*reader.warnings, *warnings),
+        warnings=(*reader.warnings, *warnings, *asked.warnings),
         question=store.question,
         removes=store.removes,
+        validation=find_verdict(store, task.measure_name),
     )
     texts = _texts(tokenizer, columns["input_ids"][0].tolist())
     return TokenAttribution(labels, "".join(texts[:-count]), tuple(texts[-count:]), scores, noise, replicates)
+
+
+def _refuse_other_tokenizer(task: LanguageTask, tokenizer: Tokenizer, text: str) -> None:
+    """Refuse a tokenizer that cuts a text otherwise than the task's own: other tokens mean other words to the model."""
+    if task.tokenizer is not None and list(task.tokenizer(text)["input_ids"]) != list(tokenizer(text)["input_ids"]):
+        raise TaskError(
+            "this tokenizer is not the one that the task was made with: it cuts the text into other tokens."
+        )
 
 
 def _texts(tokenizer: Tokenizer, tokens: list[int]) -> list[str]:

@@ -6,9 +6,10 @@ trust region: what a random half of the data is predicted to do to the outputs m
 linear prediction can hold, from a quarter to one nat of the margins (in other tasks, of the noise of the outputs).
 Where data is plentiful a half does move little: λ stays above a tenth of tr(H)/N, and above what rounding hides.
 
-**Horizon of a path.** N/(2c), with c the size of the curvature that one example brings, its Frobenius norm: where an
-example has one output that is its trace, and a path of N/tr(H) filters as a damping of tr(H)/N does; an example of many
-outputs, such as a window of tokens, pulls in many directions, and hangs less on each. A horizon is never longer than
+**Horizon of a path.** N/(2c), with c the size of the curvature that one example brings, its Frobenius norm. For an
+example with one output, c is its trace, and a path of N/(2c) filters as a damping of 2 tr(H)/N does. An example with
+many outputs, such as a window of tokens, pulls in many directions, and hangs less on each. The factor of 2 was chosen
+on the development settings (docs/what-was-tried.md). A horizon is never longer than
 the trust region allows, nor than a quarter of the training, where that was recorded (`training_time`): a training that
 was stopped early did not overfit, and a path that goes on would. With batch norm it has half of that: training moves
 the running statistics along with the weights, and a path in evaluation mode keeps those of the checkpoint.

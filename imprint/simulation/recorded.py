@@ -118,7 +118,9 @@ def refuse_other_data(run: Run, hashes: DataPrint, n: int) -> None:
     likeness = compare_data(run.data, hashes, n)
     if not likeness.same:
         raise DataError(
-            f"the run was recorded with other training data{likeness.remark}: give the same examples in the same order."
+            f"the run was recorded with other training data{likeness.remark}: give the same examples in the same "
+            "order, in the form in which they were trained on. (The run of a Trainer is replayed with its "
+            "train_dataset, such as documents.rows, and collate_fn=run.collate_fn.)"
         )
     likeness.warn()
 

@@ -1,4 +1,7 @@
-"""Reads checkpoints from disk: safetensors, files of torch.save that need no pickle, and folders of a Trainer."""
+"""Reads checkpoints from disk: safetensors, files of torch.save, and folders of a Trainer.
+
+Files of torch.save that hold only tensors and plain values are read; others could execute code.
+"""
 
 import json
 import os
@@ -88,11 +91,11 @@ def _load_safetensors(path: Path, what: str) -> dict[str, Tensor]:
 def _unwrap(found: Any, path: Path) -> dict[str, Tensor]:
     """Return the state dict in what a training script has saved: that itself, or a dictionary around it."""
     if isinstance(found, Mapping):
-        if _has_tensors(found):
-            return dict(found)
         inner = [name for name in _AROUND if _has_tensors(found.get(name))]
         if len(inner) == 1:
             return dict(found[inner[0]])
+        if _has_tensors(found) and not any(map(_has_tensors, found.values())):
+            return dict(found)
     held = (
         f"a dictionary of {name_some(list(map(str, found)), 6)}" if isinstance(found, Mapping) else type(found).__name__
     )

@@ -43,7 +43,10 @@ def read_moments(folder: Path, task: Task) -> dict[str, Tensor] | None:
         decays = [float(group["betas"][1]) if "betas" in group else None for group in groups]
     except (KeyError, TypeError, IndexError) as error:
         raise TaskError(f"{place} is no state of an optimiser: it lacks {error}. {_ALONE}") from error
-    if not any(isinstance(each, Mapping) and "exp_avg_sq" in each for each in state.values()):
+    without_decay = {number for group, decay in zip(numbers, decays, strict=True) if decay is None for number in group}
+    kept = {number: about for number, about in state.items() if about}
+    readable = all(isinstance(about, Mapping) and "exp_avg_sq" in about for about in kept.values())
+    if not kept or not readable or without_decay & kept.keys():  # some may be factored, as Adafactor's
         logger.warning("%s has no second moments that can be read: they are estimated", place)
         return None
     trained: Task = getattr(task, "plain", task)  # without an adapter that was made for this task

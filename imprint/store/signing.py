@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from imprint.errors import StoreError
 from imprint.keys import PrivateKey, PublicKey, identify_key, is_signed, load_private_key, load_public_key
-from imprint.store.files import sha256, write
+from imprint.store.files import refuse_unreadable, sha256, write
 from imprint.store.manifest import MANIFEST
 from imprint.store.values import parsed, read_json
 
@@ -95,8 +95,11 @@ def check_signature(folder: Path, store: str, signer: PublicKey) -> Signed:
 
 
 def _hash(file: Path) -> str | None:
-    """Return the checksum of a file; None if it is not there."""
+    """Return the checksum of a regular file; None if there is nothing in its place. A pipe would block."""
     try:
-        return sha256(file) if os.path.lexists(file) else None
+        if not os.path.lexists(file):
+            return None
+        refuse_unreadable(file)
+        return sha256(file)
     except OSError as error:
         raise StoreError(f"{file} cannot be read: {error.strerror or error}.") from error

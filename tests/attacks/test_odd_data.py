@@ -87,7 +87,7 @@ def queries_from_an_iterable_dataset_with_a_length() -> Case:
     return Case(mlp(), asked=Streaming(columns(QUERIES, 2)))
 
 
-@attack("speaks")
+@attack("works")
 def a_loader_for_training_data() -> Case:
     return Case(mlp(), given=DataLoader(TensorDataset(*columns()), batch_size=4))
 

@@ -9,7 +9,18 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from imprint import DataError, Plan, RunRecorder, Sources, SourcesError, Task, attribute, drill_down, simulate
+from imprint import (
+    DataError,
+    Plan,
+    RunRecorder,
+    Sources,
+    SourcesError,
+    StoreError,
+    Task,
+    attribute,
+    drill_down,
+    simulate,
+)
 
 N = 24
 X = torch.randn(N, 3, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
@@ -123,3 +134,39 @@ def test_documents_may_be_numbered_by_an_array() -> None:
     numbered: tuple[Any, ...] = (np.arange(N) // 8, torch.arange(N) // 8)
     for labels in numbered:
         assert sources.inside("times", labels, N).ids == ("0", "1", "2")
+
+
+def test_a_store_is_looked_into_only_with_what_it_was_made_from(tmp_path: Path) -> None:
+    task, sources = make_task(), Sources.by_label(OWNERS)
+    early = [{name: 0.5 * tensor for name, tensor in task.state().items()}]
+    store = simulate(task, (X, Y), sources, SPECTRAL, checkpoints=early, progress=False)
+    given: Any = {"plan": SPECTRAL, "documents": DOCUMENTS, "store": store, "progress": False}
+    found = drill_down(task, (X, Y), sources, "times", QUERIES, checkpoints=early, **given)
+    assert found.result.warnings == ()
+    with pytest.raises(StoreError, match="these are not the checkpoints"):
+        drill_down(task, (X, Y), sources, "times", QUERIES, **given)
+    with pytest.raises(SourcesError, match="these are not the sources"):
+        drill_down(
+            task, (X, Y), Sources.by_label(["times", *OWNERS[:-1]]), "times", QUERIES, checkpoints=early, **given
+        )
+    with pytest.raises(DataError, match="this is not the training data"):
+        drill_down(task, (X + 1, Y), sources, "times", QUERIES, checkpoints=early, **given)
+
+
+def test_what_is_kept_is_read_without_choosing_a_plan_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = look(plan=None, out=tmp_path / "inside")
+
+    def refuse(*given: Any, **more: Any) -> Plan:
+        raise AssertionError("a plan was chosen again")
+
+    monkeypatch.setattr(Plan, "auto", refuse)
+    assert torch.equal(look(plan=None, out=tmp_path / "inside").result.scores, first.result.scores)
+
+
+def test_no_documents_are_not_all_documents() -> None:
+    with pytest.raises(SourcesError, match="expected the document of each of 24 training examples, got 0"):
+        look(documents=[])
+
+
+def test_a_question_is_shown_as_it_was_asked() -> None:
+    assert "query 0: what is this:" in repr(look(asked=["what is this:"] * 4))

@@ -134,7 +134,7 @@ def test_the_documents_of_a_source_are_shown_and_written(command: Command, tmp_p
     [
         ("inside runs/news lag --task model.py:task", "there is no source 'lag'; did you mean log?"),
         ("inside runs/news log --task model.py:task --out x.txt", "--out must end in .html, got x.txt."),
-        ("inside runs/news log --task regrouped.py:task", "the sources of regrouped.py are not those that runs/news"),
+        ("inside runs/news log --task regrouped.py:task", "these are not the sources that runs/news was made with"),
     ],
 )
 def test_a_source_that_cannot_be_looked_into_is_refused(line: str, says: str, command: Command) -> None:
@@ -142,3 +142,28 @@ def test_a_source_that_cannot_be_looked_into_is_refused(line: str, says: str, co
     Path("regrouped.py").write_text(text.replace('["log", "kennel", "log"]', '["log", "log", "kennel"]'))
     failed = command(*shlex.split(line))
     assert (failed.code, failed.out) == (1, "") and says in failed.err
+
+
+@pytest.mark.parametrize("more", [(), ("--tokens",)])
+def test_a_missing_space_is_said_in_the_table(more: tuple[str, ...], command: Command) -> None:
+    shown = command("attribute", "runs/news", *TASK, "--prompt", "the ship", "--completion", "sails on", *more)
+    assert shown.code == 0 and "space" in shown.out
+
+
+def test_words_are_listed_in_the_order_that_is_asked_for(command: Command) -> None:
+    raises, lowers = (command(*ASK, "--tokens", "--by", by, "--json").values for by in ("raises", "lowers"))
+    names = [[credit["source"] for credit in found["queries"][0]] for found in (raises, lowers)]
+    assert names[0] == names[1][::-1]
+    assert "sources can be ordered by" in command(*ASK, "--tokens", "--by", "size").err
+
+
+def test_a_chat_model_is_not_asked_without_its_template_in_silence(command: Command, folder: Path) -> None:
+    text = (folder / "model.py").read_text()
+    (folder / "chat.py").write_text(text + "\nwords.chat_template = '{{ messages[0].content }}'\n")
+    line = ("attribute", "runs/news", "--task", "chat.py:task", "--prompt", "a dog", "--completion", " barks")
+    assert "the tokenizer has a chat template" in command(*line).out
+
+
+def test_words_are_also_told_without_colours_and_with_the_standing_of_the_store(command: Command) -> None:
+    shown = command(*ASK, "--tokens", "--out", "words.html")
+    assert "Word by word: sails " in shown.out and "not validated" in Path("words.html").read_text()

@@ -1,6 +1,7 @@
 """`imprint keys`, `sign` and `credit`, from the first key to a checked statement and a tampered entry."""
 
 import json
+import os
 import sqlite3
 from pathlib import Path
 
@@ -142,6 +143,41 @@ def test_a_policy_may_be_json(ledger: Path, command: Command) -> None:
     run(command, "credit", "add", "-l", "credit.db", "scores.safetensors", "--policy", "policy.json")
     (ledger / "policy.json").write_text("[]")
     assert command("credit", "add", "-l", "credit.db", "scores.safetensors", "--policy", "policy.json").code == 1
+
+
+@pytest.mark.parametrize("amount", ["1_000", "２", "NaN", "1e3", "-1", " 1", "0.0000001", "1" * 13, "", "."])
+def test_what_is_no_plain_amount_is_refused(amount: str, empty: Path, command: Command) -> None:
+    done = command("credit", "create", "-l", "a.db", "--currency", "EUR", f"--per-query={amount}")
+    assert done.code == 1 and "an amount is a number such as 0.002" in done.err and not (empty / "a.db").exists()
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("erase", "--entry", "99999999999999999999"),
+        ("show", "99999999999999999999"),
+        ("close", "p", "--until", "0001-01-01T00:00:00+23:59"),
+        ("add", "scores.safetensors", "--policy", "long.json"),
+        ("add", "scores.safetensors", "--policy", "deep.json"),
+        ("add", "scores.safetensors", "--policy", "twice.json"),
+        ("add", "scores.safetensors", "--policy", "long.toml"),
+        ("add", "scores.safetensors", "--policy", "deep.toml"),
+        ("add", "scores.safetensors", "--policy", "pipe.toml"),
+        ("statements", "p", "--out", "out", "--terms", "pipe.toml"),
+        ("verify", "--heads", "pipe.toml"),
+    ],
+    ids=" ".join,
+)
+def test_odd_values_and_files_end_in_a_sentence(arguments: tuple[str, ...], ledger: Path, command: Command) -> None:
+    fields = '"name": "a", "question": "expected"'
+    (ledger / "long.json").write_text(f'{{{fields}, "version": {"9" * 5000}}}')
+    (ledger / "deep.json").write_text("[" * 100_000)
+    (ledger / "twice.json").write_text(f'{{{fields}, "question": "this_run"}}')
+    (ledger / "long.toml").write_text(f"version = {'9' * 5000}")
+    (ledger / "deep.toml").write_text("a = " + "[" * 100_000)
+    os.mkfifo(ledger / "pipe.toml")
+    done = command("credit", *arguments, "-l", "credit.db")
+    assert done.code == 1 and "Traceback" not in done.err and done.err.strip(), done.err
 
 
 def test_the_ledger_may_be_named_by_the_environment(

@@ -9,9 +9,10 @@ import torch
 from safetensors.torch import save_file
 from typer.testing import CliRunner
 
-from imprint import self_influence
+from imprint import DataError, self_influence
 from imprint.cli.app import app
 from imprint.evaluation import example_losses
+from imprint.evaluation.mislabels import Suspects
 from tests.cli.commands import Command, loaded
 
 MODEL = """
@@ -95,3 +96,21 @@ def test_what_cannot_be_suspected_is_refused(command: Command, made: Path) -> No
     assert silent.code == 1 and "unknown whether high or low values" in silent.err
     assert "--out must end in .csv" in command("suspects", "runs/each", *TASK, "--out", "x.txt").err
     assert "there is no folder" in command("suspects", "runs/each", *TASK, "--out", "no/x.csv").err
+
+
+def test_flags_may_be_a_function_and_wrong_texts_are_refused(command: Command) -> None:
+    text = Path("model.py").read_text()
+    Path("lazy.py").write_text(text + "\nflags = mislabelled\ndef mislabelled():\n    return flags\n")
+    found = command("suspects", "runs/each", "--task", "lazy.py:task", "--json").values
+    assert found["auc"]["influence"]["value"] == 1.0
+    Path("short.py").write_text(text + '\nexample_texts = ["one"]\n')
+    failed = command("suspects", "runs/each", "--task", "short.py:task")
+    assert failed.code == 1 and "there are 1 texts of examples, and 40 examples" in failed.err
+
+
+def test_suspicions_that_are_not_numbers_are_refused() -> None:
+    values = torch.tensor([1.0, float("nan")])
+    with pytest.raises(DataError, match="must be finite"):
+        Suspects.rank(values, torch.ones(2), "lower", 2)
+    with pytest.raises(DataError, match="expected one self-influence and one loss per example"):
+        Suspects.rank(torch.ones(2), torch.ones(3), "lower", 2)

@@ -1,14 +1,16 @@
 """A writer that is killed loses nothing it has acknowledged, and writes nothing twice when it tries again."""
 
-import itertools
-import os
+import multiprocessing
 import random
 import signal
 import subprocess
 import sys
+import time
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 import pytest
+import torch
 
 from imprint.credit import Ledger
 from imprint.credit.verifying import verify
@@ -16,33 +18,41 @@ from tests.credit.crediting import EXPECTED, make_ledger, make_result
 
 pytestmark = pytest.mark.system
 KEYS = 5_000  # requests of a writer: more than it gets to
+LONGEST = 0.02  # seconds, about what a request takes
+FORKS = multiprocessing.get_context("forkserver")  # imports once: a writer then starts in milliseconds, not in seconds
+FORKS.set_forkserver_preload([__name__])
 
 
-def write(place: str, first: int) -> None:
+def write(place: str, first: int, answers: Connection) -> None:
     """Credit one request after another, and say so once it is acknowledged; requests from `first` on are new."""
+    torch.set_num_threads(1)
     ledger = Ledger(place)
     for number in range(max(0, first - 3), KEYS):  # tries again what it may have been killed in, as a caller does
         count = 1 + number % 4
         result, payloads = make_result(count, seed=number), [f"{number}-{each}".encode() for each in range(count)]
         receipt = ledger.credit(result, EXPECTED, payloads=payloads, key=f"key-{number}")
-        print(number, *receipt.sequences, flush=True)
+        answers.send((number, receipt.sequences))
 
 
 def kill_writers(place: str, times: int) -> None:
     """Kill a writer at random moments, start another, and compare what is there with what was acknowledged."""
     ledger, draw, acknowledged = Ledger(place), random.Random(0), dict[int, tuple[int, ...]]()
     for _ in range(times):
-        code = f"from tests.credit.test_killing import write; write({place!r}, {len(acknowledged)})"
-        with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as writer:
-            assert writer.stdout is not None
-            lines = itertools.islice(writer.stdout, draw.randrange(4, 12))
-            for line in lines:  # waits for this many requests, then kills it within the next one
-                note(acknowledged, line)
-            os.kill(writer.pid, signal.SIGKILL)
-            for line in writer.stdout:
-                if line.endswith("\n"):
-                    note(acknowledged, line)
-        assert writer.returncode == -signal.SIGKILL
+        answers, given = FORKS.Pipe(duplex=False)
+        writer = FORKS.Process(target=write, args=(place, len(acknowledged), given))
+        writer.start()
+        given.close()  # so that the answers end when the writer does
+        for _ in range(draw.randrange(4, 8)):  # waits for this many requests, then kills it within the next one
+            note(acknowledged, *answers.recv())
+        time.sleep(draw.uniform(0, LONGEST))
+        writer.kill()
+        try:
+            while True:
+                note(acknowledged, *answers.recv())
+        except EOFError:
+            answers.close()
+        writer.join()
+        assert writer.exitcode == -signal.SIGKILL
     written = {leaf.sequence: leaf for leaf in ledger.entries(kind="credit")}
     places = [place for places in acknowledged.values() for place in places]
     assert len(set(places)) == len(places) and set(places) <= set(written)
@@ -55,9 +65,8 @@ def kill_writers(place: str, times: int) -> None:
     ledger.close()
 
 
-def note(acknowledged: dict[int, tuple[int, ...]], line: str) -> None:
-    number, *sequences = map(int, line.split())
-    assert acknowledged.setdefault(number, tuple(sequences)) == tuple(sequences), "the same request, other entries"
+def note(acknowledged: dict[int, tuple[int, ...]], number: int, sequences: tuple[int, ...]) -> None:
+    assert acknowledged.setdefault(number, sequences) == sequences, "the same request, other entries"
 
 
 def test_a_killed_writer_loses_nothing_and_repeats_nothing(place: str) -> None:

@@ -7,7 +7,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from imprint.credit.money import MICRO, Tariff, apportion, format_amount, make_whole, require_amount, round_amounts
+from imprint.credit.money import (
+    MICRO,
+    Tariff,
+    apportion,
+    format_amount,
+    format_units,
+    make_whole,
+    require_amount,
+    round_amounts,
+)
 from imprint.errors import CreditError
 
 weights = st.lists(st.integers(0, 10**12), min_size=1, max_size=30).filter(any)
@@ -74,3 +83,9 @@ def test_an_amount_is_a_whole_number(value: Any) -> None:
 def test_a_tariff_that_cannot_be_is_refused(given: dict[str, Any]) -> None:
     with pytest.raises(CreditError):
         Tariff(**{"currency": "EUR", **given})
+
+
+def test_units_are_formatted_to_the_last_digit() -> None:
+    assert format_units(37_897_284_218_371_848, 1) == "37897284218.371848"
+    assert format_units(2**63 - 1, 10_000) == "92233720368547758.07"
+    assert (format_units(-125, 10_000), format_units(3, 1_000_000), format_units(0, 10)) == ("-1.25", "3", "0.00000")

@@ -134,8 +134,14 @@ def test_totals_match_to_the_unit(entries: list[tuple[dict[str, int], int]], sma
     totals = Totals()
     for sequence, (paid, rest) in enumerate(entries):
         lines = [{"source": name, "size": 1, "share": 0, "amount": paid[name]} for name in sorted(paid)]
-        about: dict[str, Any] = {"pot": sum(paid.values()) + rest, "rule": "r", "question": "q", "validation": None,
-                 "unattributed": {"share": 0, "amount": rest}}  # fmt: skip
+        about: dict[str, Any] = {
+            "pot": sum(paid.values()) + rest,
+            "n": 1,
+            "rule": "r",
+            "question": "q",
+            "validation": None,
+        }
+        about |= {"unattributed": {"share": 0, "amount": rest}}
         totals.add(compose("credit", sequence, "t", about, Lines.of(lines)))
     totals.divide(None)
     about, rows = totals.summarise(Tariff("EUR", smallest=smallest))

@@ -3,23 +3,26 @@
 import csv
 import json
 import re
+import unicodedata
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pyarrow.parquet
 import pytest
+import torch
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from imprint.credit import Ledger, Policy
 from imprint.credit.heads import sign_head
 from imprint.credit.leaves import hash_line
 from imprint.credit.money import MICRO
+from imprint.credit.naming import name_files
 from imprint.credit.periods import close_period
 from imprint.credit.proofs import CheckedStatement, check_statement
-from imprint.credit.statements import COLUMNS, name_files, write_statements
+from imprint.credit.statements import COLUMNS, write_statements
 from imprint.errors import CreditError
 from tests.credit.crediting import EXPECTED, fill, make_ledger, make_result
-from tests.credit.insider import change_entry, rebuild, run
 
 KEY = Ed25519PrivateKey.generate()
 
@@ -38,14 +41,6 @@ def statements(ledger: Ledger, tmp_path: Path) -> Path:
 
 def check(place: Path) -> CheckedStatement:
     return check_statement(place, KEY.public_key())
-
-
-def find_problems(place: Path) -> list[str]:
-    """Return what does not hold, or why a statement cannot be read at all."""
-    try:
-        return list(check(place).problems)
-    except CreditError as error:
-        return [str(error)]
 
 
 def read(place: Path) -> list[dict[str, Any]]:
@@ -154,31 +149,6 @@ def test_a_log_that_was_cut_short_before_a_statement_is_noticed(statements: Path
     assert not found.holds and f"nothing proves that the log grew from the head of {head.size + 5}" in found.problems[0]
 
 
-CONTRADICTIONS: dict[str, tuple[Any, str]] = {
-    "a share": (lambda about, row: row.update(share=0.9), "the share is not the amount divided by the total"),
-    "an interval": (lambda about, row: row.update(low=0.0, high=0.0), "the interval of the share does not hold"),
-    "too few queries": (lambda about, row: about.update(entries=3), "more queries than entries, or fewer than this"),
-    "a pot for none": (lambda about, row: about.update(without_pot=99), "more queries than entries, or fewer"),
-    "half a cent": (lambda about, row: row.update(units=row["units"] + 0.5), "a whole number is expected"),
-    "a cent more": (lambda about, row: row.update(units=row["units"] + 2), "differs from the amount by a unit or more"),
-    "the total": (lambda about, row: about.update(total=1), "paid more than everybody together"),
-    "its end": (lambda about, row: about.update(stop=10**6, entries=10**5), "the period was closed before it ended"),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("kind", CONTRADICTIONS)
-def test_a_payer_who_signs_a_period_that_contradicts_itself_is_found(kind: str, ledger: Ledger, tmp_path: Path) -> None:
-    """The payer has the key and the database, so that every proof fits; only the figures do not fit each other."""
-    edit, expected = CONTRADICTIONS[kind]
-    fill(ledger, (9, 5), pot=500_000)
-    sequence = close_period(ledger, "p").sequence
-    run(ledger, change_entry(sequence, lambda about, rows: edit(about, rows[2])), rebuild)
-    ledger.sign_head(KEY)
-    write_statements(ledger, "p", tmp_path / "out", sources=["times"], progress=False)
-    found = find_problems(tmp_path / "out" / "times.jsonl")
-    assert any(expected in problem for problem in found), found
-
-
 def test_a_pot_of_the_period_is_proved_up_to_a_micro_unit(place: str, tmp_path: Path) -> None:
     ledger = make_ledger(place, per_query=None)
     fill(ledger, (3, 4))
@@ -197,7 +167,8 @@ def test_tables_have_a_row_for_each_query(statements: Path) -> None:
     assert tuple(rows[0]) == COLUMNS == tuple(table[0]) and len(rows) == len(table) == 14
     for row, other in zip(rows, table, strict=True):
         assert row["query"] == other["query"] and float(row["share"]) == other["share"]
-        assert float(row["amount"]) == other["amount"]
+        assert float(row["amount"]) == other["amount"] and row["currency"] == other["currency"] == "EUR"
+        assert abs(other["share"] * other["pot"] - other["amount"]) < 1.001 / MICRO
     paid = sum(other["amount"] for other in table)
     assert paid == pytest.approx(check(statements / "times.jsonl").amount / MICRO)
 
@@ -209,12 +180,19 @@ def test_the_page_says_who_gets_what_why_how_sure_and_how_to_check_it(statements
     for text in (
         f"{found.units * found.smallest / MICRO:.2f} EUR",
         "Of 14 queries, your source earned a share of",
-        "with 95% confidence (from 4 training runs and 14 queries)",
+        "With other training runs and other queries of the same kind, your share would probably lie between",
+        "(95% interval, from 4 training runs and 14 queries)",
+        "of the 7.00 EUR that the queries of this period paid (14 queries at 0.5 EUR);",
+        "EUR stayed unattributed",
+        "“Needed” is 3.18 times the standard error.",
+        "compare the amount that it prints with the one above",
+        "Take it from your contract or the payer’s website",
+        "each of them names the policy above",
         "how much your data helps on average",
-        "only if the 95% interval of the help lies above 0",
-        "8 removals in 3 training runs",
+        "so that the 95% interval of the help lies above 0",
+        "8 removals, of 8 different sources in all, each in 3 training runs",
+        "the log does not say whether they are among those paid here",
         "5 of 40 training examples",
-        "14 queries at 0.5 EUR",
         "Payer Acme Ltd",
         "number of training examples",
         "imprint credit check times.jsonl --public-key",
@@ -222,6 +200,50 @@ def test_the_page_says_who_gets_what_why_how_sure_and_how_to_check_it(statements
     ):
         assert text in page, text
     assert "<script" not in page and "http" not in page.replace("http-equiv", "")
+
+
+def write_page(place: str, folder: Path, policy: Policy, helps: list[list[float]], pot: int | None = None) -> str:
+    """Write the statement of "times", the third source, whose effects have standard errors of about 0.05."""
+    ledger = make_ledger(place)
+    result = replace(make_result(len(helps)), scores=-40 * torch.tensor(helps, dtype=torch.float64))
+    ledger.credit(result, policy, pot=pot)
+    close_period(ledger, "p")
+    ledger.sign_head(KEY)
+    page = write_statements(ledger, "p", folder, sources=["times"], progress=False)[0].read_text()
+    ledger.close()
+    return " ".join(page.split())
+
+
+def test_harm_is_stated_only_where_it_is_as_clear_as_help_must_be(place: str, tmp_path: Path) -> None:
+    helps = [[0.5, 0.5, help, 0.5] for help in (9.0, 8.0, 0.001, -0.001, 0.0, -9.0)]
+    page = write_page(place, tmp_path, EXPECTED, helps)
+    assert (
+        "Of 6 queries, your source earned a share of 2; nothing is deducted for the others. Of those, 1 clearly" in page
+    )
+    assert "and for 3 no effect can be told from chance." in page and page.count('<td class="number">+') == 2
+
+
+def test_a_rule_without_a_threshold_claims_no_harm(place: str, tmp_path: Path) -> None:
+    page = write_page(place, tmp_path, replace(EXPECTED, rule="positive_part"), [[0.5, 0.5, -9.0, 0.5]] * 3)
+    assert "earned a share of none" in page and "for 3 the rule gives it nothing." in page
+    assert "worse result because" not in page and "“Needed” is" not in page
+
+
+def test_a_source_that_earned_nothing_gets_no_table(place: str, tmp_path: Path) -> None:
+    page = write_page(place, tmp_path, EXPECTED, [[0.5, 0.5, -9.0, 0.5]] * 3)
+    assert "No query earned a share." in page and "<table>" not in page
+
+
+@pytest.mark.parametrize(("queries", "cut"), [(12, False), (13, True)])
+def test_a_table_that_is_cut_says_that_it_does_not_add_up(place: str, tmp_path: Path, queries: int, cut: bool) -> None:
+    page = write_page(place, tmp_path, EXPECTED, [[0.5, 0.5, 9.0, 0.5]] * queries)
+    assert ("the rows do not add up to your amount" in page) == cut
+
+
+def test_the_amount_by_size_is_rounded_as_it_would_be_paid(place: str, tmp_path: Path) -> None:
+    """Thirds of a cent that every query rounds away would add up to a wrong last digit."""
+    page = write_page(place, tmp_path, EXPECTED, [[0.5, 0.5, 9.0, 0.5]] * 7, pot=100_003)
+    assert "would have given about 0.09 EUR" in page
 
 
 def test_names_of_sources_are_shown_and_do_nothing_else(place: str, tmp_path: Path) -> None:
@@ -240,6 +262,44 @@ def test_names_of_sources_are_shown_and_do_nothing_else(place: str, tmp_path: Pa
 def test_sources_whose_names_make_the_same_file_get_files_of_their_own() -> None:
     names = name_files(["a/b", "a b", "A-B", "..", "", "a-b"])
     assert len({name.lower() for name in names.values()}) == 6 and not any("/" in name for name in names.values())
+
+
+@pytest.mark.parametrize(
+    "sources",
+    [
+        ["times", " times", "times.", "-times"], ["é", "e\u0301"], ["ß", "SS", "ss"], ["A", "a"], ["İ", "i̇"],
+        ["CON", "con", "nul", "aux.txt", "COM1"], ["..", "", ".", " "], ["a b", "a-b"],
+        ["𝔘" * 300, "𝔘" * 301, "𝔘" * 60, "é" * 60],
+        ["times", " times", name_files(["times", " times"])[" times"]],
+    ],
+    ids=lambda names: ascii(names)[:40],
+)  # fmt: skip
+def test_file_names_differ_on_every_file_system(sources: list[str]) -> None:
+    names = list(name_files(sources).values())
+    for form in ("NFC", "NFD", "NFKD"):
+        assert len({unicodedata.normalize(form, name).casefold() for name in names}) == len(sources)
+    for name in names:
+        assert len(f"{name}.parquet".encode()) <= 255 and name == name.strip(" .") and "/" not in name
+        assert name.split(".")[0].lower() not in ("con", "nul", "aux", "com1", "")
+
+
+def test_a_plain_name_is_kept_whoever_else_there_is() -> None:
+    """Otherwise a source could take the file name of another one."""
+    names = name_files([" times", "Post", "times", "times-", "a b", "a/b", "Le Monde"])
+    assert names["times"] == "times" and names["Post"] == "Post"
+    assert names["Le Monde"] == "Le-Monde" and names["a b"] == "a-b"
+    assert re.fullmatch("times-[0-9a-f]{8}", names[" times"]) and re.fullmatch("a-b-[0-9a-f]{8}", names["a/b"])
+
+
+def test_a_statement_that_could_not_be_checked_is_not_written(place: str, tmp_path: Path) -> None:
+    ledger, names = make_ledger(place), ("a", "b", "c", "d" * 1_200_000)
+    ledger.credit(make_result(2, source_ids=names, source_names=names), EXPECTED)
+    close_period(ledger, "p")
+    ledger.sign_head(KEY)
+    with pytest.raises(CreditError, match="nobody could check it"):
+        write_statements(ledger, "p", tmp_path / "out", progress=False)
+    assert not list((tmp_path / "out").iterdir())
+    ledger.close()
 
 
 def test_a_statement_needs_a_closed_period_and_a_head_after_it(ledger: Ledger, tmp_path: Path) -> None:

@@ -224,6 +224,45 @@ def test_a_growing_log_proves_that_it_only_grew(filled: Ledger) -> None:
     assert not check_consistency(old.size, new.size, new.root, new.root, proof)
 
 
+def test_a_log_that_did_not_grow_from_the_published_heads_is_not_signed(filled: Ledger, tmp_path: Path) -> None:
+    """An insider deletes the heads that the database keeps; those in the file are still compared before signing."""
+    file = tmp_path / "heads.jsonl"
+    filled.sign_head(KEY, file)
+    run(filled, rewrite(3, lambda about: about.update(pot=10**12)), delete(tables.heads), rebuild)
+    before = file.read_bytes()
+    with pytest.raises(CreditError, match="the log did not grow from the head of"):
+        filled.sign_head(KEY, file)
+    assert file.read_bytes() == before and not filled.heads()
+
+
+def test_a_shorter_log_and_another_log_are_not_published_to_a_file_of_heads(filled: Ledger, tmp_path: Path) -> None:
+    file = tmp_path / "heads.jsonl"
+    publish_head(file, sign_head(KEY, filled.name, 10**6, b"0" * 32, "2020-01-01T00:00:00.000000Z"))
+    with pytest.raises(CreditError, match="did not grow from the head of 1000000 entries"):
+        filled.sign_head(KEY, file)
+    with make_ledger(tmp_path / "other.db") as other, pytest.raises(CreditError, match="has heads of another log"):
+        other.sign_head(KEY, file)
+
+
+def test_only_the_last_line_of_a_file_of_heads_may_be_cut_short(filled: Ledger, tmp_path: Path) -> None:
+    """A line that somebody spoilt in the middle must not hide the head that it was."""
+    file, one, two = tmp_path / "heads.jsonl", filled.sign_head(KEY), filled.sign_head(KEY)
+    lines = [json.dumps(head.to_json()) for head in (one, two)]
+    file.write_text(f"{lines[0]}\n{lines[1][:-9]}")
+    assert read_heads(file) == [one]
+    publish_head(file, two)  # removes what a crash has left
+    assert read_heads(file) == [one, two]
+    file.write_text(f"{lines[0]}\n{lines[1]}")
+    publish_head(file, two)
+    assert read_heads(file) == [one, two, two]
+    for text in (f"{lines[0][:-9]}\n{lines[1]}\n", f"{lines[0]}\n{lines[1][:-1]} \n"):
+        file.write_text(text)
+        with pytest.raises(CreditError, match="is not a file of signed heads: line"):
+            read_heads(file)
+        with pytest.raises(CreditError, match="is not a file of signed heads: line"):
+            filled.sign_head(KEY, file)
+
+
 def test_published_heads_are_read_again_and_half_a_line_is_not_a_head(filled: Ledger, tmp_path: Path) -> None:
     file = tmp_path / "heads.jsonl"
     one = filled.sign_head(KEY, file)

@@ -99,6 +99,49 @@ def test_the_key_of_a_server_is_sent(fake: Fake) -> None:
     assert {headers["Authorization"] for headers in fake.headers} == {"Bearer secret"}
 
 
+URLS: dict[str, tuple[str, str]] = {
+    "no scheme": ("127.0.0.1:8000", "must be that of a server, as in .* got '127.0.0.1:8000'"),
+    "no host": ("http://:8000", "must be that of a server"),
+    "a port of letters": ("http://h:abc", "a port from 1 to 65535 after it, if any; got 'http://h:abc'"),
+    "a port too large": ("http://h:99999", "a port from 1 to 65535"),
+    "a bracket": ("http://[::1", "must have a host"),
+    "a user": ("http://me:secret@h:80", "must not have a user name or a password: give the key"),
+    "a user and no port": ("http://me:secret@h:abc", "a port from 1 to 65535"),
+    "a user with a slash": ("http://me:secret/more@h", "a port from 1 to 65535"),
+    "a user and no scheme": ("me:secret@h", "must be that of a server"),
+    "a query": ("http://h?key=secret", "has a query"),
+    "a fragment": ("http://h/v1#secret", "has a query .* or a fragment"),
+}
+
+
+@pytest.mark.parametrize(("url", "reason"), URLS.values(), ids=URLS)
+def test_what_is_no_address_of_a_server_is_refused_without_repeating_secrets(url: str, reason: str) -> None:
+    with pytest.raises(ReadoutError, match=reason) as refused:
+        Server(url)
+    assert "secret" not in str(refused.value) and refused.value.__cause__ is None
+
+
+@pytest.mark.parametrize(
+    ("url", "warns"),
+    [
+        ("http://models.example:8000", True),
+        ("http://10.0.0.7/v1", True),
+        ("https://models.example", False),
+        ("http://127.0.0.2:8000", False),
+        ("http://[::1]:8000", False),
+        ("http://localhost", False),
+    ],
+)
+def test_a_key_over_plain_http_to_another_machine_is_warned_of(
+    url: str, warns: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert "secret" not in repr(Server(url, api_key="secret")) and "secret" not in caplog.text
+    assert ("over plain http, where others can read it: use https" in caplog.text) == warns
+    caplog.clear()
+    Server(url)
+    assert not caplog.records
+
+
 def _without(*keys: str) -> Any:
     """An answer that lacks what can be recognised by its keys."""
 
@@ -139,7 +182,7 @@ def _rename(_: Body, answer: Body) -> tuple[int, Body]:
 TRAPS = {
     "ignores logprobs": (_without("logprobs"), "ignores `echo` or `logprobs`, as `transformers serve` does"),
     "no choices": (_without("choices"), "returns no log-probabilities"),
-    "ignores echo": (_values(lambda values: values[-1:]), r"for 1 of \d+ tokens: .* or it ignores `echo`"),
+    "ignores echo": (_values(lambda values: values[-1:]), r"for 1 of \d+ tokens: it ignores `echo`"),
     "prefix cache, nulls": (_values(lambda values: [None] * 16 + values[16:]), "--no-enable-prefix-caching"),
     "prefix cache, shorter": (_values(lambda values: values[16:]), "--no-enable-prefix-caching"),
     "generates": (_values(lambda values: [*values, -1.0]), "ignores `max_tokens: 0`"),
@@ -258,6 +301,8 @@ def test_a_server_that_asks_to_wait_is_waited_for(fake: Fake, monkeypatch: pytes
 
 def test_a_server_that_is_too_slow_is_given_up(fake: Fake) -> None:
     fake.slow = 0.5
+    with pytest.raises(ServerGone, match=r"timed out\): 1 attempt in"):
+        Server(fake.url, timeout=0.1, retries=0).log_probs("base", [1, 2])
     with pytest.raises(ServerGone, match=r"timed out\): 2 attempts"):
         Server(fake.url, timeout=0.1, retries=1).log_probs("base", [1, 2])
 

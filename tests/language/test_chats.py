@@ -20,6 +20,7 @@ MARKED = (
     "{% endif %}{% endfor %}"
 )
 FORGETFUL = PLAIN.replace("in messages", "in messages[-3:]")  # earlier messages disappear when later ones come
+SYSTEM = "{% if messages[0]['role'] != 'system' %}{{ 'the wind is<|end|>' }}{% endif %}"  # a default
 CHATS = [
     [{"role": "user", "content": "the cat"}, {"role": "assistant", "content": "sat on the mat"}],
     [
@@ -79,11 +80,39 @@ def test_a_token_that_spans_the_header_and_the_message_is_learnt() -> None:
 
 
 def test_a_default_system_prompt_is_not_learnt() -> None:
-    system = "{% if messages[0]['role'] != 'system' %}{{ 'the wind is<|end|>' }}{% endif %}"
-    tokens = chat_tokenizer(system + PLAIN)
+    tokens = chat_tokenizer(SYSTEM + PLAIN)
     chats = Conversations(CHATS[2:], tokens, length=24)
     assert chats.texts[0].startswith("the wind is<|end|><|user|>the dog")
     assert learnt(chats, tokens, 0) == ["sat<|end|>"]
+
+
+GREETING = [{"role": "assistant", "content": "the cat"}, *CHATS[0]]  # a chat that the assistant begins
+
+
+def test_the_header_of_a_chat_that_the_assistant_begins_is_not_learnt() -> None:
+    worded = PLAIN.replace("'|>'", "'|>the dog<|end|>'").replace("'<|assistant|>'", "'<|assistant|>the dog<|end|>'")
+    tokens = chat_tokenizer(worded)
+    chats = Conversations([GREETING], tokens, length=48)
+    assert learnt(chats, tokens, 0) == ["the cat<|end|>", "sat on the mat<|end|>"]
+    always = chat_tokenizer("{{ 'the wind is<|end|>' }}" + PLAIN)  # a system prompt even before the first message
+    chats = Conversations([GREETING], always, length=48)
+    assert learnt(chats, always, 0) == ["the cat<|end|>", "sat on the mat<|end|>"]
+
+
+BEGINNINGS = {
+    "fails without messages": (SYSTEM + PLAIN, "begins with the assistant, and the chat template does not render"),
+    "renders something else": (
+        SYSTEM.replace("{% if ", "{% if messages and ") + PLAIN,
+        "up to message 0 in another way",
+    ),
+    "has no header of its own": (PLAIN.partition("{% if add")[0], "up to message 0 in another way"),
+}
+
+
+@pytest.mark.parametrize(("template", "reason"), BEGINNINGS.values(), ids=BEGINNINGS)
+def test_where_the_first_header_is_not_shown_marks_are_asked_for(template: str, reason: str) -> None:
+    with pytest.raises(DataError, match=rf"{reason}.*put {{% generation %}}"):
+        Conversations([GREETING], chat_tokenizer(template), length=48)
 
 
 def test_rows_are_what_a_trainer_learns_from() -> None:
@@ -94,6 +123,18 @@ def test_rows_are_what_a_trainer_learns_from() -> None:
     count = int((batch["labels"][:, 1:] != -100).sum())
     ours = task(model, tokens).loss(model, chats.columns).sum()
     torch.testing.assert_close(ours / count, theirs.double())
+
+
+def test_the_gradients_of_a_sum_are_a_trainers_times_the_learnt_tokens_of_a_chat() -> None:
+    model, tokens = gpt2().eval(), chat_tokenizer()
+    batch = default_data_collator(Conversations(CHATS, tokens, length=24).rows)
+    theirs = torch.autograd.grad(model(**batch).loss, list(model.parameters()))
+    each = int((batch["labels"][:, 1:] != -100).sum()) / len(CHATS)
+    for loss, factor, agrees in (("sum", each, True), ("mean", 1, False)):
+        chats: Any = Conversations(CHATS, tokens, length=24, loss=loss)  # type: ignore[arg-type]
+        ours = torch.autograd.grad(task(model, tokens).loss(model, chats.columns).mean(), list(model.parameters()))
+        pairs = zip(ours, theirs, strict=True)
+        assert all(torch.allclose(own, factor * other, rtol=1e-4, atol=1e-7) for own, other in pairs) is agrees
 
 
 @pytest.mark.parametrize("loss", ["mean", "sum"])
@@ -188,6 +229,42 @@ def test_a_tokenizer_without_a_template_and_one_that_fails_are_refused() -> None
 def test_a_query_ends_with_the_assistant() -> None:
     with pytest.raises(DataError, match="query 0 ends with a message of 'user'"):
         Completions.from_messages([CHATS[1][:3]], chat_tokenizer())
+
+
+def counted(queries: Completions, tokens: Any, row: int) -> str:
+    return str(tokens.decode(queries.columns["input_ids"][row][queries.columns["weights"][row] > 0].tolist()))
+
+
+def test_an_empty_last_message_is_refused_and_no_earlier_turn_is_asked_instead() -> None:
+    for content in ("", None):
+        empty: list[Any] = [*CHATS[1][:3], {"role": "assistant", "content": content}]
+        for template in (PLAIN, MARKED):
+            with pytest.raises(DataError, match="the last message of query 0 is empty: there is nothing to attribute"):
+                Completions.from_messages(
+                    [empty], chat_tokenizer(template.replace("m['content']", "(m['content'] or '')"))
+                )
+    trimmed = MARKED.replace("m['content']", "m['content'] | trim")
+    with pytest.raises(DataError, match="marks no token in the last message of query 0"):
+        Completions.from_messages([[*CHATS[1][:3], {"role": "assistant", "content": " "}]], chat_tokenizer(trimmed))
+
+
+def test_all_marked_parts_of_the_last_message_count_and_none_of_earlier_ones() -> None:
+    again = "{{ '<|user|>' }}{% generation %}{{ m['content'] }}{% endgeneration %}"
+    tokens = chat_tokenizer(MARKED.replace("{% endgeneration %}", "{% endgeneration %}" + again))
+    queries = Completions.from_messages(CHATS, tokens)
+    assert [counted(queries, tokens, row) for row in range(3)] == ["sat on the mat" * 2, "the sea" * 2, "sat" * 2]
+    bare = chat_tokenizer(
+        "{% for m in messages %}{% if m['role'] == 'assistant' %}{% generation %}{{ m['content'] }}"
+        "{% endgeneration %}{% else %}{{ m['content'] }}{% endif %}{% endfor %}"
+    )  # one message runs into the next
+    said = [*CHATS[0], {"role": "assistant", "content": "<|end|>the sea"}]
+    assert counted(Completions.from_messages([said], bare), bare, 0) == "<|end|>the sea"
+
+
+def test_a_template_that_hides_where_the_last_message_begins_is_refused() -> None:
+    forgetful = chat_tokenizer(MARKED.replace("in messages", "in messages[-3:]"))
+    with pytest.raises(DataError, match="query 0 without its last message in another way"):
+        Completions.from_messages([[*CHATS[0], *CHATS[1]]], forgetful)
 
 
 def test_long_conversations_are_cut_and_say_so() -> None:

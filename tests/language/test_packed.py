@@ -235,6 +235,9 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "owners of other lengths": ({"rows": [[1, 2]], "owners": [[0]]}, "owners must have one number"),
     "labels that are no tokens": ({"rows": [[1, 2]], "owners": [[0, 0]], "labels": [[1, 3]]}, "are its tokens, or"),
     "nobody's": ({"rows": [[1, 2]], "owners": [[-1, -1]]}, "no token of the packed rows has an owner"),
+    "below nobody": ({"rows": [[1, 2], [3, 4]], "owners": [[0, 1], [0, -2]]}, "position 1 of packed row 1 is -2"),
+    "no whole number": ({"rows": [[1, 2]], "owners": [[0.5, 1]]}, r"position 0 of packed row 0 is 0\.5"),
+    "no number": ({"rows": [[1, 2]], "owners": [[0, None]]}, "position 1 of packed row 0 is None: give the number"),
     "nothing to learn": ({"rows": [[1, 2], [3]], "owners": [[0, 0], [0]]}, "packed row 1 has no token to learn"),
     "no rows": ({"rows": [], "owners": []}, "must be lists of tokens"),
 }

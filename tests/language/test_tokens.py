@@ -10,7 +10,7 @@ import pytest
 import torch
 from rich.console import Console
 
-from imprint import SourcesError, Store, attribute
+from imprint import SourcesError, Store, TaskError, attribute
 from imprint.attribution.labels import Labels
 from imprint.language import Completions, LanguageTask, TokenAttribution, task, token_scores
 from tests.language.models import documents, gpt2, tokenizer
@@ -157,3 +157,11 @@ def test_a_run_that_is_chaotic_for_a_completion_says_so(
     found = token_scores(*made, PROMPT, COMPLETION, tokenizer())
     assert found.labels.details["chaos"] == pytest.approx(0.5)
     assert any("this run is chaotic" in warning for warning in found.labels.warnings)
+
+
+def test_a_tokenizer_that_is_not_the_tasks_is_refused() -> None:
+    made = task(gpt2(), tokenizer())
+    store = simulated(made, documents().columns)
+    assert len(token_scores(made, store, "the ship", " sails", tokenizer()).tokens) > 0
+    with pytest.raises(TaskError, match="this tokenizer is not the one that the task was made with"):
+        token_scores(made, store, "the ship", " sails", tokenizer(bos_token="<s>"))

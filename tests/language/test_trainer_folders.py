@@ -103,6 +103,17 @@ def test_without_second_moments_they_are_estimated(tmp_path: Path, caplog: pytes
     assert States(task(model), [tmp_path / "trainer" / "checkpoint-3"]).moments(0) is None
 
 
+@pytest.mark.parametrize("made_of", ["matrices and vectors", "vectors"])
+def test_factored_second_moments_are_estimated(made_of: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    model = gpt2().float()
+    if made_of == "vectors":  # for which Adafactor has plain second moments, but no β₂
+        for parameter in model.parameters():
+            parameter.requires_grad_(parameter.dim() < 2)
+    make_trainer(model, tmp_path, save_strategy="steps", save_steps=3, optim="adafactor").train()
+    assert States(task(model), [tmp_path / "trainer" / "checkpoint-3"]).moments(0) is None
+    assert "has no second moments that can be read" in caplog.text
+
+
 def test_named_groups_of_an_optimiser_are_taken_by_name(tmp_path: Path) -> None:
     model = gpt2().float()
     names = [

@@ -51,6 +51,12 @@ def test_a_state_dict_is_found_in_what_a_script_saves_around_it(name: str, tmp_p
     assert_read(tmp_path / "model.pt")
 
 
+@pytest.mark.parametrize("name", ["state_dict", "model_state_dict", "model"])
+def test_a_tensor_beside_a_state_dict_does_not_hide_it(name: str, tmp_path: Path) -> None:
+    torch.save({name: model().state_dict(), "loss": torch.tensor(0.5)}, tmp_path / "model.pt")
+    assert_read(tmp_path / "model.pt")
+
+
 def test_files_of_the_old_format_are_read(tmp_path: Path) -> None:
     torch.save(model().state_dict(), tmp_path / "model.pt", _use_new_zipfile_serialization=False)
     assert_read(tmp_path / "model.pt")
@@ -76,7 +82,16 @@ def test_a_damaged_file_is_refused_by_name(content: bytes, tmp_path: Path) -> No
         read(tmp_path / "model.pt")
 
 
-@pytest.mark.parametrize("held", [[1, 2], {"epoch": 3}, {"model": {}, "ema": {}}])
+HOLDS_NONE = [
+    [1, 2],
+    {"epoch": 3},
+    {"model": {}, "ema": {}},
+    {"ema": model().state_dict(), "loss": torch.tensor(0.5)},  # a name that is not known
+    {"model": model().state_dict(), "state_dict": model().state_dict(), "loss": torch.tensor(0.5)},
+]
+
+
+@pytest.mark.parametrize("held", HOLDS_NONE)
 def test_a_file_without_a_state_dict_is_refused(held: Any, tmp_path: Path) -> None:
     torch.save(held, tmp_path / "model.pt")
     with pytest.raises(TaskError, match="no state dict: load it, and give the state dict in it"):

@@ -1,6 +1,7 @@
 """A signature shows what checksums cannot: that somebody changed a store on purpose, and sealed it again."""
 
 import json
+import os
 import shutil
 from pathlib import Path
 
@@ -116,6 +117,30 @@ def test_what_is_no_signature_is_refused(text: str, folder: Path) -> None:
         open_signed(folder)
 
 
+@pytest.mark.parametrize("name", ["validation.json", SIGNATURE])
+def test_a_pipe_in_the_place_of_a_file_is_refused_and_does_not_block(name: str, folder: Path) -> None:
+    sign_store(Store(folder / "store"), folder / "mine")
+    (folder / "store" / name).unlink(missing_ok=True)
+    os.mkfifo(folder / "store" / name)
+    with pytest.raises(StoreError, match=r"not a regular file|is not signed"):
+        open_signed(folder)
+    with pytest.raises(StoreError, match=r"not a regular file|is a pipe"):
+        sign_store(Store(folder / "store"), folder / "mine")
+
+
+def test_a_group_has_a_signer_only_if_every_source_keeps_its_id(folder: Path) -> None:
+    """Otherwise groups of one source each would exchange two publishers, and the signature would vouch for it."""
+    sign_store(Store(folder / "store"), folder / "mine")
+    task = Task.classifier(nn.Linear(3, 2))
+    task.model.load_state_dict(Recording(folder / "run").state(6))
+    result = attribute(task, open_signed(folder), (X[:2], Y[:2]), progress=False)
+    ids = result.labels.source_ids
+    same, others = {name: [name] for name in reversed(ids)}, {name: [name] for name in ids[2:]}
+    assert result.group(same).labels.fingerprints["signer"] == result.labels.fingerprints["signer"]
+    for groups in ({ids[0]: [ids[1]], ids[1]: [ids[0]]}, {ids[0]: list(ids[:2])}, {"new": [ids[0]], ids[1]: [ids[1]]}):
+        assert "signer" not in result.group({**groups, **others}).labels.fingerprints
+
+
 def test_a_damaged_store_is_not_signed(folder: Path) -> None:
     file = next((folder / "store").rglob("imprints*.safetensors"))
     file.write_bytes(file.read_bytes()[:-1] + b"x")
@@ -140,3 +165,5 @@ def test_only_ed25519_keys_are_taken(folder: Path) -> None:
         open_signed(folder, "mine")
     with pytest.raises(ConfigurationError, match="there is no key file"):
         open_signed(folder, "nothing")
+    with pytest.raises(ConfigurationError, match="a public key is an Ed25519 key or the path of one, got a int"):
+        Store(folder / "store", signed_by=5)  # type: ignore[arg-type]

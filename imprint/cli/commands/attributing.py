@@ -35,8 +35,9 @@ from imprint.cli.terminal import (
     render_words,
     show_progress,
 )
+from imprint.cli.writing import check_output
 from imprint.display import for_csv, shorten
-from imprint.errors import ConfigurationError, ReliabilityWarning, StoreError
+from imprint.errors import ConfigurationError, ReliabilityWarning
 from imprint.store.files import write
 
 if TYPE_CHECKING:
@@ -100,7 +101,10 @@ def attribute(
 
     - `imprint attribute runs/digits --out scores.csv`, for a built-in setting, which needs no --task
     """
-    _check_output(out, tokens)
+    if tokens:
+        check_output(out, ".html", remark=", with --tokens")
+    else:
+        check_output(out, ".csv", ".safetensors", remark=" (or .html, with --tokens)")
     check_texts(queries, prompt, completion)
     _check_words(completion, tokens, source)
     opened = imprint.Store(store, signed_by=signed_by)
@@ -114,35 +118,25 @@ def attribute(
         if not json:  # the table shows the warnings
             warnings.simplefilter("ignore", ReliabilityWarning)
         objects = Objects(given)
-        asked = ask(objects, prompt, completion) if completion else None
         options: Any = {"readout": readout, "memory": given.memory}
         if tokens and completion:
             words = _score_words(objects, opened, (prompt or [""])[0], completion[0], options)
         else:
             options |= {"by": by, "batch_size": batch_size, "progress": advance}
+            asked = ask(objects, prompt, completion) if completion else None
             result, labels = _score(objects, opened, asked, options)
+    order: Any = by
     if tokens:
-        _show_words(words, source, top, out, json)
+        _show_words(words, source, words.completion.top(top, order), out, json)
         return
-    first = result.top(top, options["by"])
+    first = result.top(top, order)
     if out is not None:
         _write_scores(result, labels, out)
         errors.print(f"all scores written to [bold]{escape_markup(out)}[/bold]")
     if json:
         typer.echo(dumps({**first.to_json(), **({"query_labels": labels} if labels else {})}))
     else:
-        console.print(render_attribution(result.mean().top(top, options["by"]), first, labels))
-
-
-def _check_output(out: Path | None, tokens: bool) -> None:
-    """Refuse a file that could not be written, before anything is computed."""
-    if out is None:
-        return
-    if out.suffix not in ((".html",) if tokens else (".csv", ".safetensors")):
-        expected = ".html, with --tokens" if tokens else ".csv or .safetensors (or .html, with --tokens)"
-        raise ConfigurationError(f"--out must end in {expected}, got {out}.")
-    if not out.parent.is_dir():
-        raise StoreError(f"could not write {out}: there is no folder {out.parent}.")
+        console.print(render_attribution(result.mean().top(top, order), first, labels))
 
 
 def _check_words(completions: list[str] | None, tokens: bool, source: str | None) -> None:
@@ -160,7 +154,8 @@ def _score(
 ) -> tuple[imprint.Attribution, list[str]]:
     """Attribute completions, or else the queries of the task's file; return a label of each too, if there are any."""
     if asked is not None:
-        return imprint.attribute(objects.task, store, asked.columns, **options), [shorten(each) for each in asked.texts]
+        result = imprint.attribute(objects.task, store, asked.columns, **options)
+        return result.with_warnings(*asked.warnings), [shorten(each) for each in asked.texts]
     result = imprint.attribute(objects.task, store, objects.queries, collate_fn=objects.query_collate_fn, **options)
     if objects.experiment.queries is not None:  # the labels in the file are those of its own queries
         return result, []
@@ -176,17 +171,18 @@ def _score_words(
     return token_scores(task, store, prompt, completion, find_tokenizer(objects), **options)
 
 
-def _show_words(words: "TokenAttribution", source: str | None, top: int, out: Path | None, json: bool) -> None:
-    """Show or write the words of a completion."""
+def _show_words(
+    words: "TokenAttribution", source: str | None, first: imprint.Top, out: Path | None, json: bool
+) -> None:
+    """Show or write the words of a completion, and its first sources."""
     shaded = words.words(source)
     if out is not None:
         write(out, lambda path: path.write_text(words.to_html(source), encoding="utf-8"))
         errors.print(f"written to [bold]{escape_markup(out)}[/bold]")
     if json:
-        credited = words.completion.top(top).to_json()
-        typer.echo(dumps({**credited, "shaded_by": words.name_source(source), "words": shaded}))
+        typer.echo(dumps({**first.to_json(), "shaded_by": words.name_source(source), "words": shaded}))
     else:
-        console.print(render_words(words, source, top))
+        console.print(render_words(words, source, first))
 
 
 def _write_scores(result: imprint.Attribution, labels: Sequence[str], out: Path) -> None:

@@ -73,6 +73,9 @@ def dispute(
     tolerance: Annotated[
         float, typer.Option(min=0.0, help="How far scores may deviate, relative to the largest.")
     ] = 1e-3,
+    calibration: Annotated[
+        float, typer.Option(help="The factor by which scores were to be calibrated, to compare with the entry's.")
+    ] = 1.0,
     note: Annotated[bool, typer.Option(help="Note the outcome in the log.")] = False,
     signed_by: SignedBy = None,
     device: DeviceName = None,
@@ -90,7 +93,9 @@ def dispute(
     if given.task is None:
         given = merge_with_store(given, opened, ("task",), context)
     with redirect_prints(), Ledger(ledger) as book:
-        found = settle(book, entry, Objects(given).task, opened, tolerance=tolerance, note=note)
+        found = settle(
+            book, entry, Objects(given).task, opened, tolerance=tolerance, calibration=calibration, note=note
+        )
     if json:
         rows = [row._asdict() for row in found.rows]
         typer.echo(

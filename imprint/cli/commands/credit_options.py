@@ -1,16 +1,17 @@
 """Options and values that the commands of `imprint credit` have in common."""
 
+import re
 import tomllib
 from collections.abc import Sequence
 from datetime import UTC, datetime
-from decimal import Decimal
-from json import JSONDecodeError, loads
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from imprint.errors import ConfigurationError
+from imprint.errors import ConfigurationError, StoreError
+from imprint.store.files import refuse_unreadable
+from imprint.store.values import parsed
 
 if TYPE_CHECKING:
     from imprint.credit.heads import Head
@@ -39,6 +40,9 @@ Heads = Annotated[
 PeriodName = Annotated[str, typer.Argument(metavar="PERIOD", help="The name of the period, such as `2026-11`.")]
 Key = Annotated[Path, typer.Option("--key", help="The private key.", dir_okay=False)]
 
+_AMOUNT = re.compile(r"([0-9]{1,12})(?:\.([0-9]{1,6}))?")
+_LONGEST = 1 << 20  # bytes of a policy, or of terms
+
 
 def parse_amount(text: str) -> int:
     """Return an amount in units of the currency as micro-units; refuse what has more than six decimals.
@@ -46,16 +50,11 @@ def parse_amount(text: str) -> int:
     >>> parse_amount("0.002"), parse_amount("12")
     (2000, 12000000)
     """
-    try:
-        amount = Decimal(text)
-        exponent = amount.as_tuple().exponent
-        if not isinstance(exponent, int) or exponent < -6 or len(text) > 30 or amount < 0 or amount >= 10**12:
-            raise ValueError(text)
-        return int(amount.scaleb(6))
-    except (ArithmeticError, ValueError) as error:
+    if not (found := _AMOUNT.fullmatch(text)):
         raise ConfigurationError(
             f"an amount is a number such as 0.002, with at most six decimals and below 10¹²; got {text[:40]!r}."
-        ) from error
+        )
+    return int(found[1]) * 1_000_000 + int((found[2] or "").ljust(6, "0"))
 
 
 def read_policy(place: Path) -> "Policy":
@@ -68,10 +67,13 @@ def read_policy(place: Path) -> "Policy":
 def read_values(place: Path) -> dict[str, Any]:
     """Read names and values from a TOML or JSON file."""
     try:
-        text = place.read_text(encoding="utf-8")
-        values = loads(text) if place.suffix == ".json" else tomllib.loads(text)
-    except (OSError, UnicodeDecodeError, JSONDecodeError, tomllib.TOMLDecodeError) as error:
-        raise ConfigurationError(f"{place} cannot be read: {error}") from error
+        refuse_unreadable(place, _LONGEST)
+        content = place.read_bytes()
+        values = parsed(content, place).content if place.suffix == ".json" else tomllib.loads(content.decode())
+    except StoreError as error:
+        raise ConfigurationError(str(error)) from error
+    except (OSError, ValueError, RecursionError) as error:
+        raise ConfigurationError(f"{place} cannot be read: {error}.") from error
     if not isinstance(values, dict):
         raise ConfigurationError(f"{place} must have names and values.")
     return values

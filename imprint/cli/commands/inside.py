@@ -1,6 +1,7 @@
 """Implements `imprint inside`: which documents of a source moved a query."""
 
 import warnings
+from dataclasses import replace
 from json import dumps
 from pathlib import Path
 from typing import Annotated, Any
@@ -19,6 +20,7 @@ from imprint.cli.commands.options import (
     MemoryText,
     QueriesString,
     RunString,
+    SignedBy,
     StorePath,
     StoreTask,
 )
@@ -26,10 +28,10 @@ from imprint.cli.commands.repeating import merge_with_store
 from imprint.cli.experiment import Experiment
 from imprint.cli.loading import Objects
 from imprint.cli.terminal import console, errors, escape_markup, redirect_prints, render_documents, show_progress
-from imprint.errors import ConfigurationError, ReliabilityWarning, StoreError
+from imprint.cli.writing import check_output
+from imprint.errors import ReliabilityWarning
 from imprint.sources import find_source
 from imprint.store.files import write
-from imprint.store.fingerprint import of_sources
 
 
 def inside(
@@ -54,6 +56,7 @@ def inside(
     out: Annotated[
         Path | None, typer.Option("--out", "-o", help="Write the documents to an `.html` page.", dir_okay=False)
     ] = None,
+    signed_by: SignedBy = None,
     config: ConfigPath = None,
     json: AsJson = False,
 ) -> None:
@@ -70,12 +73,9 @@ def inside(
 
     - `imprint inside runs/news times --task my_model.py:task --prompt "The old ship" --completion " sails on"`
     """
-    if out is not None and out.suffix != ".html":
-        raise ConfigurationError(f"--out must end in .html, got {out}.")
-    if out is not None and not out.parent.is_dir():
-        raise StoreError(f"could not write {out}: there is no folder {out.parent}.")
+    check_output(out, ".html")
     check_texts(queries, prompt, completion)
-    opened = imprint.Store(store)
+    opened = imprint.Store(store, signed_by=signed_by)
     find_source(source, opened.source_ids, opened.source_names)
     given = Experiment(
         task=task,
@@ -88,7 +88,8 @@ def inside(
         device=device,
     ).override_file(config)
     if given.task is None:
-        given = merge_with_store(given, opened, ("task", "data", "sources", "queries", "collate_fn"), context)
+        named = ("task", "data", "sources", "queries", "collate_fn", "checkpoints")
+        given = merge_with_store(given, opened, named, context)
     with redirect_prints(), warnings.catch_warnings(), show_progress(errors, "looking inside") as advance:
         if not json:  # the table shows the warnings
             warnings.simplefilter("ignore", ReliabilityWarning)
@@ -98,7 +99,9 @@ def inside(
         write(out, lambda path: path.write_text(found.to_html(), encoding="utf-8"))
         errors.print(f"written to [bold]{escape_markup(out)}[/bold]")
     if json:
-        typer.echo(dumps({"source": found.source, **found.result.top(top).to_json()}))
+        texts = dict(zip(found.result.labels.source_ids, found.texts, strict=False))
+        about = {"source": found.source, "query_texts": found.asked, "document_texts": texts}
+        typer.echo(dumps({**found.result.top(top).to_json(), **about}))
     else:
         console.print(render_documents(found, top))
 
@@ -107,16 +110,11 @@ def _look_inside(
     objects: Objects, store: imprint.Store, source: str, texts: tuple[Any, Any], keep: Path | None, advance: Any
 ) -> imprint.Inside:
     _ = objects.task  # first: the function that returns the task may train it, and fill the list of checkpoints
-    if of_sources(objects.sources) != store.manifest.request.sources:
-        raise ConfigurationError(
-            f"the sources of {objects.module} are not those that {store.path} was made with: look inside them with the "
-            "file that it was made from."
-        )
     prompts, completions = texts
     completed = ask(objects, prompts, completions) if completions else None
     shown = objects.illustrations
     own = objects.experiment.queries is None
-    return imprint.drill_down(
+    found = imprint.drill_down(
         objects.task,
         objects.data,
         objects.sources,
@@ -127,6 +125,7 @@ def _look_inside(
         asked=completed.texts if completed is not None else shown.texts if own else None,
         checkpoints=None if objects.run is not None else objects.checkpoints,
         run=objects.run,
+        store=store,
         out=keep,
         batch_size=objects.experiment.batch_size,
         collate_fn=objects.examples_collate_fn,
@@ -134,9 +133,10 @@ def _look_inside(
         memory=objects.experiment.memory,
         progress=advance,
     )
+    return found if completed is None else replace(found, result=found.result.with_warnings(*completed.warnings))
 
 
 def _find_documents(objects: Objects) -> Any:
     """Return the document of each training example, if the task's file says so."""
-    found = objects.find_optional("documents")
+    found = objects.call_optional("documents")
     return getattr(found, "documents", found)

@@ -17,6 +17,7 @@ from imprint.cli.commands.options import (
     DataString,
     DeviceName,
     MemoryText,
+    SignedBy,
     StorePath,
     StoreTask,
 )
@@ -25,8 +26,9 @@ from imprint.cli.experiment import Experiment
 from imprint.cli.loading import Objects
 from imprint.cli.suspicions import render_suspects
 from imprint.cli.terminal import console, errors, escape_markup, redirect_prints, show_progress
+from imprint.cli.writing import check_output
 from imprint.display import for_csv, shorten
-from imprint.errors import ConfigurationError, StoreError
+from imprint.errors import ConfigurationError, DataError
 from imprint.evaluation.mislabels import MislabelDetection, Suspects, example_losses, mislabel_auc
 from imprint.store.files import write
 
@@ -43,8 +45,8 @@ def suspects(
             "--checkpoint",
             "-c",
             metavar="FILE",
-            help="A `.safetensors` file with the trained weights, for the plain loss. Default: the task's model as it "
-            "is loaded.",
+            help="A file or a Trainer's folder with the trained weights, for the plain loss. Default: the task's model "
+            "as it is loaded.",
         ),
     ] = None,
     top: Annotated[int, typer.Option(min=1, help="How many examples to show.")] = 20,
@@ -53,6 +55,7 @@ def suspects(
     out: Annotated[
         Path | None, typer.Option("--out", "-o", help="Write all examples to a `.csv` file.", dir_okay=False)
     ] = None,
+    signed_by: SignedBy = None,
     config: ConfigPath = None,
     json: AsJson = False,
 ) -> None:
@@ -69,11 +72,8 @@ def suspects(
 
     - `imprint suspects runs/each --task my_model.py:task --checkpoint final.safetensors --out suspects.csv`
     """
-    if out is not None and out.suffix != ".csv":
-        raise ConfigurationError(f"--out must end in .csv, got {out}.")
-    if out is not None and not out.parent.is_dir():
-        raise StoreError(f"could not write {out}: there is no folder {out.parent}.")
-    opened = imprint.Store(store)
+    check_output(out, ".csv")
+    opened = imprint.Store(store, signed_by=signed_by)
     given = Experiment(task=task, data=data, collate_fn=collate, memory=memory, device=device).override_file(config)
     if given.task is None:
         given = merge_with_store(given, opened, ("task", "data", "collate_fn"), context)
@@ -87,7 +87,9 @@ def suspects(
         losses = example_losses(objects.task, objects.data, checkpoint=checkpoint, **options)
     found = Suspects.rank(influence, losses, objects.task.better, opened.n)
     texts = objects.illustrations.example_texts
-    names = [shorten(text) for text in texts] if texts is not None and len(texts) == opened.n else []
+    if texts is not None and len(texts) != opened.n:
+        raise DataError(f"there are {len(texts)} texts of examples, and {opened.n} examples: give one for each.")
+    names = [shorten(text) for text in texts or ()]
     measured = _measure(objects, influence, losses)
     if out is not None:
         _write_examples(found, names, out)
@@ -108,11 +110,8 @@ def _refuse_groups(store: imprint.Store) -> None:
 
 def _measure(objects: Objects, influence: Tensor, losses: Tensor) -> MislabelDetection | None:
     """Compare both orders with the flags in the task's file, if there are any."""
-    flags = objects.find_optional("mislabelled")
-    if flags is None or callable(flags):
-        return None
-    better = objects.task.better or "lower"
-    return mislabel_auc(influence, torch.as_tensor(flags), losses, better)
+    flags = objects.call_optional("mislabelled")
+    return None if flags is None else mislabel_auc(influence, torch.as_tensor(flags), losses, objects.task.better)
 
 
 def _write_examples(found: Suspects, names: list[str], out: Path) -> None:

@@ -11,9 +11,8 @@ import imprint
 from imprint.cli.commands.options import AsJson, SignedBy
 from imprint.cli.terminal import console, errors, escape_markup
 from imprint.errors import ConfigurationError
+from imprint.export.record import RECORD
 from imprint.validation.witnesses import verify_witnesses
-
-_EXPORT = "export.json"
 
 
 def verify(
@@ -40,7 +39,7 @@ def verify(
 
     For example: `imprint verify runs/news`, or `imprint verify news-vllm --url http://127.0.0.1:8000`
     """
-    if (store / _EXPORT).is_file():
+    if (store / RECORD).is_file():
         if signed_by is not None:
             raise ConfigurationError(f"--signed-by is for stores, and {store} is an export: exports are not signed.")
         _verify_export(store, url, api_key, json)
