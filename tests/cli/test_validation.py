@@ -107,5 +107,5 @@ def test_a_file_without_record_is_told_what_it_needs(made: Path) -> None:
 
 
 def test_a_replayed_store_asks_for_its_run() -> None:
-    with pytest.raises(ImprintError, match="give that run as run="):
+    with pytest.raises(ImprintError, match=r"give that run \(run=, --run FOLDER\)"):
         run("validate", "replayed", *TASK)

@@ -155,7 +155,7 @@ def test_intervals_by_an_unknown_estimator_are_found(ledger: Ledger) -> None:
 def test_amounts_that_are_not_whole_numbers_are_found(ledger: Ledger) -> None:
     ledger.credit(make_result(1), EXPECTED)
     run(ledger, change_entry(3, lambda about, rows: [row.update(amount=float(row["amount"])) for row in rows]), rebuild)
-    assert problems(ledger) == ["entry 3: its shares and amounts do not follow from its scores and its policy"]
+    assert problems(ledger)[0] == "entry 3: its amounts and shares are not whole numbers"
 
 
 @pytest.mark.parametrize("factor", [-1.0, 0.0, "2", True])

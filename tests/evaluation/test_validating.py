@@ -310,7 +310,7 @@ def test_a_reopened_store_asks_for_what_it_was_made_from(replayed: Path, run: Re
     with pytest.raises(DataError, match="does not know its task and data and sources: give task=, data=, sources="):
         validate(store, ASKED, **QUIET)
     given: dict[str, Any] = {"task": task(), "data": DATA, "sources": SOURCES}
-    with pytest.raises(DataError, match="give that run as run="):
+    with pytest.raises(DataError, match=r"give that run \(run=, --run FOLDER\)"):
         validate(store, ASKED, **given, **QUIET)
     found = validate(store, ASKED, **given, run=run, **QUIET)
     assert isinstance(found, Comparison) and found.outcome in repr(found).replace("ranks and ", "")
