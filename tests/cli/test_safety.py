@@ -5,6 +5,7 @@ import re
 import shlex
 import sys
 from dataclasses import asdict
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +16,10 @@ from typer.testing import CliRunner
 import imprint
 from imprint import Plan, Sources, Store, StoreError, simulate
 from imprint.cli.app import app
+from imprint.keys import make_keys
 from imprint.readout.reader import Reader
 from imprint.store.files import sha256
+from tests.cli.commands import Command
 from tests.cli.forging import DATA, HOSTILE, MODEL, forge, harmless, made, task
 
 EVIL = MODEL + "\nfrom pathlib import Path\nPath(__file__).with_name('ran').touch()\nx = test = task\n"
@@ -180,3 +183,16 @@ def test_linearity_is_kept_to_six_digits_as_other_figures_are(tmp_path: Path) ->
     measured = asdict(store.checkpoints[0].measured)
     values = [*measured["linearity"].values(), *measured["norms"].values(), measured["drift"]]
     assert all(value == float(f"{value:.6g}") for value in values)
+
+
+@pytest.mark.skipif(not find_spec("cryptography"), reason="cryptography is not installed")
+@pytest.mark.parametrize(
+    "line", ["inspect runs/news", "attribute runs/news", "inside runs/news times", "verify runs/news"]
+)
+def test_a_key_in_the_environment_is_demanded_of_every_store_that_is_read(
+    line: str, command: Command, here: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make_keys(tmp_path / "store.key")
+    monkeypatch.setenv("IMPRINT_SIGNED_BY", str(tmp_path / "store.key.pub"))
+    failed = command(*line.split())
+    assert failed.code == 1 and "is not signed" in failed.err

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 import typer
 
 import imprint
-from imprint.cli.commands.options import AsJson, CollateString, QueriesString, StoreTask
+from imprint.cli.commands.options import AsJson, CollateString, QueriesString, SignedBy, StoreTask
 from imprint.cli.commands.repeating import format_command, merge_with_store
 from imprint.cli.commands.retraining import is_truth
 from imprint.cli.experiment import Experiment
@@ -62,6 +62,7 @@ def evaluate(
             show_default=False,
         ),
     ] = None,
+    signed_by: SignedBy = None,
     json: AsJson = False,
 ) -> None:
     """Compare scores with ground truth, and with the best that any scores could achieve.
@@ -98,7 +99,7 @@ def evaluate(
         _refuse_unused(store, named, readout, report)
         result, objects = imprint.Attribution.load(store), Objects(named) if task is not None else None
     else:
-        opened = imprint.Store(store)
+        opened = imprint.Store(store, signed_by=signed_by)
         result, objects = _attribute(opened, named, readout, context)
     metrics = evaluate_scores(result, known, across=across)
     if report is not None:

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import typer
 
 import imprint
-from imprint.cli.commands.options import AsJson, ConfigPath, DeviceName, QueriesString, StorePath, StoreTask
+from imprint.cli.commands.options import AsJson, ConfigPath, DeviceName, QueriesString, SignedBy, StorePath, StoreTask
 from imprint.cli.commands.repeating import merge_with_store
 from imprint.cli.experiment import Experiment
 from imprint.cli.loading import Objects
@@ -72,6 +72,7 @@ def export(
     ] = None,
     device: DeviceName = None,
     config: ConfigPath = None,
+    signed_by: SignedBy = None,
     json: AsJson = False,
 ) -> None:
     """Write the imprints of a store as LoRA adapters or as an ONNX graph, and test them on the queries.
@@ -98,7 +99,7 @@ def export(
     if format is not Format.vllm and tokenizer is not None:
         raise ConfigurationError("--tokenizer applies to --format vllm only.")
     words = _load_tokenizer(tokenizer)
-    opened = imprint.Store(store)
+    opened = imprint.Store(store, signed_by=signed_by)
     given = Experiment(task=task, queries=queries, device=device).override_file(config)
     if given.task is None:
         given = merge_with_store(given, opened, ("task", "queries"), context)

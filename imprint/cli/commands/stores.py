@@ -27,6 +27,7 @@ from imprint.cli.commands.options import (
     PlanPairs,
     QueriesString,
     RunString,
+    SignedBy,
     SourcesString,
     StorePath,
     TaskString,
@@ -260,7 +261,7 @@ def _explain_interruption(out: Path) -> Iterator[None]:
         raise
 
 
-def inspect(store: StorePath, json: AsJson = False) -> None:
+def inspect(store: StorePath, signed_by: SignedBy = None, json: AsJson = False) -> None:
     """Show what a store holds: its plan, sources, sizes, and the figures measured during the simulation.
 
     Of a recorded run, show its steps, optimiser and checkpoints.
@@ -268,7 +269,7 @@ def inspect(store: StorePath, json: AsJson = False) -> None:
     For example: `imprint inspect runs/news`
     """
     recorded = (store / RECORD).is_file() and not (store / MANIFEST).is_file()
-    values = inspect_recording(store) if recorded else inspect_store(imprint.Store(store))
+    values = inspect_recording(store) if recorded else inspect_store(imprint.Store(store, signed_by=signed_by))
     if json:
         typer.echo(dumps(values))
     else:
