@@ -45,7 +45,6 @@ def check_texts(queries: str | None, prompts: list[str] | None, completions: lis
 
 def ask(objects: Objects, prompts: list[str] | None, completions: list[str]) -> "Completions":
     """Make queries from texts, with the tokenizer of the task or of its file."""
-    _require_language(objects)
     from imprint.language import Completions
 
     tokenizer = find_tokenizer(objects)
@@ -67,6 +66,7 @@ def _require_language(objects: Objects) -> None:
 
 def find_tokenizer(objects: Objects) -> Any:
     """Return the tokenizer of a language task, or the one in its file."""
+    _require_language(objects)
     found = getattr(objects.task, "tokenizer", None) or objects.find_optional("tokenizer")
     if found is None:
         raise ConfigurationError(
