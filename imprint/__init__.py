@@ -25,8 +25,10 @@ from imprint.recorder import Recorder
 from imprint.recording.reading import Recording
 from imprint.recording.writing import RunRecorder
 from imprint.simulation import auto as _auto  # noqa: F401  (makes Plan.auto work)
+from imprint.simulation.merging import merge
 from imprint.simulation.runner import simulate
 from imprint.sources import Sources
+from imprint.store.parts import Part
 from imprint.store.reading import Store
 from imprint.task import Task
 
@@ -42,6 +44,7 @@ __all__ = [
     "ImprintError",
     "Inside",
     "MissingExtra",
+    "Part",
     "Plan",
     "PlanError",
     "Reader",
@@ -61,6 +64,7 @@ __all__ = [
     "check",
     "combine",
     "drill_down",
+    "merge",
     "self_influence",
     "simulate",
     "validate",

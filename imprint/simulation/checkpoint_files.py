@@ -10,7 +10,7 @@ from imprint.simulation.snapshot import Snapshot
 from imprint.store.checkpoint import File
 from imprint.store.layouts import Layout, layout
 from imprint.store.values import Value
-from imprint.store.writing import SETTLING, Writer
+from imprint.store.workspace import SETTLING, Workspace
 from imprint.task import Parameters
 
 Result = TypeVar("Result")
@@ -20,7 +20,7 @@ Result = TypeVar("Result")
 class CheckpointFiles:
     """The files in the folder of checkpoint number `index`."""
 
-    writer: Writer
+    writer: Workspace[Any]
     index: int
 
     @property

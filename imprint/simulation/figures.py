@@ -1,11 +1,10 @@
 """Figures of simulated imprints as their files have them; what could not be read again is refused."""
 
 import math
-from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from imprint.errors import SimulationError
-from imprint.simulation.engines import Chunk, Engine
+from imprint.simulation.engines import Chunk, Engine, Simulated
 from imprint.sources import Sources
 from imprint.store.checkpoint import Measured, ShardFigures, Spread
 from imprint.store.layouts import layout
@@ -59,16 +58,13 @@ def _round(chunk: Chunk, norms: list[float]) -> ShardFigures:
     )
 
 
-def summarise(engine: Engine, shards: Sequence[ShardFigures], notice: Callable[[str], None]) -> Measured:
+def summarise(engine: type[Engine], found: Simulated) -> Measured:
     """Add what was measured on the imprints to what was measured before."""
-    norms, linearity, whole = (
-        [value for shard in shards for value in getattr(shard, name)] for name in ("norms", "linearity", "whole")
-    )
+    norms, linearity = found.collect("norms"), found.collect("linearity")
     measured = replace(
-        engine.measured,
-        drift=shards[0].drift,
+        found.measured,
+        drift=found.shards[0].drift,
         norms=Spread.of(norms),
         linearity=Spread.of(linearity) if linearity else None,
-        lost=engine.measure_share_lost(norms, whole),
     )
-    return engine.conclude(measured, shards, notice)
+    return engine.conclude(replace(found, measured=measured))

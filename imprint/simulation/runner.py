@@ -6,44 +6,83 @@ import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
-from dataclasses import asdict, dataclass, replace
-from functools import partial
+from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypedDict, Unpack, overload
 
 import torch
 
 from imprint.data import Collate, HashData
 from imprint.errors import PlanError, StoreError, first_line
-from imprint.plan import Checkpoints, Plan, Settings
+from imprint.plan import Checkpoints, Plan
 from imprint.runtime.memory import Peak
 from imprint.runtime.progress import Advance, Progress
 from imprint.runtime.turns import settle_child
 from imprint.simulation import engines
-from imprint.simulation.checkpoint_files import CheckpointFiles
-from imprint.simulation.engines import Chunk, Engine
-from imprint.simulation.figures import check_rows, summarise
 from imprint.simulation.guards import check_weights
 from imprint.simulation.inputs import Inputs
-from imprint.simulation.path import Hooks
 from imprint.simulation.recorded import Recorded, open_run, settle_states
-from imprint.simulation.sizing import fit_batches, refit
-from imprint.simulation.snapshot import Snapshot
+from imprint.simulation.sizing import fit_batches
 from imprint.simulation.taking_over import check_choices
+from imprint.simulation.work import Work, count_units
 from imprint.sources import Sources
-from imprint.store.checkpoint import Checkpoint, File, ShardFigures, read_figures
+from imprint.store.checkpoint import Checkpoint
 from imprint.store.comparison import compare_training_data, difference
 from imprint.store.fingerprint import how_hashed, partly_hashed
-from imprint.store.layouts import coefficients_dtype, layout
-from imprint.store.manifest import LONGEST, MANIFEST, Cost, Execution, Manifest, Probes
-from imprint.store.probing import evaluate_probes
+from imprint.store.manifest import LONGEST, MANIFEST, Cost, Execution, Manifest
+from imprint.store.part_writing import PartWriter, SharedRequest
+from imprint.store.parts import Part, PartsFolder, Share
 from imprint.store.reading import Store
-from imprint.store.request import DTYPES, Request
-from imprint.store.values import Value, parsed
+from imprint.store.request import Request
+from imprint.store.values import parsed
+from imprint.store.workspace import Workspace
 from imprint.store.writing import Writer
-from imprint.task import Parameters, Task
+from imprint.task import Task
 
 logger = logging.getLogger(__name__)
+
+
+class SimulateOptions(TypedDict, total=False):
+    """The options of `simulate` beside `part`."""
+
+    checkpoints: Checkpoints | None
+    run: Recorded | None
+    out: str | os.PathLike[str] | None
+    batch_size: int | None
+    collate_fn: Collate | None
+    device: torch.device | str | None
+    dtype: torch.dtype | None
+    memory: int | str | None
+    repeat: Store | str | os.PathLike[str] | None
+    hash_data: HashData
+    note: Any
+    validate: Any
+    record: Any
+    progress: bool | Advance
+
+
+@overload
+def simulate(
+    task: Task,
+    data: Any,
+    sources: Sources,
+    plan: Plan | Literal["auto"] | None = None,
+    *,
+    part: None = None,
+    **options: Unpack[SimulateOptions],
+) -> Store: ...
+
+
+@overload
+def simulate(
+    task: Task,
+    data: Any,
+    sources: Sources,
+    plan: Plan | Literal["auto"] | None = None,
+    *,
+    part: str,
+    **options: Unpack[SimulateOptions],
+) -> Part: ...
 
 
 @torch.inference_mode(False)
@@ -66,8 +105,9 @@ def simulate(
     note: Any = None,
     validate: Any = None,
     record: Any = None,
+    part: str | None = None,
     progress: bool | Advance = True,
-) -> Store:
+) -> Store | Part:
     """Simulate the imprint of every source and keep them in a store.
 
     plan: how; "auto" lets `Plan.auto` choose from curvature and gradients at the checkpoints.
@@ -96,10 +136,13 @@ def simulate(
         randomly augmented images. Both are kept as a warning, and every later comparison says so.
     note: anything worth keeping with the store, as JSON values: it goes into the manifest.
     validate: queries on which the store is validated once it is made: see `imprint.validate`, which takes `record`.
+    part: such as "3/8", to simulate the third of eight parts of the sources in this process, and the others in other
+        processes, on other machines if you like, with the same `out`. A part is in a folder of its own in `out`;
+        `imprint.merge(out)` joins all of them into the store. The call then returns a `Part`.
     progress: True for a line on standard error, False for none, or a function of (done, total).
     """
     settle_child()
-    recorded = open_run(run)
+    recorded, share = open_run(run), _read_share(part, out, validate)
     if validate is None and record is not None:
         raise PlanError("record is for a validation: give the queries to validate on as validate=.")
     if repeat is not None:
@@ -107,6 +150,9 @@ def simulate(
         plan = repeat.manifest.plan if plan is None else plan
         batch_size = repeat.manifest.execution.batch_size if batch_size is None else batch_size
     options: dict[str, Any] = {"batch_size": batch_size, "collate_fn": collate_fn, "hash_data": hash_data}
+    if plan == "auto" and share is not None and (shared := SharedRequest.find(PartsFolder(out or ""))) is not None:
+        plan = shared.request.plan
+        recorded, checkpoints = settle_states(plan, recorded, checkpoints, task)
     if plan == "auto":
         plan = Plan.auto(task, data, sources, checkpoints, run=recorded, progress=progress, **options)
         recorded, checkpoints = settle_states(plan, recorded, checkpoints, task)
@@ -116,12 +162,42 @@ def simulate(
         if batch_size is None:
             fit_batches(inputs, memory, engines.get(inputs.plan).rows_per_source(inputs.plan))
         request = inputs.request()
-        writer = Writer(out, request, inputs.seen, check_choices)
-        store = writer.finished or _fill(inputs, writer, request, repeat, memory, note, progress)
+        workspace = _open(out, share, request, inputs)
+        made = workspace.finished
+        if made is None:
+            with _resumable(workspace):
+                made = workspace.finish(_fill(inputs, workspace, request, repeat, memory, note, progress))
+    if not isinstance(made, Store):
+        return made
+    store = made
     store.origin = {"task": task, "data": data, "sources": sources, "run": recorded, "collate_fn": collate_fn}
     if validate is not None:
         _validators[-1](store, validate, record=record, memory=memory, progress=progress)
     return store
+
+
+def _read_share(part: str | None, out: str | os.PathLike[str] | None, validate: Any) -> Share | None:
+    """Read which part is asked for; refuse what does not go with parts."""
+    if part is None:
+        return None
+    share = Share.parse(part)
+    if out is None:
+        raise PlanError(f"part {share} needs a folder in which the parts meet: give out=.")
+    if validate is not None:
+        raise PlanError("a part has not all sources: merge the parts, and validate the store (imprint.validate).")
+    return share
+
+
+def _open(
+    out: str | os.PathLike[str] | None, share: Share | None, request: Request, inputs: Inputs
+) -> Workspace[Store] | Workspace[Part]:
+    """Open the folder of the store, or of a part."""
+    if share is None or out is None:
+        return Writer(out, request, inputs.seen, check_choices)
+    sources = len(inputs.sources)
+    if not share.of_chunks(sources):
+        logger.warning("part %s has no sources: there are only %d", share, sources)
+    return PartWriter(out, share, request, inputs.seen, check_choices, sources)
 
 
 _validators: list[Callable[..., object]] = []
@@ -134,61 +210,60 @@ def register_validator(validate: Callable[..., object]) -> None:
 
 def _fill(
     inputs: Inputs,
-    writer: Writer,
+    workspace: Workspace[Any],
     request: Request,
     repeat: Store | None,
     memory: int | str | None,
     note: Any,
     progress: bool | Advance,
-) -> Store:
-    """Simulate what an empty or unfinished folder lacks."""
+) -> Manifest:
+    """Simulate what an empty or unfinished folder lacks; return the record of what it then holds."""
     started, peak, task = time.monotonic(), Peak(inputs.task.device), inputs.task
-    if warning := partly_hashed(how_hashed(vars(writer.request.data)), len(inputs.data)):
+    if warning := partly_hashed(how_hashed(vars(workspace.request.data)), len(inputs.data)):
         inputs.notices.add(warning)  # of what is resumed, too
-    resumed = writer.settled(inputs.first) is not None
-    with _resumable(writer), closing(_count_work(inputs, progress)) as bar:
+    with closing(_count_work(inputs, workspace, progress)) as bar:
         inputs.examine()
         if repeat is not None:
-            _take_over(repeat, request, writer, inputs)
-        work = _Work(inputs, memory, writer, bar)
+            _take_over(repeat, request, workspace, inputs)
+        work = Work(inputs, memory, workspace, bar)
         done: tuple[Checkpoint, ...] = ()
         for index, settings in enumerate(inputs.settings):
             done = (*done, work.checkpoint(index, settings))
-        inputs.notice(check_weights([c.weight for c in done], [c.measured.norms for c in done]))
-        manifest = Manifest(
-            request=writer.request,
-            sources=writer.sources(inputs.sources),
-            probes=work.probes(done),
+        if workspace.is_whole:
+            inputs.notice(check_weights([c.weight for c in done], [c.measured.norms for c in done]))
+        return Manifest(
+            request=workspace.request,
+            sources=workspace.sources(inputs.sources),
+            probes=work.probes(done) if done[inputs.first].base is not None else None,
             checkpoints=done,
             execution=Execution(str(task.device), torch.get_num_threads(), inputs.data.batch_size),
-            cost=Cost(time.monotonic() - started, peak.bytes, resumed),
+            cost=Cost(time.monotonic() - started, peak.bytes, workspace.resumed),
             question=inputs.plan.rules.question,
             shared=inputs.sources.shared,
             note=note,
             warnings=inputs.notices.messages,
         )
-        return writer.finish(manifest)
 
 
 @contextmanager
-def _resumable(writer: Writer) -> Iterator[None]:
+def _resumable(workspace: Workspace[Any]) -> Iterator[None]:
     """Leave the folder of a simulation that fails or is interrupted in a state from which the same call resumes."""
     try:
         yield
     except BaseException as error:
         by_key = isinstance(error, KeyboardInterrupt) or "RuntimeError: KeyboardInterrupt" in str(error)
-        if writer.stop(by_key or not isinstance(error, Exception)):  # such as SystemExit, from a signal's handler
-            logger.warning("stopped: the same call again resumes the simulation in %s", writer.path)
+        if workspace.stop(by_key or not isinstance(error, Exception)):  # such as SystemExit, from a signal's handler
+            logger.warning("stopped: the same call again resumes the simulation in %s", workspace.path)
         if by_key:  # within its own code torch makes a RuntimeError of it
             raise KeyboardInterrupt from error
         raise
 
 
-def _count_work(inputs: Inputs, progress: bool | Advance) -> Progress:
+def _count_work(inputs: Inputs, workspace: Workspace[Any], progress: bool | Advance) -> Progress:
     """Make a progress line for the work of all checkpoints."""
     engine, plan = engines.get(inputs.plan), inputs.plan
     used = [settings for settings in inputs.settings if settings.weight > 0]
-    units = [engine.shared_units(plan, len(inputs.data)) + engine.units(plan, s, inputs.sources) for s in used]
+    units = [engine.shared_units(plan, len(inputs.data)) + count_units(inputs, s, workspace) for s in used]
     return Progress("simulating", sum(units), engine.unit, progress)
 
 
@@ -203,165 +278,22 @@ def _refuse_note(note: Any) -> None:
         raise StoreError(f"note must be made of JSON values: {first_line(error)}.") from error
 
 
-def _take_over(repeat: Store, request: Request, writer: Writer, inputs: Inputs) -> None:
+def _take_over(repeat: Store, request: Request, workspace: Workspace[Any], inputs: Inputs) -> None:
     """Settle every checkpoint as an earlier simulation of the same request did."""
     before = replace(repeat.manifest.request, fixed=request.fixed)  # which does not change what is simulated
     if different := difference(before, request, inputs.seen):
         raise StoreError(f"{repeat.path} cannot be repeated: {different}.")
     compare_training_data(before, request).warn()
     for index, checkpoint in enumerate(repeat.checkpoints):
-        found = writer.settled(index)
+        found = workspace.settled(index)
         if checkpoint.weight == 0:
             continue
         plain = parsed(json.dumps(asdict(checkpoint)).encode(), repeat.path / MANIFEST)
         check_choices(checkpoint, index, before, replace(plain, field=f"checkpoints[{index}]"))
         if found is None:
-            writer.settle(index, replace(checkpoint, base=None, imprints=(), midpoints=(), basis=None, noise=None))
+            workspace.settle(index, replace(checkpoint, base=None, imprints=(), midpoints=(), basis=None, noise=None))
         elif found.choices != checkpoint.choices:
             raise StoreError(
-                f"{writer.path} holds an unfinished simulation that chose other steps than {repeat.path}: give another "
-                "folder."
+                f"{workspace.path} holds an unfinished simulation that chose other steps than {repeat.path}: give "
+                "another folder."
             )
-
-
-class _Work:
-    """A simulation under way: every checkpoint, every chunk of sources."""
-
-    def __init__(self, inputs: Inputs, memory: int | str | None, writer: Writer, bar: Progress) -> None:
-        self.inputs, self.memory, self.writer, self.bar = inputs, memory, writer, bar
-        self._reached = 0  # units of work that are behind, whoever did them
-
-    def checkpoint(self, index: int, settings: Settings) -> Checkpoint:
-        """Simulate and write one checkpoint."""
-        if settings.weight == 0:
-            return Checkpoint.planned(settings)
-        state, files = self.inputs.state(index), CheckpointFiles(self.writer, index)
-        engine = engines.at_checkpoint(self.inputs, index, state, self.memory, files, self.bar.advance)
-        settled = self.writer.settled(index)
-        if settled is None:
-            engine.settle()
-            checkpoint = replace(Checkpoint.planned(settings), decided=engine.choices, measured=engine.measured)
-            self.writer.settle(index, checkpoint)
-        else:
-            engine.take_over(settled.choices, settled.measured)
-        engine.warn(self.inputs.notices.add)
-        basis = engine.prepare()
-        self._reach(engine.shared_units(engine.plan, len(self.inputs.data)), fresh=settled is None)
-        fit = engine.choices.rows_at_once
-        if settled is not None and self.memory is not None:
-            fit = refit(fit, engine.rows_that_fit(fit), self.memory)
-        shards = list(self._shards(engine, files, state, fit))
-        return replace(
-            Checkpoint.planned(settings),
-            decided=engine.choices,
-            measured=summarise(engine, [shard.figures for shard in shards], self.inputs.notices.add),
-            base=shards[0].base,
-            imprints=tuple(shard.imprints for shard in shards),
-            midpoints=tuple(shard.midpoints for shard in shards if shard.midpoints is not None),
-            basis=basis,
-            noise=shards[0].noise,
-        )
-
-    def _shards(self, engine: Engine, files: CheckpointFiles, state: Parameters, fit: int) -> "Iterator[_Shard]":
-        """Simulate the sources file by file; those that an earlier run has finished are taken from it."""
-        rows = engine.choices.rows_per_file
-        for number, start in enumerate(range(0, len(self.inputs.sources), rows)):
-            sources = self.inputs.sources.rows(start, start + rows)
-            place = _Place(files, number, (start, start + len(sources)))
-            shard = self._find(engine, place, state)
-            found = shard is not None
-            if shard is None:
-                chunk, snapshots = self._simulate(engine, place, sources, fit)
-                shard = self._write(place, state, chunk, check_rows(engine, sources, chunk))
-                for snapshot in snapshots:
-                    snapshot.clear()
-            self._reach(engine.units(engine.plan, engine.work.settings, sources), fresh=not found)
-            yield shard
-
-    def _simulate(self, engine: Engine, place: "_Place", sources: Sources, fit: int) -> tuple[Chunk, list[Snapshot]]:
-        """Simulate the sources of a file, so many at once; return also where their state was kept meanwhile."""
-        chunks, snapshots = [], []
-        for first in range(0, len(sources), fit):
-            if path := self.writer.snapshot(place.files.folder):
-                snapshots.append(Snapshot(path, place.rows[0] + first))
-            begins = place.number == 0 and first == 0
-            hooks = Hooks(self.bar.advance, self.bar.skip, snapshots[-1] if snapshots else None, begins)
-            chunks.append(engine.simulate(engine.descent.with_sources(sources.rows(first, first + fit)), hooks))
-        return engines.join(chunks), snapshots
-
-    def _write(self, place: "_Place", state: Parameters, chunk: Chunk, figures: ShardFigures) -> "_Shard":
-        """Write the imprints of a file. They come last: where they are, all of it is."""
-        base = midpoints = noise = None
-        if place.number == 0:
-            base = place.files.write("base", self.inputs.without_fixed({**state, **chunk.base}))
-            noise = place.files.write("noise", self._cast(chunk.noise)) if chunk.noise is not None else None
-        if chunk.midpoints is not None:
-            midpoints = place.files.write(place.name("midpoints"), self._cast(chunk.midpoints), place.rows)
-        tensors = self._cast(chunk.imprints, chunk.exact)
-        imprints = place.files.write(place.name("imprints"), tensors, place.rows, asdict(figures))
-        return _Shard(imprints, figures, base, midpoints, noise)
-
-    def _find(self, engine: Engine, place: "_Place", state: Parameters) -> "_Shard | None":
-        """Find what an earlier run has left of a file of imprints, if it finished it."""
-        count, keeps_pair = place.rows[1] - place.rows[0], self.inputs.plan.keep_pair
-        base = midpoints = noise = None
-        noise_rows = engine.choices.noise_rows if place.number == 0 else 0
-        if noise_rows:
-            stack = layout(engine.descent.start, noise_rows, engine.work.stored)
-            noise = place.files.find("noise", None, stack, Value.mapping)
-        if place.number == 0:
-            whole = layout(self.inputs.without_fixed({**state, **engine.descent.start}))
-            base = place.files.find("base", None, whole, Value.mapping)
-        if keeps_pair:
-            stack = layout(engine.descent.start, count, engine.work.stored)
-            midpoints = place.files.find(place.name("midpoints"), place.rows, stack, Value.mapping)
-        imprints = place.files.find(
-            place.name("imprints"), place.rows, engine.layout(count), partial(read_figures, count=count)
-        )
-        if imprints is None or (place.number == 0) != bool(base) or keeps_pair != bool(midpoints):
-            return None
-        if bool(noise_rows) != bool(noise):
-            return None
-        return _Shard(*imprints, *(found[0] if found else None for found in (base, midpoints, noise)))
-
-    def _reach(self, units: int, *, fresh: bool) -> None:
-        """Bring the progress to where so much more work is behind."""
-        self._reached += units
-        if (left := self._reached - self.bar.done) > 0:
-            (self.bar.advance if fresh else self.bar.skip)(left)
-
-    def _cast(self, tensors: Parameters, exact: frozenset[str] = frozenset()) -> Parameters:
-        stored = DTYPES[self.inputs.stored_as]
-        return {name: t.to(coefficients_dtype(stored) if name in exact else stored) for name, t in tensors.items()}
-
-    def probes(self, checkpoints: tuple[Checkpoint, ...]) -> Probes | None:
-        """Keep a few training examples, with their losses where the first checkpoint is read out."""
-        index = next(k for k, checkpoint in enumerate(checkpoints) if checkpoint.weight > 0)
-        base = CheckpointFiles(self.writer, index).load("base", self.inputs.task.device)
-        examples = self.writer.request.probes.examples
-        batch = self.inputs.data.gather(torch.tensor(examples))
-        at_base = self.inputs.task.at({**self.inputs.fixed, **base})
-        return self.writer.probes(batch, evaluate_probes(*at_base, batch, len(examples)))
-
-
-@dataclass(frozen=True)
-class _Place:
-    """Where a chunk of sources goes: the number of its file, and its rows."""
-
-    files: CheckpointFiles
-    number: int
-    rows: tuple[int, int]
-
-    def name(self, what: str) -> str:
-        return f"{what}-{self.number:05}"
-
-
-@dataclass(frozen=True)
-class _Shard:
-    """The files of one chunk of sources, and what was measured on it."""
-
-    imprints: File
-    figures: ShardFigures
-    base: File | None
-    midpoints: File | None
-    noise: File | None

@@ -51,9 +51,9 @@ def write(place: Path, fill: Callable[[Path], Result]) -> Result:
             mode = beside.stat().st_mode  # as the umask has it; safetensors makes a file for its owner alone
             result = fill(beside)
             beside.chmod(mode)
-            _sync(beside)
+            sync(beside)
             beside.replace(place)
-        _sync(place.parent)
+        sync(place.parent)
         return result
     except (OSError, SafetensorError) as error:
         raise _explain(place, error) from error
@@ -108,7 +108,7 @@ def append(place: Path, text: str, *, durable: bool = True) -> None:
             if durable:
                 os.fsync(file.fileno())
         if is_new:
-            _sync(place.parent)
+            sync(place.parent)
     except OSError as error:
         raise _explain(place, error) from error
 
@@ -179,7 +179,8 @@ def _find_errno(message: str) -> int | None:
     return int(found[1]) if found else None
 
 
-def _sync(path: Path) -> None:
+def sync(path: Path) -> None:
+    """Have the system write a file, or the names in a folder, to the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

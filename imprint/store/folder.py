@@ -14,6 +14,8 @@ from imprint.errors import StoreError
 from imprint.store.files import LOCK, Lock, clear_leftovers, is_leftover, write
 from imprint.store.values import sealed
 
+PARTS = "parts"  # the folder in which parts of what a folder will hold are made, see `imprint.store.parts`
+
 
 def make_folder(path: Path, content: str, *records: str) -> bool:
     """Make a folder if it is not there, and return whether it was. Refuse a file, and a folder with something else.
@@ -28,8 +30,13 @@ def make_folder(path: Path, content: str, *records: str) -> bool:
             raise StoreError(f"{path} is a file: give a folder for {content}.")
         found = path.exists()
         path.mkdir(parents=True, exist_ok=True)
-        foreign = (file for file in path.iterdir() if file.name != LOCK and not is_leftover(file))
-        if not any((path / name).exists() for name in records) and any(foreign):
+        foreign = [file.name for file in path.iterdir() if file.name != LOCK and not is_leftover(file)]
+        if PARTS in foreign:
+            raise StoreError(
+                f"{path} holds parts that are made one by one: make the others with part=, and merge them (`imprint "
+                f"merge`). To make {content} at once, give another folder, or delete {path / PARTS}."
+            )
+        if foreign and not any((path / name).exists() for name in records):
             raise StoreError(f"{path} holds something else: give a new folder for {content}.")
         return found
     except (OSError, ValueError) as error:  # ValueError: a path that no file can have

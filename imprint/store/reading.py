@@ -18,6 +18,7 @@ from imprint.keys import PublicKey
 from imprint.plan import Question
 from imprint.store.checkpoint import Checkpoint, File
 from imprint.store.compatibility import Compatibility
+from imprint.store.folder import PARTS
 from imprint.store.layouts import base_layout, basis_layout, imprints_layout, noise_layout
 from imprint.store.manifest import JOURNAL, LONGEST, MANIFEST, Manifest
 from imprint.store.opening import Files
@@ -48,6 +49,11 @@ class Store:
             raise StoreError(f"{self.path} cannot be read: {error.strerror or error}.") from error
         if not complete and begun:
             raise StoreError(f"{self.path} holds an unfinished simulation: make the same call again to finish it.")
+        if not complete and (self.path / PARTS).is_dir():
+            raise StoreError(
+                f"{self.path} holds parts of a store that are not merged: imprint.merge({str(self.path)!r}), or "
+                f"`imprint merge {self.path}`, makes the store from them."
+            )
         if not complete and (self.path / _RECORDING).is_file():
             raise StoreError(
                 f"{self.path} is the recording of a training run, not a store: imprint.simulate(..., run=folder), or "

@@ -7,7 +7,7 @@ what `prepare` made overrides `attempt` and `cost` too, which come before.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import ClassVar, Literal
 
@@ -83,6 +83,28 @@ class Chunk:
     effects: list[float] = field(default_factory=list)
     noise_effect: float | None = None
     deviation: float | None = None
+
+
+@dataclass(frozen=True)
+class Simulated:
+    """All imprints of one checkpoint: what `Engine.conclude` sees of them.
+
+    shards: what the files say about their sources, in order.
+    notice: reports what makes the imprints doubtful.
+    remarks: returns the engine's `remark`, which may take long where it was not settled in this process.
+    """
+
+    index: int
+    plan: Plan
+    choices: Decided
+    measured: Measured
+    shards: Sequence[ShardFigures]
+    notice: Callable[[str], None]
+    remarks: Callable[[], Mapping[str, str]]
+
+    def collect(self, name: Literal["norms", "linearity", "whole", "effects"]) -> list[float]:
+        """Return one of the figures of every source."""
+        return [value for shard in self.shards for value in getattr(shard, name)]
 
 
 @dataclass(frozen=True)
@@ -193,24 +215,26 @@ class Engine(ABC):
         """Return the tensors that a file of so many imprints holds; None where that is known only by their rows."""
         return layout(self.descent.start, rows, self.work.stored)
 
-    def measure_share_lost(self, norms: list[float], whole: list[float]) -> float | None:
-        """Return the share of squared length that imprints lost on the way into the store, where they lose some."""
-        return None
-
-    def conclude(self, measured: Measured, shards: Sequence[ShardFigures], notice: Callable[[str], None]) -> Measured:
+    @classmethod
+    def conclude(cls, found: Simulated) -> Measured:
         """Add to what was measured what follows from all imprints, and report what makes them doubtful.
 
-        Noise and deviation of removals are relative to their root mean square effect.
+        Noise and deviation of removals are relative to their root mean square effect. No engine is ready for the
+        checkpoint here: where parts of a simulation are merged, none has been.
         """
-        effects = [effect for shard in shards for effect in shard.effects]
-        if not effects:
-            return measured
+        if not (effects := found.collect("effects")):
+            return found.measured
         size = root_mean_square(effects)
 
         def relate(effect: float | None) -> float | None:
             return None if effect is None or size == 0 else six_digits([effect / size])[0]
 
-        return replace(measured, chaos=relate(shards[0].noise_effect), deviation=relate(shards[0].deviation))
+        first = found.shards[0]
+        return replace(found.measured, chaos=relate(first.noise_effect), deviation=relate(first.deviation))
+
+    def remark(self) -> dict[str, str]:
+        """Return texts by which `conclude` explains what it reports, and which only this engine, settled, knows."""
+        return {}
 
     def warn(self, notice: Callable[[str], None]) -> None:  # noqa: B027
         """Report what makes the checkpoint's imprints doubtful, given what was decided and measured."""

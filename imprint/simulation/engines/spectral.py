@@ -16,7 +16,7 @@ from imprint.runtime.memory import budget, tensor_bytes
 from imprint.runtime.timing import measure_seconds
 from imprint.simulation.curvature import Spectrum
 from imprint.simulation.descent import Descent, FullBatch
-from imprint.simulation.engines.protocol import AutoFindings, Chunk, Cost, Engine, Work
+from imprint.simulation.engines.protocol import AutoFindings, Chunk, Cost, Engine, Simulated, Work
 from imprint.simulation.factored_gradients import count_values, find_layers, take_gradients
 from imprint.simulation.frozen import (
     FrozenCurvature,
@@ -31,7 +31,7 @@ from imprint.sources import Sources
 from imprint.store.checkpoint import Decided, File, Measured
 from imprint.store.layouts import Layout, layout
 from imprint.store.values import Value
-from imprint.store.writing import SCRATCH
+from imprint.store.workspace import SCRATCH
 from imprint.task import Parameters
 from imprint.tensors.rows import MULTIPLIED, Rows, along, orthonormal
 from imprint.tensors.vectors import Flat
@@ -160,17 +160,20 @@ class Spectral(Engine):
                     "fewer steps, or some damping."
                 )
 
-    def measure_share_lost(self, norms: list[float], whole: list[float]) -> float | None:
-        if not self._projected:
-            return None
-        kept, before = (sum(length**2 for length in lengths) for lengths in (norms, whole))
+    @classmethod
+    def conclude(cls, found: Simulated) -> Measured:
+        """Add the share of squared length that a projection lost."""
+        measured = super().conclude(found)
+        if found.plan.form != "projected":
+            return measured
+        kept, before = (sum(x**2 for x in lengths) for lengths in (found.collect("norms"), found.collect("whole")))
         lost = max(1 - kept / before, 0.0) if before else 0.0
         if lost > _ROUNDING:
             logger.warning(
                 "checkpoint %d: on %d directions imprints lose %.2g of their squared length",
-                *(self.work.index, self._directions, lost),
+                *(found.index, found.choices.directions or 0, lost),
             )
-        return float(f"{lost:.4g}")
+        return replace(measured, lost=float(f"{lost:.4g}"))
 
     def layout(self, rows: int) -> Layout | None:
         return None

@@ -5,6 +5,7 @@ recorded end by more than these rows do is no repetition with other rounding: so
 recording, and every effect would contain it. Such a replay is refused. What rounding explains is stated.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from imprint.errors import SimulationError
@@ -15,6 +16,7 @@ from imprint.simulation.engines.replay.unperturbed import Unperturbed
 MATERIAL = 0.01  # of a removal's effect: by so much a replay may miss the recorded end without a word
 _EXPLAINED = 3.0  # times what a perturbed start does: more is no rounding, not even where it has grown to its limit
 _HALF = 20.0  # the same where training computed in half precision, whose rounding is as large as that perturbation
+PRECISION, _PARTING, _CAUSES = "precision", "parting", "causes"  # remarks of the engine on a replay
 _ARRIVED = 1e-3  # of the distance the run travelled: an end that is missed by less is reached
 
 
@@ -70,21 +72,25 @@ def _list_causes(agreement: Agreement) -> str:
     )
 
 
-def describe_missed(relative: float, chaos: float | None, agreement: Agreement) -> str:
+def explain(agreement: Agreement) -> dict[str, str]:
+    """Explain where and why a replay leaves the recording, as remarks on it."""
+    return {_PARTING: agreement.describe_parting(), _CAUSES: _list_causes(agreement)}
+
+
+def describe_missed(relative: float, chaos: float | None, remarks: Mapping[str, str]) -> str:
     """Say that the unperturbed replay misses the recorded end, by a share of a removal's effect, and what helps."""
     return (
         f"the replay misses the recorded end: predictions differ by {relative:.2g} times what removing a source does, "
-        f"which every effect contains. {agreement.describe_parting()} Rounding grows where a run is chaotic (a start "
+        f"which every effect contains. {remarks[_PARTING]} Rounding grows where a run is chaotic (a start "
         f"that differs by a thousandth moves predictions by {chaos or 0.0:.2g} times a removal's effect), and some GPU "
         "kernels do not repeat: torch.use_deterministic_algorithms(True) in training and replay helps. Otherwise look "
-        f"for {_list_causes(agreement)}"
+        f"for {remarks[_CAUSES]}"
     )
 
 
-def describe_stacked(relative: float, repetition: Repetition) -> str:
+def describe_stacked(relative: float, chaos: float | None, remarks: Mapping[str, str]) -> str:
     """Say that stacked runs miss the recorded end, by a share of a removal's effect, though single ones do not."""
-    precision = half_precision(repetition)
-    computed = f", which computed in {precision}" if precision else ""
+    computed = f", which computed in {remarks[PRECISION]}" if remarks[PRECISION] else ""
     return (
         f"stacked runs round differently from the recorded one{computed}: "
         f"predictions at the recorded end differ by {relative:.2g} times what removing a source does, which every "

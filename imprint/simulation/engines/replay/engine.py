@@ -24,13 +24,16 @@ from imprint.recording.records import Run
 from imprint.runtime.memory import Peak, activation_bytes, budget, most_that_fit, tensor_bytes
 from imprint.runtime.timing import measure_seconds
 from imprint.simulation.descent import Descent
-from imprint.simulation.engines.protocol import Chunk, Cost, Engine, Work
+from imprint.simulation.engines.protocol import Chunk, Cost, Engine, Simulated, Work
 from imprint.simulation.engines.replay.agreement import Agreement
 from imprint.simulation.engines.replay.deviation import (
     MATERIAL,
+    PRECISION,
     Deviation,
     describe_missed,
     describe_stacked,
+    explain,
+    half_precision,
     refuse_unexplained,
 )
 from imprint.simulation.engines.replay.effects import Effects
@@ -49,7 +52,7 @@ from imprint.simulation.path import Hooks
 from imprint.simulation.recorded import find_begin
 from imprint.simulation.snapshot import Snapshot
 from imprint.sources import Sources
-from imprint.store.checkpoint import CHAOTIC, Decided, Measured, ShardFigures
+from imprint.store.checkpoint import CHAOTIC, Decided, Measured
 from imprint.task import Parameters
 from imprint.tensors.vectors import minus, norm, repeated, root_mean_square, scale, six_digits
 
@@ -224,37 +227,43 @@ class Replay(Engine):
                     torch.sub(theta[name], end[name], out=row).mul_(self.descent.n)
         return rows
 
-    # --- what follows from them
+    # --- what makes them doubtful
 
-    def conclude(self, measured: Measured, shards: Sequence[ShardFigures], notice: Callable[[str], None]) -> Measured:
-        measured = super().conclude(measured, shards, notice)
+    def warn(self, notice: Callable[[str], None]) -> None:
         if self._unkept is not None:
             notice(
                 f"training changes {self._unkept}, which no checkpoint keeps: effects leave out what a source does to "
                 "it. Register it as a persistent buffer before training, if predictions depend on it."
-            )
-        if measured.chaos is not None and measured.chaos > CHAOTIC:
-            notice(
-                f"this run is chaotic: a start that differs by a thousandth moves predictions by {measured.chaos:.2g} "
-                f"times what removing a source does (above {CHAOTIC}, removals no longer predict each other). What "
-                "this very run would have been without a source is then mostly chance. Ask what training like this "
-                "does (engines that start at checkpoints), or train with a smaller learning rate."
             )
         if self.way.fresh_draws is not None:
             notice(
                 f"{self.way.fresh_draws}: where a source is left out of a batch, the other examples get other random "
                 "numbers than in training, which every effect contains, and which the noise does not show."
             )
-        if measured.deviation is not None and measured.deviation > MATERIAL:
-            if (shards[0].deviation or 0.0) > 2 * (self.measured.deviation or 0.0):  # that of the unperturbed replay
-                notice(describe_stacked(measured.deviation, self.repetition))
-            else:
-                notice(describe_missed(measured.deviation, measured.chaos, self.unperturbed.agreement))
-        if measured.start_lost is not None and measured.start_lost > _LOST:
+        if self.measured.start_lost is not None and self.measured.start_lost > _LOST:
             notice(
                 f"a replay that begins after {self.repetition.begin} steps differs from one of the whole run by "
-                f"{measured.start_lost:.2g} of a removal's effect: replay from an earlier start= for exact effects."
+                f"{self.measured.start_lost:.2g} of a removal's effect: replay from an earlier start= for exact "
+                "effects."
             )
+
+    def remark(self) -> dict[str, str]:
+        return {**explain(self.unperturbed.agreement), PRECISION: half_precision(self.repetition) or ""}
+
+    @classmethod
+    def conclude(cls, found: Simulated) -> Measured:
+        measured = super().conclude(found)
+        if measured.chaos is not None and measured.chaos > CHAOTIC:
+            found.notice(
+                f"this run is chaotic: a start that differs by a thousandth moves predictions by {measured.chaos:.2g} "
+                f"times what removing a source does (above {CHAOTIC}, removals no longer predict each other). What "
+                "this very run would have been without a source is then mostly chance. Ask what training like this "
+                "does (engines that start at checkpoints), or train with a smaller learning rate."
+            )
+        if measured.deviation is not None and measured.deviation > MATERIAL:
+            plain = found.measured.deviation or 0.0  # of the unperturbed replay
+            describe = describe_stacked if (found.shards[0].deviation or 0.0) > 2 * plain else describe_missed
+            found.notice(describe(measured.deviation, measured.chaos, found.remarks()))
         return measured
 
     # --- what it takes

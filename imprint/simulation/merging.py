@@ -1,0 +1,346 @@
+"""Merges the parts of a store: compares them, puts their files together, and writes the manifest last.
+
+A process that is killed meanwhile leaves the parts as they were, and a folder that is no store; the same call again
+completes it. What follows from all imprints, such as how chaotic a run is, is concluded here.
+"""
+
+import os
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Literal
+
+from safetensors import SafetensorError, safe_open
+
+from imprint.errors import StoreError, first_line
+from imprint.runtime.notices import Notices
+from imprint.runtime.progress import Advance, Progress
+from imprint.simulation import engines
+from imprint.simulation.engines import Simulated
+from imprint.simulation.figures import summarise
+from imprint.simulation.guards import check_weights
+from imprint.simulation.taking_over import check_choices
+from imprint.store.checkpoint import Checkpoint, File, ShardFigures, read_figures
+from imprint.store.comparison import difference
+from imprint.store.files import clear_leftovers
+from imprint.store.folder import locked
+from imprint.store.layouts import find_misfit, imprints_layout
+from imprint.store.manifest import MANIFEST, Cost, Manifest
+from imprint.store.part_writing import (
+    PART,
+    PartRecord,
+    SharedCheckpoint,
+    SharedRequest,
+    compare_choices,
+    name_checkpoint,
+)
+from imprint.store.parts import (
+    PartsFolder,
+    Share,
+    find_target,
+    is_sound,
+    place_file,
+    refuse_damaged,
+    refuse_missing,
+    require_parts,
+)
+from imprint.store.reading import Store
+from imprint.store.request import Request
+from imprint.store.values import parsed, read_json
+from imprint.store.workspace import ABOUT
+from imprint.store.writing import write_manifest
+
+Places = str | os.PathLike[str] | Iterable[str | os.PathLike[str]]
+
+
+def merge(parts: Places, out: str | os.PathLike[str] | None = None, *, progress: bool | Advance = True) -> Store:
+    """Merge the parts of a simulation into a store.
+
+    parts: the folder given as `out=` to `simulate(part=...)`, or several of them, if the parts were made on machines
+        without a common file system.
+    out: the folder of the store; by default the one folder of the parts.
+    progress: True for a line on standard error, False for none, or a function of (done, total), in bytes.
+
+    The parts must be complete and of one simulation, and every file is compared with its checksum. Parts in `out` take
+    no further space on file systems with hard links, and are removed once the store is complete; those in other
+    folders are copied and stay. The same call again returns the store.
+    """
+    folders, target = find_target(parts, out)
+    if (target / MANIFEST).is_file():
+        return _return_merged(folders, target)
+    require_parts(folders, target, "a store")
+    shared = _read_shared(folders)
+    records = _read_records(folders, shared.request.of)
+    merging = _Merging(folders, target, shared, records)
+    merging.compare()
+    target.mkdir(parents=True, exist_ok=True)
+    with locked(target):
+        manifest = merging.put_together(progress)
+        write_manifest(target, manifest)
+        store = Store(target)
+        _remove_parts(folders, target)
+    return store
+
+
+def _return_merged(folders: Sequence[PartsFolder], target: Path) -> Store:
+    """Return a store that was merged before, and remove what a killed process has left of its parts."""
+    store = Store(target)
+    for folder in folders:
+        shared = SharedRequest.find(folder)
+        if shared is not None and (different := _compare_requests(store.manifest.request, shared.request)):
+            raise StoreError(
+                f"{target} already holds a store, made otherwise than the parts in {folder.path}: {different}. Give "
+                "another folder with out=."
+            )
+    _remove_parts(folders, target)
+    clear_leftovers(target)
+    return store
+
+
+def _remove_parts(folders: Sequence[PartsFolder], target: Path) -> None:
+    for folder in folders:
+        if folder.out.absolute() == target.absolute():
+            folder.remove()
+
+
+def _compare_requests(before: Request, now: Request) -> str | None:
+    return difference(before, now, lambda examples: now.probes.values)
+
+
+@dataclass(frozen=True)
+class _Shared:
+    """What all parts share: the request, and how each checkpoint that counts is simulated."""
+
+    folder: PartsFolder
+    request: SharedRequest
+    checkpoints: dict[int, SharedCheckpoint]
+
+
+def _read_shared(folders: Sequence[PartsFolder]) -> _Shared:
+    """Read what all parts share; refuse folders that differ in it."""
+    found = [_read_one_shared(folder) for folder in folders]
+    first, *others = found
+    for other in others:
+        where = f"the parts in {other.folder.path} are not of the same simulation as those in {first.folder.path}"
+        if first.request.of != other.request.of:
+            raise StoreError(f"{where}: there are {other.request.of} of them, and {first.request.of}.")
+        if different := _compare_requests(first.request.request, other.request.request):
+            raise StoreError(f"{where}: {different}.")
+        for index, checkpoint in first.checkpoints.items():
+            theirs = other.checkpoints[index]
+            different = compare_choices(checkpoint.checkpoint.choices, theirs.checkpoint.choices)
+            if different is None and checkpoint.files != theirs.files:
+                different = "the basis of the curvature differs"
+            if different:
+                raise StoreError(
+                    f"{where}: at checkpoint {index}, {different}. Copy {first.folder.shared} to every machine before "
+                    "its first part begins."
+                )
+    return first
+
+
+def _read_one_shared(folder: PartsFolder) -> _Shared:
+    request = SharedRequest.find(folder)
+    if request is None:
+        raise StoreError(f"{folder.shared} does not say what the parts are of: make any of them again.")
+    plan, checkpoints = request.request.plan, dict[int, SharedCheckpoint]()
+    for index in range(count := len(request.request.states)):
+        if plan.at(index, count).weight == 0:
+            continue
+        found = SharedCheckpoint.find(folder, index)
+        if found is None:
+            raise StoreError(
+                f"{folder.shared / name_checkpoint(index)} is missing: delete {folder.path}, and make the parts again."
+            )
+        check_choices(found[0].checkpoint, index, request.request, found[1])
+        checkpoints[index] = found[0]
+    return _Shared(folder, request, checkpoints)
+
+
+def _read_records(folders: Sequence[PartsFolder], of: int) -> dict[int, tuple[Path, PartRecord]]:
+    """Read the records of all parts, by number; refuse to go on if some are missing."""
+    finished: dict[int, Path] = {}
+    for folder in folders:
+        for number, path in folder.find(of).items():
+            if (path / PART).is_file():
+                finished.setdefault(number, path)
+    refuse_missing(folders, of, finished)
+    return {number: (path, PartRecord.read(path)) for number, path in sorted(finished.items())}
+
+
+@dataclass(frozen=True)
+class _Piece:
+    """A file of the store, and where it lies before the parts are merged."""
+
+    source: Path
+    file: File
+    part: Path
+
+
+class _Merging:
+    """The parts of one store, on the way into it."""
+
+    def __init__(
+        self,
+        folders: Sequence[PartsFolder],
+        target: Path,
+        shared: _Shared,
+        records: dict[int, tuple[Path, PartRecord]],
+    ) -> None:
+        self.folders, self.target, self.shared, self.records = folders, target, shared, records
+        self.request = shared.request.request
+        self.of = shared.request.of
+        self.pieces: list[_Piece] = []
+
+    @property
+    def manifests(self) -> list[Manifest]:
+        return [record.manifest for _, record in self.records.values()]
+
+    def compare(self) -> None:
+        """Refuse parts that are not of the same simulation, or were not simulated alike."""
+        for number, (path, record) in self.records.items():
+            if different := _compare_requests(self.request, record.manifest.request):
+                raise StoreError(f"{path} is a part of something else: {different}. Delete it, and make it again.")
+            if record.manifest.sources.sha256 != self.manifests[0].sources.sha256:
+                raise StoreError(f"{path} has another table of sources than part 1: delete it, and make it again.")
+            for index, checkpoint in enumerate(record.manifest.checkpoints):
+                if checkpoint.decided is None:
+                    continue
+                agreed = self.shared.checkpoints[index].checkpoint.choices
+                if different := compare_choices(agreed, checkpoint.decided):
+                    raise StoreError(
+                        f"part {Share(number, self.of)} simulated checkpoint {index} otherwise than the others: "
+                        f"{different}. Delete {path}, and make it again."
+                    )
+
+    def put_together(self, progress: bool | Advance) -> Manifest:
+        """Put all files in their places; return the manifest that describes them."""
+        first_path, first = self.records[1]
+        sources = self._collect(first_path, first.manifest.sources)
+        probes = first.manifest.probes
+        if probes is not None:
+            self._collect(first_path, probes.file)
+        table = read_json(first_path / sources.path).mapping()["ids"]
+        planned = [self._checkpoint(index, len(table.items())) for index in range(len(self.request.states))]
+        self._place(progress)
+        notices = Notices(message for manifest in self.manifests for message in manifest.warnings)
+        manifest = replace(
+            first.manifest,
+            request=self.request,
+            checkpoints=tuple(planned),
+            cost=_add_costs([manifest.cost for manifest in self.manifests]),
+        )
+        done = tuple(self._conclude(manifest, index, notices) for index in range(len(planned)))
+        if found := check_weights([c.weight for c in done], [c.measured.norms for c in done]):
+            notices.add(str(found))
+        if different := _compare_circumstances(self.manifests):
+            notices.add(different)
+        return replace(manifest, checkpoints=done, warnings=notices.messages)
+
+    def _collect(self, part: Path, file: File, source: Path | None = None) -> File:
+        self.pieces.append(_Piece(source or part / file.path, file, part))
+        return file
+
+    def _checkpoint(self, index: int, sources: int) -> Checkpoint:
+        """Collect the files of a checkpoint from the parts; refuse it if some are missing."""
+        settings = self.request.plan.at(index, len(self.request.states))
+        if settings.weight == 0:
+            return self.manifests[0].checkpoints[index]
+        agreed = self.shared.checkpoints[index]
+        own = [(number, record.manifest.checkpoints[index]) for number, (_, record) in self.records.items()]
+        shards = partial(self._shards, index, own, sources)
+        begin, basis = own[0][1], agreed.checkpoint.basis
+        for file in (begin.base, begin.noise):
+            if file is not None:
+                self._collect(self.records[1][0], file)
+        if basis is not None:
+            self._collect(self.shared.folder.path, basis, self.shared.folder.shared / basis.path)
+        fallen = (checkpoint.measured.one_by_one for _, checkpoint in own)  # a part may fall back on its way
+        why = next(filter(None, fallen), agreed.checkpoint.measured.one_by_one)
+        return replace(
+            agreed.checkpoint,
+            measured=replace(agreed.checkpoint.measured, one_by_one=why),
+            base=begin.base,
+            noise=begin.noise,
+            imprints=shards("imprints"),
+            midpoints=shards("midpoints") if self.request.plan.keep_pair else (),
+        )
+
+    def _shards(
+        self, index: int, own: Sequence[tuple[int, Checkpoint]], sources: int, kind: Literal["imprints", "midpoints"]
+    ) -> tuple[File, ...]:
+        """Collect the files of all rows of a checkpoint, in order."""
+        rows, found = self.shared.checkpoints[index].checkpoint.choices.rows_per_file, list[File]()
+        for number, checkpoint in own:
+            path = self.records[number][0]
+            for chunk in Share(number, self.of).of_chunks(-(-sources // rows)):
+                span = (chunk * rows, min((chunk + 1) * rows, sources))
+                name = f"{name_checkpoint(index)}/{kind}-{chunk:05}.safetensors"
+                file = next((f for f in getattr(checkpoint, kind) if f.path == name and f.rows == span), None)
+                if file is None:
+                    raise StoreError(
+                        f"{path} has no file {name} of rows {span[0]} to {span[1] - 1}: delete {path}, and make the "
+                        "part again."
+                    )
+                found.append(self._collect(path, file))
+        return tuple(found)
+
+    def _place(self, progress: bool | Advance) -> None:
+        """Put all files into the folder of the store, each compared with its checksum."""
+        bar = Progress("merging", sum(piece.file.bytes for piece in self.pieces), "bytes", progress)
+        inside = {folder.path.absolute() for folder in self.folders if folder.out.absolute() == self.target.absolute()}
+        for piece in self.pieces:
+            place = self.target / piece.file.path
+            if not is_sound(place, piece.file):
+                advice = f"delete {piece.part}, and make it again"
+                refuse_damaged(piece.source, piece.file, advice)
+                own = any(piece.source.absolute().is_relative_to(path) for path in inside)
+                if not place_file(piece.source, place, link=own):
+                    refuse_damaged(place, piece.file, f"delete {place}, and merge again")
+            bar.advance(piece.file.bytes)
+        bar.close()
+
+    def _conclude(self, manifest: Manifest, index: int, notices: Notices) -> Checkpoint:
+        """Add to a checkpoint what its imprints say."""
+        checkpoint = manifest.checkpoints[index]
+        if checkpoint.decided is None:
+            return checkpoint
+        remarks = self.shared.checkpoints[index].remarks
+        figures = [self._read_figures(manifest, index, file) for file in checkpoint.imprints]
+        found = Simulated(
+            *(index, manifest.plan, checkpoint.decided, checkpoint.measured, figures, notices.add), lambda: remarks
+        )
+        return replace(checkpoint, measured=summarise(engines.get(manifest.plan), found))
+
+    def _read_figures(self, manifest: Manifest, index: int, file: File) -> ShardFigures:
+        """Read what a file says about its imprints; refuse one that holds others than the store has there."""
+        place, (first, last) = self.target / file.path, file.rows or (0, 0)
+        try:
+            with safe_open(place, framework="pt") as tensors:
+                if misfit := find_misfit(tensors, imprints_layout(manifest, index, last - first), others=True):
+                    raise StoreError(f"{place} does not fit the other parts: {misfit}.")
+                about = parsed((tensors.metadata() or {}).get(ABOUT, "").encode(), place)
+        except (OSError, SafetensorError, MemoryError) as error:
+            raise StoreError(f"{place} cannot be read: {first_line(error)}.") from error
+        return read_figures(about, last - first)
+
+
+def _add_costs(costs: Sequence[Cost]) -> Cost:
+    """Add up what the parts took; the peak is that of the largest."""
+    peaks = [cost.peak_bytes for cost in costs if cost.peak_bytes is not None]
+    return Cost(sum(cost.seconds for cost in costs), max(peaks, default=None), any(cost.resumed for cost in costs))
+
+
+def _compare_circumstances(manifests: Sequence[Manifest]) -> str | None:
+    """Say that parts were made under different circumstances, which rounding may show."""
+    first, *others = ({**vars(m.execution), **m.versions} for m in manifests)
+    for number, other in enumerate(others, 2):
+        for name in sorted({*first, *other}):
+            if first.get(name) != other.get(name):
+                return (
+                    f"parts were made under different circumstances ({name} was {first.get(name)} for part 1 and "
+                    f"{other.get(name)} for part {number}): their imprints agree up to rounding, and a repetition "
+                    "differs in it."
+                )
+    return None

@@ -1,0 +1,296 @@
+"""Parts of a store or of a ground truth that several processes make, and the folder in which they meet.
+
+    runs/news/parts/
+      shared/request/ …           what the parts are of, and how many there are
+      shared/checkpoint-000/ …    how all of them simulate a checkpoint
+      3-of-8/ …                   what one part has made; no other process writes there
+
+Whatever the parts must agree on is decided by the first of them that gets so far, and taken over by the others. It is
+made in a folder of its own and renamed into place, which succeeds once: no part waits for another, and none sees half
+of it.
+"""
+
+import contextlib
+import os
+import re
+import shutil
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from imprint.display import count_of, name_some
+from imprint.errors import PlanError, StoreError
+from imprint.store.checkpoint import File
+from imprint.store.files import LOCK, is_leftover, sha256, sync, temporary_folder
+from imprint.store.folder import PARTS
+from imprint.store.values import Value, read_json
+
+SHARED = "shared"
+REQUEST = "request"
+_FOLDER = re.compile(r"([1-9]\d{0,6})-of-([1-9]\d{0,6})", re.ASCII)
+_MERGED = re.compile(  # what an interrupted merge may have put into a folder
+    r"parts|checkpoint-\d{3}|sources\.json|\.imprint\.lock|(probes|subsets|values-\d+)\.safetensors", re.ASCII
+)
+_TEXT = re.compile(r"\s*(\d{1,7})\s*/\s*(\d{1,7})\s*", re.ASCII)
+
+
+@dataclass(frozen=True)
+class Share:
+    """One of several parts: the third of eight is `Share(3, 8)`, written "3/8"."""
+
+    number: int
+    of: int
+
+    @classmethod
+    def parse(cls, text: str) -> "Share":
+        """Read a part such as "3/8".
+
+        >>> Share.parse("3/8").of_chunks(20)
+        range(5, 8)
+        """
+        found = _TEXT.fullmatch(text) if isinstance(text, str) else None
+        if found is None:
+            raise PlanError(f'part must be a text such as "3/8", the third of eight parts; got {text!r}.')
+        share = cls(int(found[1]), int(found[2]))
+        if not 1 <= share.number <= share.of:
+            raise PlanError(f'part {share} does not exist: of N parts the first is "1/N" and the last is "N/N".')
+        return share
+
+    @classmethod
+    def from_json(cls, value: Value) -> "Share":
+        found = _TEXT.fullmatch(value.text())
+        if found is None or not 1 <= int(found[1]) <= int(found[2]):
+            value.refuse('a part such as "3/8"')
+        return cls(int(found[1]), int(found[2]))
+
+    def __str__(self) -> str:
+        return f"{self.number}/{self.of}"
+
+    @property
+    def folder(self) -> str:
+        """The name of the part's folder."""
+        return f"{self.number}-of-{self.of}"
+
+    def of_chunks(self, count: int) -> range:
+        """Return which of so many chunks belong to the part: neighbours, and as many as in any other part or one less.
+
+        The first part always has the first chunk.
+        """
+        first, last = (-(-number * count // self.of) for number in (self.number - 1, self.number))
+        return range(first, last)
+
+    def others(self) -> "list[Share]":
+        """Return all parts that belong together, this one included."""
+        return [Share(number, self.of) for number in range(1, self.of + 1)]
+
+
+@dataclass(frozen=True)
+class Part:
+    """A finished part of a store or of a ground truth, as `simulate` and `retrain` return it.
+
+    share: which part it is.
+    path: its folder; once the parts are merged, the folder they were merged into.
+    count, total: how many of all sources or models it has.
+    unit: what is counted.
+    finished: how many of the parts are finished.
+    """
+
+    share: Share
+    path: Path
+    count: int
+    total: int
+    unit: str
+    finished: int
+
+    def __repr__(self) -> str:
+        return f"Part({self.share}: {self.count:,} of {count_of(self.total, self.unit)} in {str(self.path)!r})"
+
+
+class PartsFolder:
+    """The folder of the parts that will be merged into one in `out`."""
+
+    def __init__(self, out: str | os.PathLike[str]) -> None:
+        self.out = Path(out)
+        self.path = self.out / PARTS
+        self.shared = self.path / SHARED
+
+    def of(self, share: Share) -> Path:
+        """Return the folder of a part."""
+        return self.path / share.folder
+
+    def find(self, of: int) -> dict[int, Path]:
+        """Find the folders of parts that were begun, by number."""
+        found = {}
+        for path in self.path.iterdir() if self.path.is_dir() else ():
+            if (name := _FOLDER.fullmatch(path.name)) and int(name[2]) == of and 1 <= int(name[1]) <= of:
+                found[int(name[1])] = path
+        return dict(sorted(found.items()))
+
+    def count_finished(self, share: Share, record: str) -> int:
+        """Count the parts that have their record."""
+        return sum((path / record).is_file() for path in self.find(share.of).values())
+
+    def refuse_other_use(self, content: str, *records: str) -> None:
+        """Refuse to make parts in a folder that holds something else.
+
+        records: files that show that the same thing was begun there without parts.
+        """
+        try:
+            inside = list(self.out.iterdir()) if self.out.is_dir() else []
+            is_file = self.out.exists() and not self.out.is_dir()
+        except OSError as error:
+            raise StoreError(f"{self.out} cannot be read: {error.strerror or error}.") from error
+        if is_file:
+            raise StoreError(f"{self.out} is a file: give a folder for {content}.")
+        names = {path.name for path in inside if path.name != LOCK and not is_leftover(path)}
+        if begun := next((name for name in records if name in names), None):
+            raise StoreError(
+                f"{self.out} holds {content} that was begun without parts ({begun}): finish it by the same call "
+                "without part=, or give another folder."
+            )
+        if names and PARTS not in names:
+            raise StoreError(f"{self.out} holds something else: give a new folder for {content}.")
+
+    def refuse_other_number(self, share: Share) -> None:
+        """Refuse a part of another division than that of the parts in the folder."""
+        for path in self.path.iterdir() if self.path.is_dir() else ():
+            name = _FOLDER.fullmatch(path.name)
+            if name and int(name[2]) != share.of:
+                raise StoreError(
+                    f"{self.out} is being made in {int(name[2])} parts ({path.name}), and {share} is one of "
+                    f"{share.of}: give one of those, or delete {self.path} to divide it anew."
+                )
+
+    def publish(self, name: str, fill: Callable[[Path], None]) -> bool:
+        """Share a folder with the other parts under a name; return False if another part has been first.
+
+        fill: writes the folder's files.
+        """
+        place = self.shared / name
+        if place.exists():
+            return False
+        self.shared.mkdir(parents=True, exist_ok=True)
+        with temporary_folder(self.shared) as folder:
+            own = folder / name
+            own.mkdir()
+            fill(own)
+            sync(own)
+            try:
+                own.rename(place)
+            except OSError as error:
+                if place.exists():
+                    return False
+                raise StoreError(f"could not write {place}: {error.strerror or error}.") from error
+        sync(self.shared)
+        return True
+
+    def read(self, name: str, file: str) -> Value | None:
+        """Read a file of plain values that is shared under a name; None where none is, so far."""
+        place = self.shared / name / file
+        return read_json(place) if place.exists() else None
+
+    def remove(self) -> None:
+        """Remove all parts at once: a process that is killed meanwhile leaves nothing that looks like parts."""
+        if not self.path.is_dir() or self.path.is_symlink():
+            return
+        with temporary_folder(self.out) as folder:
+            self.path.rename(folder / PARTS)
+            sync(self.out)
+
+    def remove_empty(self, *, out: bool) -> None:
+        """Remove the folders that a part has made which never began; `out` is one of them, or not."""
+        for path in (self.shared, self.path, *([self.out] if out else [])):
+            with contextlib.suppress(OSError):  # there is something in it, or it is not there
+                path.rmdir()
+
+
+def find_target(
+    parts: str | os.PathLike[str] | Iterable[str | os.PathLike[str]], out: str | os.PathLike[str] | None
+) -> tuple[list[PartsFolder], Path]:
+    """Return the folders that have parts, and the one they are merged into."""
+    given = [parts] if isinstance(parts, str | os.PathLike) else list(parts)
+    folders = [PartsFolder(place) for place in given]
+    if not folders:
+        raise StoreError("there are no parts to merge: give the folder that was the out= of the parts.")
+    if out is None and len(folders) > 1:
+        raise StoreError(f"parts in {len(folders)} folders are merged into a further one: give it as out=.")
+    return folders, folders[0].out if out is None else Path(out)
+
+
+def require_parts(folders: Sequence[PartsFolder], target: Path, content: str) -> None:
+    """Refuse folders without parts, and a folder for them to be merged into that holds something else."""
+    for folder in folders:
+        if not folder.path.is_dir():
+            raise StoreError(
+                f"{folder.out} holds no parts: give the folder that was the out= of the parts of {content}."
+            )
+    if target.exists() and not target.is_dir():
+        raise StoreError(f"{target} is a file: give a folder for {content}.")
+    names = {path.name for path in target.iterdir() if not is_leftover(path)} if target.is_dir() else set()
+    if foreign := sorted(name for name in names if not _MERGED.fullmatch(name)):
+        raise StoreError(f"{target} holds something else ({foreign[0]}): give a new folder for {content}.")
+
+
+def refuse_missing(folders: Sequence[PartsFolder], of: int, finished: Mapping[int, Path]) -> None:
+    """Refuse to merge while some parts are missing, and say how they are made."""
+    if not (missing := [number for number in range(1, of + 1) if number not in finished]):
+        return
+    begun = {number for folder in folders for number in folder.find(of)} - finished.keys()
+    raise MissingPartsError(folders[0].out, [Share(number, of) for number in missing], begun)
+
+
+class MissingPartsError(StoreError):
+    """Parts that are to be merged are not all there."""
+
+    def __init__(self, out: Path, missing: list[Share], begun: Collection[int]) -> None:
+        self.missing = missing
+        listed = name_some([f"{each}{' (unfinished)' if each.number in begun else ''}" for each in missing], 12)
+        verb = "is" if len(missing) == 1 else "are"
+        super().__init__(
+            f"{out} cannot be merged: of {missing[0].of} parts, {listed} {verb} missing. Make each by the call that "
+            f'made the others, with part="{missing[0]}" (`--part {missing[0]}`), and merge again.'
+        )
+
+
+def is_sound(place: Path, file: File) -> bool:
+    """Tell whether a file is there as it was written."""
+    try:
+        return place.is_file() and place.stat().st_size == file.bytes and sha256(place) == file.sha256
+    except OSError:  # such as a bad sector
+        return False
+
+
+def refuse_damaged(place: Path, file: File, advice: str) -> None:
+    """Refuse a file that is not what was written."""
+    if not is_sound(place, file):
+        state = "damaged: it differs from its checksum" if place.is_file() else "missing"
+        raise StoreError(f"{place} is {state}. To go on, {advice}.")
+
+
+def place_file(source: Path, place: Path, *, link: bool) -> bool:
+    """Put a file into its place, durably; return whether as another name of the same file, and not as a copy.
+
+    link: try that.
+    """
+    try:
+        place.parent.mkdir(parents=True, exist_ok=True)
+        with temporary_folder(place.parent) as folder:
+            beside = folder / f"file{place.suffix}"
+            linked = link and _link(source, beside)
+            if not linked:
+                shutil.copyfile(source, beside)
+                sync(beside)
+            beside.replace(place)
+        sync(place.parent)
+        return linked
+    except OSError as error:
+        raise StoreError(f"could not write {place}: {error.strerror or error}.") from error
+
+
+def _link(source: Path, place: Path) -> bool:
+    """Give a file another name; return False where the file system cannot."""
+    try:
+        os.link(source, place, follow_symlinks=False)
+    except (OSError, NotImplementedError):
+        return False
+    return True
