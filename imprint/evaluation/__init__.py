@@ -3,6 +3,7 @@
 from imprint.evaluation.effects import SourceEffect, list_effects
 from imprint.evaluation.metrics import Metric, evaluate, lds, loo, overlap, slope
 from imprint.evaluation.mislabels import MislabelDetection, detection_auc, example_losses, mislabel_auc
+from imprint.evaluation.parts import merge_truth
 from imprint.evaluation.recorded import record_training
 from imprint.evaluation.replaying import Record, replay_run, replay_seeds
 from imprint.evaluation.reports.illustrations import Illustrations
@@ -31,6 +32,7 @@ __all__ = [
     "lds",
     "list_effects",
     "loo",
+    "merge_truth",
     "mislabel_auc",
     "overlap",
     "record_training",

@@ -4,38 +4,62 @@ import contextlib
 import inspect
 import logging
 import os
-from collections.abc import Callable, Collection, Iterator
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict, Unpack, overload
 
 import torch
 from torch import Tensor, nn
 
-from imprint.batches import own_containers
 from imprint.data import Collate, Data, query_batches
-from imprint.errors import DataError, StoreError, TaskError
+from imprint.errors import DataError
+from imprint.evaluation.models import Models, group_models
+from imprint.evaluation.parts import TruthPart
 from imprint.evaluation.requests import describe_request
 from imprint.evaluation.subsets import Subsets, require_whole
 from imprint.evaluation.together import Together, Train
-from imprint.evaluation.training import measure_stack, models_at_once
-from imprint.evaluation.trials import (
-    FEW,
-    SAME,
-    SMALL,
-    Trial,
-    compare_parameters,
-    differs,
-    distance,
-    spread,
-)
-from imprint.evaluation.truth import Truth, TruthFolder, describe_circumstances, group_models
+from imprint.evaluation.truth import Truth, TruthFolder, describe_circumstances
 from imprint.runtime.progress import Advance, Progress
 from imprint.store.fingerprint import of_data, recognise_data, without_adapter
-from imprint.task import Batch, Task, require_task
-from imprint.tensors.vectors import root_mean_square
+from imprint.store.parts import Part, Share
+from imprint.task import Task, require_task
 
 logger = logging.getLogger(__name__)
+
+
+class RetrainOptions(TypedDict, total=False):
+    """The options of `retrain` beside `part`."""
+
+    runs: int
+    seed: int
+    out: str | os.PathLike[str] | None
+    data: Any
+    batch_size: int
+    collate_fn: Collate | None
+    progress: bool | Advance
+
+
+@overload
+def retrain(
+    train: Train | Together,
+    task: Task,
+    queries: Any,
+    subsets: Subsets,
+    *,
+    part: None = None,
+    **options: Unpack[RetrainOptions],
+) -> Truth: ...
+
+
+@overload
+def retrain(
+    train: Train | Together,
+    task: Task,
+    queries: Any,
+    subsets: Subsets,
+    *,
+    part: str,
+    **options: Unpack[RetrainOptions],
+) -> Part: ...
 
 
 def retrain(
@@ -50,8 +74,9 @@ def retrain(
     data: Any = None,
     batch_size: int = 512,
     collate_fn: Collate | None = None,
+    part: str | None = None,
     progress: bool | Advance = True,
-) -> Truth:
+) -> Truth | Part:
     """Train a model on every subset, `runs` times, and measure F of the queries under each.
 
     train: a function of (subset, seed) that returns a trained model, or `Together`, which trains many at once.
@@ -60,7 +85,10 @@ def retrain(
     out: the folder for the values. An interrupted call resumes when it is made again, and more runs add to the folder.
         One finished model is trained again first, to check that `train` is still the same.
     data: the training data, if scores of other data should be refused later.
+    part: such as "3/8", to train the third of eight parts of the models in this process, and the others in other
+        processes with the same `out`. `imprint.evaluation.merge_truth(out)` joins them. The call then returns a `Part`.
     """
+    share = Share.asked(part, out)
     runs = _check_arguments(train, task, subsets, runs)
     task = without_adapter(task)
     known = _load_data(train, task, data, batch_size, collate_fn)
@@ -69,7 +97,9 @@ def retrain(
     batches = query_batches(queries, device=task.device, batch_size=batch_size, collate_fn=collate_fn)
     request = describe_request(train, task, subsets, batches, known, runs=runs, seed=seed)
     seeds = [each for run in range(runs) for each in subsets.seeds(run, seed)]
-    work = _Work(train, task, batches, subsets, seeds)
+    work = Models(train, task, batches, subsets, seeds)
+    if share is not None and out is not None:
+        return TruthPart(work, request, share, out).make(progress)
     folder = None if out is None else TruthFolder(Path(out))
     bar = Progress("retraining", len(seeds) * work.units, work.unit, progress)
     with folder.opened(request, subsets) if folder else contextlib.nullcontext() as found, contextlib.closing(bar):
@@ -84,196 +114,16 @@ def retrain(
             tried, about["noise"] = work.try_training(bar)
         elif runs > 1 and max(rows) < len(subsets):  # with one run so far, the seed was not checked
             tried, _ = work.try_training(bar, rows)
-        parts = {range(model, model + 1): values for model, values in tried.items() if model not in rows}
+        made = {range(model, model + 1): values for model, values in tried.items() if model not in rows}
         missing = (model for model in range(len(seeds)) if model not in rows and model not in tried)
-        for models in [*parts, *group_models(subsets.kind, missing, len(subsets), about["at_once"])]:
-            values = parts[models] if models in parts else work.values(models, bar.advance)
+        for models in [*made, *group_models(subsets.kind, missing, len(subsets), about["at_once"])]:
+            values = made[models] if models in made else work.values(models, bar.advance)
             rows |= dict(zip(models, values, strict=True))
             if folder:
                 folder.write_request(about, subsets)
                 folder.write_values(models, values, about)
     values = torch.stack([rows[model] for model in range(len(seeds))]).reshape(runs, len(subsets), work.count)
     return Truth(subsets, values, task.measure_name, {**about, "runs": runs})
-
-
-@dataclass(frozen=True)
-class _Work:
-    """The models of a ground truth; number run · subsets + i is trained on subset i."""
-
-    train: Train | Together
-    task: Task
-    batches: list[tuple[int, Batch]]
-    subsets: Subsets
-    seeds: list[int]
-
-    @property
-    def count(self) -> int:
-        return sum(size for size, _ in self.batches)
-
-    @property
-    def unit(self) -> str:
-        return "model-epochs" if isinstance(self.train, Together) else "models"
-
-    @property
-    def units(self) -> int:
-        """How many units of progress one model is."""
-        return self.train.training.epochs if isinstance(self.train, Together) else 1
-
-    def at_once(self) -> int:
-        if not isinstance(self.train, Together):
-            return 1
-        how = self.train
-        return how.at_once or models_at_once(how.build, how.task_of, how.examples, how.training)
-
-    def values(self, models: range, advance: Callable[[int], None]) -> Tensor:
-        """Train some models and measure F of the queries under them, shape (models, queries)."""
-        if isinstance(self.train, Together):
-            chosen, seeds = [self._examples(model) for model in models], [self.seeds[model] for model in models]
-            with self._name_failures(models):
-                stack = self.train.train_stack(chosen, seeds, advance)
-            parts = [measure_stack(self.task, stack, batch, size) for size, batch in self.batches]
-            return self._require_finite(torch.cat(parts, dim=1).double().cpu(), models)
-        values = []
-        for model in models:
-            values.append(self._train_one(self.train, model, self.seeds[model]).values)
-            advance(1)
-        return torch.cat(values)
-
-    def try_training(self, bar: Progress, kept: Collection[int] = ()) -> tuple[dict[int, Tensor], float]:
-        """Refuse a `train` that ignores its subset, or its seed where there are several runs.
-
-        Return F, (1, queries), under the models trained for this check that are needed anyway, and how much F differs
-        between two models of one subset and seed.
-
-        kept: finished models, which are trained again for this check.
-        """
-        if isinstance(self.train, Together):
-            return {}, 0.0
-        train, count, seed = self.train, len(self.subsets), self.seeds[0]
-        others = self._choose_others()
-        bar.total += 1 + (0 in kept) + bool(others and (self.seeds[others[0]] != seed or others[0] in kept))
-
-        def attempt(model: int, seed: int) -> Trial:
-            trial = self._train_one(train, model, seed)
-            bar.advance()
-            return trial
-
-        first, again = attempt(0, seed), attempt(0, seed)
-        rows = {0: first.values}
-        for position, other in enumerate(others):
-            bar.total += position > 0 and (self.seeds[other] != seed or other in kept)
-            trial = attempt(other, seed)
-            if self.seeds[other] == seed:
-                rows[other] = trial.values
-            if differs(first, again, trial):
-                break
-        else:
-            if others:
-                raise DataError(
-                    "train(subset, seed) returns the same model for two different subsets: use `subset` to select the "
-                    "training examples."
-                )
-        if len(self.seeds) > count:
-            trial = attempt(count, self.seeds[count])
-            rows[count] = trial.values
-            if not differs(first, again, trial):
-                raise DataError(
-                    "train(subset, seed) returns the same model for two seeds, so several runs would be copies of one: "
-                    "seed the initialisation and the order of the data with `seed`, or use runs=1."
-                )
-        if (apart := distance(first.state, again.state)) > SAME:
-            more = ", or models will differ by more than what was removed" if self.subsets.kind == "removal" else ""
-            logger.warning(
-                "train(subset, seed) returns different models for the same subset and seed (%.2g of their norm apart): "
-                "seed everything with `seed`%s",
-                apart,
-                more,
-            )
-        return rows, root_mean_square(again.values - first.values)
-
-    def _choose_others(self) -> list[int]:
-        """Choose subsets to compare with the first: one that differs from it, and the one that differs most."""
-        first = torch.zeros(self.subsets.n, dtype=torch.bool).index_fill(0, self._examples(0), True)
-        apart = []
-        for index in range(len(self.subsets)):
-            shared = first[self._examples(index)]
-            apart.append(int(first.sum()) + len(shared) - 2 * int(shared.sum()))
-        near, far = next((i for i, more in enumerate(apart) if more), 0), apart.index(max(apart))
-        return [index for index in dict.fromkeys((near, far)) if apart[index]]
-
-    def refuse_changed_training(self, path: Path, kept: dict[int, Tensor], noise: float, bar: Progress) -> None:
-        """Train the first finished model again, and refuse a `train` that no longer reproduces it."""
-        if isinstance(self.train, Together):
-            return
-        model = next((model for model in kept if model < len(self.seeds)), None)
-        if model is None:
-            return
-        bar.total += 1
-        moved = root_mean_square(self.values(range(model, model + 1), bar.advance) - kept[model])
-        among = spread(kept, len(self.subsets))
-        most = SMALL * among if among is not None else SAME * root_mean_square(kept[model])
-        against = (
-            f"subsets differ by {among:.2g}" if among is not None else f"it is {root_mean_square(kept[model]):.2g}"
-        )
-        if moved > max(most, FEW * noise):
-            raise StoreError(
-                f"{path} holds models of another train(subset, seed): F of model {model}, trained again, differs by "
-                f"{moved:.2g}, where {against}. Give the function that the folder was started with, or a new folder."
-            )
-        if among is not None and moved > SAME * among:
-            logger.warning(
-                "train(subset, seed) does not exactly reproduce the models in %s: F of model %d differs by %.2g, where "
-                "subsets differ by %.2g",
-                path,
-                model,
-                moved,
-                among,
-            )
-
-    def _examples(self, model: int) -> Tensor:
-        """Return a new copy of the indices, for a `train` that shuffles in place."""
-        return self.subsets.examples(model % len(self.subsets))
-
-    def _train_one(self, train: Train, model: int, seed: int) -> Trial:
-        """Train the model of this number, and measure F of the queries under it."""
-        with self._name_failures(range(model, model + 1), seed):
-            trained = train(self._examples(model), seed)
-        if not isinstance(trained, nn.Module):
-            raise DataError(f"train(subset, seed) must return the trained model, got a {type(trained).__name__}.")
-        if difference := compare_parameters(trained, self.task.model):
-            raise DataError(f"train(subset, seed) returns another model than the task's: {difference}.")
-        trained.eval()
-        with torch.no_grad():
-            values = [self.task.measure(trained, own_containers(batch)).double().cpu() for _, batch in self.batches]
-        for (count, _), value in zip(self.batches, values, strict=True):
-            if tuple(value.shape) != (count,):
-                raise TaskError(f"measure must return one value per query, shape ({count},); got {tuple(value.shape)}.")
-        return Trial.of(trained, self._require_finite(torch.cat(values)[None], range(model, model + 1), seed))
-
-    def _require_finite(self, values: Tensor, models: range, seed: int | None = None) -> Tensor:
-        if not bool(values.isfinite().all()):
-            row, query = (~values.isfinite()).nonzero()[0].tolist()
-            raise DataError(
-                f"query {query} is {float(values[row, query])} under the model retrained on "
-                f"{self._describe(models[row], seed)}: the training diverged."
-            )
-        return values
-
-    @contextlib.contextmanager
-    def _name_failures(self, models: range, seed: int | None = None) -> Iterator[None]:
-        """Add to an error which training run raised it."""
-        try:
-            yield
-        except Exception as error:
-            more = f" and {len(models) - 1} more" if len(models) > 1 else ""
-            error.add_note(f"while retraining on {self._describe(models[0], seed)}{more}")
-            raise
-
-    def _describe(self, model: int, seed: int | None = None) -> str:
-        """Describe what a model is trained on, and how."""
-        run, index = divmod(model, len(self.subsets))
-        used = self.seeds[model] if seed is None else seed
-        return f"subset {index} ({self.subsets.describe(index)}) in run {run} with seed {used}"
 
 
 def _check_arguments(train: Train | Together, task: Task, subsets: Subsets, runs: int) -> int:

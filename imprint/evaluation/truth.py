@@ -12,7 +12,7 @@ import json
 import logging
 import os
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from functools import cached_property
@@ -31,18 +31,19 @@ from imprint.display import count_of, for_terminal
 from imprint.errors import DataError, StoreError
 from imprint.evaluation.matching import leave_out_runs, match_scores, require_question
 from imprint.evaluation.removal import compare_changes
-from imprint.evaluation.subsets import Design, Subsets
+from imprint.evaluation.subsets import Subsets
 from imprint.plan import Question
 from imprint.sources import Sources
 from imprint.statistics import ROUNDING
 from imprint.store.files import refuse_unreadable, write_tensors
 from imprint.store.fingerprint import changed, compare_data, of_sources
-from imprint.store.folder import locked, make_folder, write_sealed
+from imprint.store.folder import PARTS, locked, make_folder, write_sealed
 from imprint.store.manifest import versions
 from imprint.store.values import Value, read_json, sealed
 
 logger = logging.getLogger(__name__)
 TRUTH = "truth.json"
+SUBSETS = "subsets.safetensors"
 SCHEMA = 4
 SEEDED, NAMED, ASKED = 2, 3, 4  # the first schema with today's seeds; whose values name their truth; with a question
 PROBES = {"losses": "loss on probe example", "measures": "F at random parameters of query"}
@@ -184,11 +185,11 @@ class TruthFolder:
         with locked(self.path):
             kept = self.read_request() if (self.path / TRUTH).is_file() else None
             if kept is not None:
-                self._compare(kept, request)
+                self.compare(kept, request)
                 self._write_subsets(subsets)
             yield kept
 
-    def _compare(self, kept: dict[str, Any], wanted: dict[str, Any]) -> None:
+    def compare(self, kept: dict[str, Any], wanted: dict[str, Any]) -> None:
         """Refuse another request than the recorded one, except for the number of runs."""
         if kept["schema"] < SEEDED:
             raise StoreError(
@@ -208,17 +209,18 @@ class TruthFolder:
         self._write_subsets(subsets)
 
     def _write_subsets(self, subsets: Subsets) -> None:
-        if not (self.path / "subsets.safetensors").is_file():
+        if not (self.path / SUBSETS).is_file():
             names = {"ids": subsets.sources.ids, "names": subsets.sources.names}
             removed = [np.array(each, dtype=np.int64) for each in subsets.removed]
             tensors = {**_pack("removed", removed), **_pack("members", subsets.sources.members)}
-            write_tensors(self.path / "subsets.safetensors", tensors, {"imprint": json.dumps(names)})
+            write_tensors(self.path / SUBSETS, tensors, {"imprint": json.dumps(names)})
 
     def read_request(self) -> dict[str, Any]:
         """Read what was requested of the ground truth in this folder."""
         file = self.path / TRUTH
         if not file.is_file():
-            raise StoreError(f"{self.path} holds no ground truth: there is no truth.json.")
+            merging = f" Merge its parts first: imprint merge {self.path}." if (self.path / PARTS).is_dir() else ""
+            raise StoreError(f"{self.path} holds no ground truth: there is no truth.json.{merging}")
         value = read_json(file)
         schema = value.mapping().get("schema")
         if schema is None or schema.whole() > SCHEMA:
@@ -228,7 +230,7 @@ class TruthFolder:
 
     def read_subsets(self, request: dict[str, Any]) -> Subsets:
         """Read the subsets that the models were trained on."""
-        file = self.path / "subsets.safetensors"
+        file = self.path / SUBSETS
         try:
             refuse_unreadable(file)
             tensors = load_file(file)
@@ -311,22 +313,6 @@ def _check_request(value: Value) -> dict[str, Any]:
         each.mapping()["shape"].wholes() if "shape" in each.mapping() else each.refuse("an object with a shape")
     content: dict[str, Any] = value.content
     return content
-
-
-def group_models(kind: Design, missing: Iterable[int], subsets: int, at_once: int) -> list[range]:
-    """Group the missing models to train together: neighbours, at most `at_once`.
-
-    The models of one run of removals share their seed, and so their dropout; those of different runs stay separate.
-    """
-    spans: list[range] = []
-    for model in missing:
-        last = spans[-1] if spans else range(0)
-        apart = kind == "removal" and model % subsets == 0
-        if model == last.stop and 0 < len(last) < at_once and not apart:
-            spans[-1] = range(last.start, model + 1)
-        else:
-            spans.append(range(model, model + 1))
-    return spans
 
 
 def _identity(about: dict[str, Any]) -> str:

@@ -28,7 +28,6 @@ from imprint.store.folder import locked
 from imprint.store.layouts import find_misfit, imprints_layout
 from imprint.store.manifest import MANIFEST, Cost, Manifest
 from imprint.store.part_writing import (
-    PART,
     PartRecord,
     SharedCheckpoint,
     SharedRequest,
@@ -38,11 +37,12 @@ from imprint.store.part_writing import (
 from imprint.store.parts import (
     PartsFolder,
     Share,
+    find_finished,
     find_target,
     is_sound,
     place_file,
     refuse_damaged,
-    refuse_missing,
+    remove_parts,
     require_parts,
 )
 from imprint.store.reading import Store
@@ -71,7 +71,8 @@ def merge(parts: Places, out: str | os.PathLike[str] | None = None, *, progress:
         return _return_merged(folders, target)
     require_parts(folders, target, "a store")
     shared = _read_shared(folders)
-    records = _read_records(folders, shared.request.of)
+    finished = find_finished(folders, shared.request.of)
+    records = {number: (path, PartRecord.read(path)) for number, path in finished.items()}
     merging = _Merging(folders, target, shared, records)
     merging.compare()
     target.mkdir(parents=True, exist_ok=True)
@@ -79,7 +80,7 @@ def merge(parts: Places, out: str | os.PathLike[str] | None = None, *, progress:
         manifest = merging.put_together(progress)
         write_manifest(target, manifest)
         store = Store(target)
-        _remove_parts(folders, target)
+        remove_parts(folders, target)
     return store
 
 
@@ -93,15 +94,9 @@ def _return_merged(folders: Sequence[PartsFolder], target: Path) -> Store:
                 f"{target} already holds a store, made otherwise than the parts in {folder.path}: {different}. Give "
                 "another folder with out=."
             )
-    _remove_parts(folders, target)
+    remove_parts(folders, target)
     clear_leftovers(target)
     return store
-
-
-def _remove_parts(folders: Sequence[PartsFolder], target: Path) -> None:
-    for folder in folders:
-        if folder.out.absolute() == target.absolute():
-            folder.remove()
 
 
 def _compare_requests(before: Request, now: Request) -> str | None:
@@ -156,17 +151,6 @@ def _read_one_shared(folder: PartsFolder) -> _Shared:
         check_choices(found[0].checkpoint, index, request.request, found[1])
         checkpoints[index] = found[0]
     return _Shared(folder, request, checkpoints)
-
-
-def _read_records(folders: Sequence[PartsFolder], of: int) -> dict[int, tuple[Path, PartRecord]]:
-    """Read the records of all parts, by number; refuse to go on if some are missing."""
-    finished: dict[int, Path] = {}
-    for folder in folders:
-        for number, path in folder.find(of).items():
-            if (path / PART).is_file():
-                finished.setdefault(number, path)
-    refuse_missing(folders, of, finished)
-    return {number: (path, PartRecord.read(path)) for number, path in sorted(finished.items())}
 
 
 @dataclass(frozen=True)

@@ -142,7 +142,9 @@ def simulate(
     progress: True for a line on standard error, False for none, or a function of (done, total).
     """
     settle_child()
-    recorded, share = open_run(run), _read_share(part, out, validate)
+    recorded, share = open_run(run), Share.asked(part, out)
+    if share is not None and validate is not None:
+        raise PlanError("a part has not all sources: merge the parts, and validate the store (imprint.validate).")
     if validate is None and record is not None:
         raise PlanError("record is for a validation: give the queries to validate on as validate=.")
     if repeat is not None:
@@ -174,18 +176,6 @@ def simulate(
     if validate is not None:
         _validators[-1](store, validate, record=record, memory=memory, progress=progress)
     return store
-
-
-def _read_share(part: str | None, out: str | os.PathLike[str] | None, validate: Any) -> Share | None:
-    """Read which part is asked for; refuse what does not go with parts."""
-    if part is None:
-        return None
-    share = Share.parse(part)
-    if out is None:
-        raise PlanError(f"part {share} needs a folder in which the parts meet: give out=.")
-    if validate is not None:
-        raise PlanError("a part has not all sources: merge the parts, and validate the store (imprint.validate).")
-    return share
 
 
 def _open(

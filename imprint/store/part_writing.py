@@ -15,7 +15,7 @@ from imprint.store.checkpoint import Checkpoint, Decided, File
 from imprint.store.comparison import Evaluate, compare_training_data, difference
 from imprint.store.folder import write_sealed
 from imprint.store.manifest import JOURNAL, LONGEST, MANIFEST, SCHEMA, Manifest
-from imprint.store.parts import REQUEST, Part, PartsFolder, Share, place_file, refuse_damaged
+from imprint.store.parts import PART, REQUEST, Part, PartsFolder, Share, place_file, refuse_damaged
 from imprint.store.records import read
 from imprint.store.request import Request
 from imprint.store.values import Value, parsed, read_json
@@ -23,7 +23,6 @@ from imprint.store.workspace import CheckChoices, Remarks, Workspace
 from imprint.store.writing import open_same
 from imprint.task import Parameters
 
-PART = "part.json"
 SETTLED = "settled.json"
 
 

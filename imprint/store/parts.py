@@ -14,7 +14,7 @@ import contextlib
 import os
 import re
 import shutil
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -27,6 +27,7 @@ from imprint.store.values import Value, read_json
 
 SHARED = "shared"
 REQUEST = "request"
+PART = "part.json"  # written last into the folder of a part
 _FOLDER = re.compile(r"([1-9]\d{0,6})-of-([1-9]\d{0,6})", re.ASCII)
 _MERGED = re.compile(  # what an interrupted merge may have put into a folder
     r"parts|checkpoint-\d{3}|sources\.json|\.imprint\.lock|(probes|subsets|values-\d+)\.safetensors", re.ASCII
@@ -54,6 +55,14 @@ class Share:
         share = cls(int(found[1]), int(found[2]))
         if not 1 <= share.number <= share.of:
             raise PlanError(f'part {share} does not exist: of N parts the first is "1/N" and the last is "N/N".')
+        return share
+
+    @classmethod
+    def asked(cls, part: str | None, out: str | os.PathLike[str] | None) -> "Share | None":
+        """Return the part that a caller asks for, if any; refuse one without a folder."""
+        share = None if part is None else cls.parse(part)
+        if share is not None and out is None:
+            raise PlanError(f"part {share} needs a folder in which the parts meet: give out=.")
         return share
 
     @classmethod
@@ -231,12 +240,24 @@ def require_parts(folders: Sequence[PartsFolder], target: Path, content: str) ->
         raise StoreError(f"{target} holds something else ({foreign[0]}): give a new folder for {content}.")
 
 
-def refuse_missing(folders: Sequence[PartsFolder], of: int, finished: Mapping[int, Path]) -> None:
-    """Refuse to merge while some parts are missing, and say how they are made."""
-    if not (missing := [number for number in range(1, of + 1) if number not in finished]):
-        return
-    begun = {number for folder in folders for number in folder.find(of)} - finished.keys()
-    raise MissingPartsError(folders[0].out, [Share(number, of) for number in missing], begun)
+def remove_parts(folders: Sequence[PartsFolder], target: Path) -> None:
+    """Remove the parts in the folder that they were merged into."""
+    for folder in folders:
+        if folder.out.absolute() == target.absolute():
+            folder.remove()
+
+
+def find_finished(folders: Sequence[PartsFolder], of: int) -> dict[int, Path]:
+    """Find the folders of all parts, by number; refuse to go on if some are missing, and say how they are made."""
+    finished: dict[int, Path] = {}
+    for folder in folders:
+        for number, path in folder.find(of).items():
+            if (path / PART).is_file():
+                finished.setdefault(number, path)
+    if missing := [Share(number, of) for number in range(1, of + 1) if number not in finished]:
+        begun = {number for folder in folders for number in folder.find(of)}
+        raise MissingPartsError(folders[0].out, missing, begun)
+    return dict(sorted(finished.items()))
 
 
 class MissingPartsError(StoreError):

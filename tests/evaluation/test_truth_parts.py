@@ -1,0 +1,160 @@
+"""Parts of a ground truth, merged, hold what one retraining measures."""
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from imprint import Part, PlanError, StoreError
+from imprint.evaluation import Truth, merge_truth
+from imprint.evaluation.together import Together, Train
+from imprint.store.parts import PartsFolder
+from tests.evaluation.truths import (
+    RUNS,
+    Killed,
+    ask,
+    contents,
+    dies_after,
+    every_kind,
+    nudged,
+    together,
+    train,
+)
+
+
+def part(out: Path, text: str, how: Train | Together | None = None, **changes: Any) -> Part:
+    made: object = ask(out, how, part=text, **changes)
+    assert isinstance(made, Part)
+    return made
+
+
+def all_parts(out: Path, of: int, how: Train | Together | None = None, **changes: Any) -> list[Part]:
+    """Make all parts, the last one first."""
+    return [part(out, f"{number}/{of}", how, **changes) for number in range(of, 0, -1)]
+
+
+@every_kind
+@pytest.mark.parametrize("of", [1, 2, 3, 8])
+@pytest.mark.parametrize("how", [together(), train], ids=["together", "one by one"])
+def test_merged_parts_are_the_values_of_one_retraining(how: Any, of: int, subsets: Any, tmp_path: Path) -> None:
+    made = all_parts(tmp_path / "truth", of, how, subsets=subsets)
+    assert sum(each.count for each in made) == made[0].total == RUNS * len(subsets)
+    truth = merge_truth(tmp_path / "truth")
+    at_once = min(2, truth.about["at_once"])
+    whole = ask(how=together(at_once) if isinstance(how, Together) else how, subsets=subsets)
+    assert torch.equal(truth.values, whole.values)
+    assert not (tmp_path / "truth" / "parts").exists()
+
+
+def test_models_that_fit_one_batch_are_shared_out_all_the_same(tmp_path: Path) -> None:
+    """Fewer are then trained together, which changes the last digits at most."""
+    made = all_parts(tmp_path / "truth", 4, together(10))
+    assert [each.count for each in made] == [1, 3, 3, 3]
+    torch.testing.assert_close(
+        merge_truth(tmp_path / "truth").values, ask(how=together(10)).values, rtol=1e-10, atol=1e-10
+    )
+
+
+def test_parts_that_die_train_nothing_twice(tmp_path: Path) -> None:
+    with pytest.raises(Killed):
+        part(tmp_path / "truth", "1/2", progress=dies_after(5))
+    told: list[int] = []
+    part(tmp_path / "truth", "1/2", progress=lambda done, total: told.append(done))
+    assert told[0] >= 4  # the epochs of the two models that were there
+    part(tmp_path / "truth", "2/2")
+    assert torch.equal(merge_truth(tmp_path / "truth").values, ask().values)
+
+
+def test_a_finished_part_does_nothing_and_a_lost_file_is_made_again(tmp_path: Path) -> None:
+    first = part(tmp_path / "truth", "1/2", train)
+    assert part(tmp_path / "truth", "1/2", train) == first
+    next(first.path.glob("values-*")).unlink()
+    part(tmp_path / "truth", "2/2", train)
+    with pytest.raises(StoreError, match=r"1-of-2 has no values of model \d+: make part 1/2 again"):
+        merge_truth(tmp_path / "truth")
+    part(tmp_path / "truth", "1/2", train)
+    assert torch.equal(merge_truth(tmp_path / "truth").values, ask(how=train).values)
+    merged = part(tmp_path / "truth", "1/2", train)
+    assert merged.path == tmp_path / "truth" and merged.finished == 2
+
+
+def test_parts_that_begin_at_the_same_time_agree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    publish, raced = PartsFolder.publish, list[str]()
+
+    def race(self: PartsFolder, name: str, fill: Any) -> bool:
+        raced.append(name)
+        if len(raced) == 1:
+            part(tmp_path / "truth", "2/2", together(3))  # which would train others together
+        return publish(self, name, fill)
+
+    monkeypatch.setattr(PartsFolder, "publish", race)
+    part(tmp_path / "truth", "1/2", together(2))
+    assert torch.equal(merge_truth(tmp_path / "truth").values, ask(how=together(3)).values)
+
+
+def test_merging_again_changes_nothing(tmp_path: Path) -> None:
+    all_parts(tmp_path / "truth", 2)
+    merge_truth(tmp_path / "truth")
+    before = contents(tmp_path / "truth")
+    merge_truth(tmp_path / "truth")
+    assert contents(tmp_path / "truth") == before
+
+
+def test_parts_in_other_folders_are_copied_and_stay(tmp_path: Path) -> None:
+    part(tmp_path / "a", "1/2")
+    shutil.copytree(tmp_path / "a" / "parts" / "shared", tmp_path / "b" / "parts" / "shared")
+    part(tmp_path / "b", "2/2")
+    truth = merge_truth([tmp_path / "a", tmp_path / "b"], tmp_path / "truth")
+    assert torch.equal(truth.values, ask().values)
+    assert (tmp_path / "a" / "parts" / "1-of-2").is_dir()
+    part(tmp_path / "c", "2/2")
+    with pytest.raises(StoreError, match="or were begun apart"):
+        merge_truth([tmp_path / "a", tmp_path / "c"], tmp_path / "other")
+
+
+def test_what_is_no_part_of_it_is_refused(tmp_path: Path) -> None:
+    for text in ("0/2", "3/2", "a/b"):
+        with pytest.raises(PlanError, match="part"):
+            part(tmp_path / "truth", text)
+    with pytest.raises(PlanError, match="part 1/2 needs a folder in which the parts meet"):
+        ask(part="1/2")
+    part(tmp_path / "truth", "1/2")
+    with pytest.raises(StoreError, match="holds another ground truth: seed was 0, is 1"):
+        part(tmp_path / "truth", "2/2", seed=1)
+    with pytest.raises(StoreError, match="is being made with runs=2, not 3"):
+        part(tmp_path / "truth", "2/2", runs=3)
+    with pytest.raises(StoreError, match=r"is being made in 2 parts"):
+        part(tmp_path / "truth", "2/3")
+    with pytest.raises(StoreError, match=r"of 2 parts, 2/2 is missing"):
+        merge_truth(tmp_path / "truth")
+    with pytest.raises(StoreError, match=r"there is no truth.json\. Merge its parts first: imprint merge"):
+        Truth.load(tmp_path / "truth")
+    with pytest.raises(StoreError, match="holds parts that are made one by one"):
+        ask(tmp_path / "truth")
+
+
+def test_a_part_in_a_folder_that_was_begun_whole_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(Killed):
+        ask(tmp_path / "truth", progress=dies_after(6))
+    with pytest.raises(StoreError, match=r"is made without parts \(6 of 10 models are there\)"):
+        part(tmp_path / "truth", "1/2")
+    ask(tmp_path / "truth")
+    assert part(tmp_path / "truth", "1/2").finished == 2
+
+
+def test_a_changed_training_is_refused_where_a_part_goes_on(tmp_path: Path) -> None:
+    with pytest.raises(Killed):
+        part(tmp_path / "truth", "2/2", nudged(0.0), progress=dies_after(6))
+    with pytest.raises(StoreError, match="holds models of another train"):
+        part(tmp_path / "truth", "2/2", nudged(3.0))
+
+
+def test_a_failed_part_leaves_nothing(tmp_path: Path) -> None:
+    def fails(subset: torch.Tensor, seed: int) -> torch.nn.Module:
+        raise ValueError("as a training may")
+
+    with pytest.raises(ValueError, match="as a training may"):
+        part(tmp_path / "truth", "1/2", fails)
+    assert not (tmp_path / "truth").exists()
