@@ -26,6 +26,7 @@ from imprint.recording.reading import Recording
 from imprint.recording.writing import RunRecorder
 from imprint.simulation import auto as _auto  # noqa: F401  (makes Plan.auto work)
 from imprint.simulation.merging import merge
+from imprint.simulation.parts import simulate_part
 from imprint.simulation.runner import simulate
 from imprint.sources import Sources
 from imprint.store.parts import Part
@@ -67,5 +68,6 @@ __all__ = [
     "merge",
     "self_influence",
     "simulate",
+    "simulate_part",
     "validate",
 ]

@@ -21,6 +21,7 @@ from imprint.cli.commands.demo import demo
 from imprint.cli.commands.evaluation import evaluate
 from imprint.cli.commands.export import export
 from imprint.cli.commands.inside import inside
+from imprint.cli.commands.merging import merge
 from imprint.cli.commands.retraining import retrain
 from imprint.cli.commands.signing import keys, sign
 from imprint.cli.commands.stores import check, inspect, simulate
@@ -52,7 +53,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 _COMMANDS: tuple[Callable[..., None], ...] = (
-    *(demo, check, simulate, attribute, inside, suspects, inspect, verify, validate),
+    *(demo, check, simulate, merge, attribute, inside, suspects, inspect, verify, validate),
     *(export, retrain, evaluate, bench, sweep, keys, sign),
 )
 for command in _COMMANDS:

@@ -8,7 +8,7 @@ from imprint.evaluation.recorded import record_training
 from imprint.evaluation.replaying import Record, replay_run, replay_seeds
 from imprint.evaluation.reports.illustrations import Illustrations
 from imprint.evaluation.reports.page import Preface, write_report
-from imprint.evaluation.retraining import retrain
+from imprint.evaluation.retraining import retrain, retrain_part
 from imprint.evaluation.subsets import Subsets
 from imprint.evaluation.together import Together, Train
 from imprint.evaluation.training import Training
@@ -39,6 +39,7 @@ __all__ = [
     "replay_run",
     "replay_seeds",
     "retrain",
+    "retrain_part",
     "slope",
     "write_report",
 ]

@@ -18,7 +18,6 @@ from imprint.errors import StoreError
 from imprint.evaluation.models import Models, group_models
 from imprint.evaluation.truth import SUBSETS, TRUTH, Truth, TruthFolder, describe_circumstances
 from imprint.runtime.progress import Advance, Progress
-from imprint.store.files import clear_leftovers
 from imprint.store.folder import locked, write_sealed
 from imprint.store.parts import (
     PART,
@@ -31,6 +30,7 @@ from imprint.store.parts import (
     place_file,
     remove_parts,
     require_parts,
+    tidy_up,
 )
 from imprint.store.values import read_json
 
@@ -85,7 +85,7 @@ class TruthPart:
         if there < self._total:
             raise StoreError(
                 f"{folder.out} holds ground truth that is made without parts ({there} of {self._total} models are "
-                "there): make the same call without part=, or give another folder."
+                "there): call retrain, or give another folder."
             )
         return Part(self.share, folder.out, self._total, self._total, "model", self.share.of)
 
@@ -175,7 +175,7 @@ def merge_truth(
 ) -> Truth:
     """Merge the parts of a ground truth.
 
-    parts: the folder given as `out=` to `retrain(part=...)`, or several of them.
+    parts: the folder given as `out=` to `retrain_part`, or several of them.
     out: the folder of the ground truth; by default the one folder of the parts.
 
     The parts must be complete and of one ground truth, and all values are compared with their checksums. Parts in `out`
@@ -210,8 +210,7 @@ def _return_merged(folders: list[PartsFolder], target: Path) -> Truth:
                 f"{target} already holds ground truth, other than that of the parts in {folder.path}: give another "
                 "folder with out=."
             )
-    remove_parts(folders, target)
-    clear_leftovers(target)
+    tidy_up(folders, target)
     return truth
 
 

@@ -5,7 +5,7 @@ import inspect
 import logging
 import os
 from pathlib import Path
-from typing import Any, TypedDict, Unpack, overload
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -26,42 +26,6 @@ from imprint.task import Task, require_task
 logger = logging.getLogger(__name__)
 
 
-class RetrainOptions(TypedDict, total=False):
-    """The options of `retrain` beside `part`."""
-
-    runs: int
-    seed: int
-    out: str | os.PathLike[str] | None
-    data: Any
-    batch_size: int
-    collate_fn: Collate | None
-    progress: bool | Advance
-
-
-@overload
-def retrain(
-    train: Train | Together,
-    task: Task,
-    queries: Any,
-    subsets: Subsets,
-    *,
-    part: None = None,
-    **options: Unpack[RetrainOptions],
-) -> Truth: ...
-
-
-@overload
-def retrain(
-    train: Train | Together,
-    task: Task,
-    queries: Any,
-    subsets: Subsets,
-    *,
-    part: str,
-    **options: Unpack[RetrainOptions],
-) -> Part: ...
-
-
 def retrain(
     train: Train | Together,
     task: Task,
@@ -74,9 +38,8 @@ def retrain(
     data: Any = None,
     batch_size: int = 512,
     collate_fn: Collate | None = None,
-    part: str | None = None,
     progress: bool | Advance = True,
-) -> Truth | Part:
+) -> Truth:
     """Train a model on every subset, `runs` times, and measure F of the queries under each.
 
     train: a function of (subset, seed) that returns a trained model, or `Together`, which trains many at once.
@@ -85,21 +48,9 @@ def retrain(
     out: the folder for the values. An interrupted call resumes when it is made again, and more runs add to the folder.
         One finished model is trained again first, to check that `train` is still the same.
     data: the training data, if scores of other data should be refused later.
-    part: such as "3/8", to train the third of eight parts of the models in this process, and the others in other
-        processes with the same `out`. `imprint.evaluation.merge_truth(out)` joins them. The call then returns a `Part`.
     """
-    share = Share.asked(part, out)
-    runs = _check_arguments(train, task, subsets, runs)
-    task = without_adapter(task)
-    known = _load_data(train, task, data, batch_size, collate_fn)
-    if known is not None and len(known) != subsets.n:
-        raise DataError(f"the subsets are made for {subsets.n} training examples, the data has {len(known)}.")
-    batches = query_batches(queries, device=task.device, batch_size=batch_size, collate_fn=collate_fn)
-    request = describe_request(train, task, subsets, batches, known, runs=runs, seed=seed)
-    seeds = [each for run in range(runs) for each in subsets.seeds(run, seed)]
-    work = Models(train, task, batches, subsets, seeds)
-    if share is not None and out is not None:
-        return TruthPart(work, request, share, out).make(progress)
+    request, work = _prepare(train, task, queries, subsets, runs, seed, data, batch_size, collate_fn)
+    runs, seeds = request["runs"], work.seeds
     folder = None if out is None else TruthFolder(Path(out))
     bar = Progress("retraining", len(seeds) * work.units, work.unit, progress)
     with folder.opened(request, subsets) if folder else contextlib.nullcontext() as found, contextlib.closing(bar):
@@ -123,7 +74,59 @@ def retrain(
                 folder.write_request(about, subsets)
                 folder.write_values(models, values, about)
     values = torch.stack([rows[model] for model in range(len(seeds))]).reshape(runs, len(subsets), work.count)
-    return Truth(subsets, values, task.measure_name, {**about, "runs": runs})
+    return Truth(subsets, values, work.task.measure_name, {**about, "runs": runs})
+
+
+def retrain_part(
+    part: str,
+    train: Train | Together,
+    task: Task,
+    queries: Any,
+    subsets: Subsets,
+    *,
+    out: str | os.PathLike[str],
+    runs: int = 1,
+    seed: int = 0,
+    data: Any = None,
+    batch_size: int = 512,
+    collate_fn: Collate | None = None,
+    progress: bool | Advance = True,
+) -> Part:
+    """Train one of several parts of the models of `retrain`; `merge_truth(out)` joins all of them.
+
+    part: such as "3/8", the third of eight. Each may be made by another process, on another machine, at any time, and
+        gets a folder of its own in `out`.
+    out: the folder that the ground truth will be in; the same for all parts, as are all other arguments.
+
+    The first part tries `train`, and how many models are trained together is decided by it for all. The same call again
+    resumes an interrupted part, and returns a finished one.
+    """
+    share = Share.parse(part)
+    request, work = _prepare(train, task, queries, subsets, runs, seed, data, batch_size, collate_fn)
+    return TruthPart(work, request, share, out).make(progress)
+
+
+def _prepare(
+    train: Train | Together,
+    task: Task,
+    queries: Any,
+    subsets: Subsets,
+    runs: int,
+    seed: int,
+    data: Any,
+    batch_size: int,
+    collate_fn: Collate | None,
+) -> tuple[dict[str, Any], Models]:
+    """Check the arguments of a retraining; describe it, and return its models."""
+    runs = _check_arguments(train, task, subsets, runs)
+    task = without_adapter(task)
+    known = _load_data(train, task, data, batch_size, collate_fn)
+    if known is not None and len(known) != subsets.n:
+        raise DataError(f"the subsets are made for {subsets.n} training examples, the data has {len(known)}.")
+    batches = query_batches(queries, device=task.device, batch_size=batch_size, collate_fn=collate_fn)
+    request = describe_request(train, task, subsets, batches, known, runs=runs, seed=seed)
+    seeds = [each for run in range(runs) for each in subsets.seeds(run, seed)]
+    return request, Models(train, task, batches, subsets, seeds)
 
 
 def _check_arguments(train: Train | Together, task: Task, subsets: Subsets, runs: int) -> int:

@@ -23,7 +23,6 @@ from imprint.simulation.guards import check_weights
 from imprint.simulation.taking_over import check_choices
 from imprint.store.checkpoint import Checkpoint, File, ShardFigures, read_figures
 from imprint.store.comparison import difference
-from imprint.store.files import clear_leftovers
 from imprint.store.folder import locked
 from imprint.store.layouts import find_misfit, imprints_layout
 from imprint.store.manifest import MANIFEST, Cost, Manifest
@@ -44,6 +43,7 @@ from imprint.store.parts import (
     refuse_damaged,
     remove_parts,
     require_parts,
+    tidy_up,
 )
 from imprint.store.reading import Store
 from imprint.store.request import Request
@@ -57,7 +57,7 @@ Places = str | os.PathLike[str] | Iterable[str | os.PathLike[str]]
 def merge(parts: Places, out: str | os.PathLike[str] | None = None, *, progress: bool | Advance = True) -> Store:
     """Merge the parts of a simulation into a store.
 
-    parts: the folder given as `out=` to `simulate(part=...)`, or several of them, if the parts were made on machines
+    parts: the folder given as `out=` to `simulate_part`, or several of them, if the parts were made on machines
         without a common file system.
     out: the folder of the store; by default the one folder of the parts.
     progress: True for a line on standard error, False for none, or a function of (done, total), in bytes.
@@ -94,8 +94,7 @@ def _return_merged(folders: Sequence[PartsFolder], target: Path) -> Store:
                 f"{target} already holds a store, made otherwise than the parts in {folder.path}: {different}. Give "
                 "another folder with out=."
             )
-    remove_parts(folders, target)
-    clear_leftovers(target)
+    tidy_up(folders, target)
     return store
 
 

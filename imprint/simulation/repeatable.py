@@ -50,4 +50,5 @@ def _measure_chaos(inputs: Inputs) -> float | None:
         engine.simulate(engine.descent.with_sources(sources.rows(first, first + rows)), Hooks(first=first == 0))
         for first in range(0, len(sources), rows)
     ]
-    return summarise(engine, [check_rows(engine, sources, engines.join(chunks))], lambda message: None).chaos
+    figures = [check_rows(engine, sources, engines.join(chunks))]
+    return summarise(type(engine), engine.gather(figures, lambda message: None)).chaos

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any, Literal, TypedDict, Unpack, overload
+from typing import Any, Literal, TypeVar
 
 import torch
 
@@ -30,8 +30,6 @@ from imprint.store.checkpoint import Checkpoint
 from imprint.store.comparison import compare_training_data, difference
 from imprint.store.fingerprint import how_hashed, partly_hashed
 from imprint.store.manifest import LONGEST, MANIFEST, Cost, Execution, Manifest
-from imprint.store.part_writing import PartWriter, SharedRequest
-from imprint.store.parts import Part, PartsFolder, Share
 from imprint.store.reading import Store
 from imprint.store.request import Request
 from imprint.store.values import parsed
@@ -40,49 +38,7 @@ from imprint.store.writing import Writer
 from imprint.task import Task
 
 logger = logging.getLogger(__name__)
-
-
-class SimulateOptions(TypedDict, total=False):
-    """The options of `simulate` beside `part`."""
-
-    checkpoints: Checkpoints | None
-    run: Recorded | None
-    out: str | os.PathLike[str] | None
-    batch_size: int | None
-    collate_fn: Collate | None
-    device: torch.device | str | None
-    dtype: torch.dtype | None
-    memory: int | str | None
-    repeat: Store | str | os.PathLike[str] | None
-    hash_data: HashData
-    note: Any
-    validate: Any
-    record: Any
-    progress: bool | Advance
-
-
-@overload
-def simulate(
-    task: Task,
-    data: Any,
-    sources: Sources,
-    plan: Plan | Literal["auto"] | None = None,
-    *,
-    part: None = None,
-    **options: Unpack[SimulateOptions],
-) -> Store: ...
-
-
-@overload
-def simulate(
-    task: Task,
-    data: Any,
-    sources: Sources,
-    plan: Plan | Literal["auto"] | None = None,
-    *,
-    part: str,
-    **options: Unpack[SimulateOptions],
-) -> Part: ...
+Made = TypeVar("Made")
 
 
 @torch.inference_mode(False)
@@ -105,9 +61,8 @@ def simulate(
     note: Any = None,
     validate: Any = None,
     record: Any = None,
-    part: str | None = None,
     progress: bool | Advance = True,
-) -> Store | Part:
+) -> Store:
     """Simulate the imprint of every source and keep them in a store.
 
     plan: how; "auto" lets `Plan.auto` choose from curvature and gradients at the checkpoints.
@@ -136,25 +91,53 @@ def simulate(
         randomly augmented images. Both are kept as a warning, and every later comparison says so.
     note: anything worth keeping with the store, as JSON values: it goes into the manifest.
     validate: queries on which the store is validated once it is made: see `imprint.validate`, which takes `record`.
-    part: such as "3/8", to simulate the third of eight parts of the sources in this process, and the others in other
-        processes, on other machines if you like, with the same `out`. A part is in a folder of its own in `out`;
-        `imprint.merge(out)` joins all of them into the store. The call then returns a `Part`.
     progress: True for a line on standard error, False for none, or a function of (done, total).
     """
-    settle_child()
-    recorded, share = open_run(run), Share.asked(part, out)
-    if share is not None and validate is not None:
-        raise PlanError("a part has not all sources: merge the parts, and validate the store (imprint.validate).")
     if validate is None and record is not None:
         raise PlanError("record is for a validation: give the queries to validate on as validate=.")
+    given: dict[str, Any] = {"checkpoints": checkpoints, "run": run, "device": device, "dtype": dtype, "repeat": repeat}
+    given |= {"batch_size": batch_size, "collate_fn": collate_fn, "hash_data": hash_data, "memory": memory}
+
+    def open_store(request: Request, inputs: Inputs) -> Writer:
+        return Writer(out, request, inputs.seen, check_choices)
+
+    store, inputs = simulate_into(open_store, task, data, sources, plan, note=note, progress=progress, **given)
+    store.origin = {"task": task, "data": data, "sources": sources, "run": inputs.run, "collate_fn": collate_fn}
+    if validate is not None:
+        _validators[-1](store, validate, record=record, memory=memory, progress=progress)
+    return store
+
+
+def simulate_into(
+    open_workspace: Callable[[Request, Inputs], Workspace[Made]],
+    task: Task,
+    data: Any,
+    sources: Sources,
+    plan: Plan | Literal["auto"] | None,
+    *,
+    checkpoints: Checkpoints | None,
+    run: Recorded | None,
+    batch_size: int | None,
+    collate_fn: Collate | None,
+    device: torch.device | str | None,
+    dtype: torch.dtype | None,
+    memory: int | str | None,
+    repeat: Store | str | os.PathLike[str] | None,
+    hash_data: HashData,
+    note: Any,
+    progress: bool | Advance,
+) -> tuple[Made, Inputs]:
+    """Simulate what belongs to a folder, a store or a part of one; return what it then is, and what it was made from.
+
+    open_workspace: opens the folder for a request.
+    """
+    settle_child()
+    recorded = open_run(run)
     if repeat is not None:
         repeat = Store.of(repeat)
         plan = repeat.manifest.plan if plan is None else plan
         batch_size = repeat.manifest.execution.batch_size if batch_size is None else batch_size
     options: dict[str, Any] = {"batch_size": batch_size, "collate_fn": collate_fn, "hash_data": hash_data}
-    if plan == "auto" and share is not None and (shared := SharedRequest.find(PartsFolder(out or ""))) is not None:
-        plan = shared.request.plan
-        recorded, checkpoints = settle_states(plan, recorded, checkpoints, task)
     if plan == "auto":
         plan = Plan.auto(task, data, sources, checkpoints, run=recorded, progress=progress, **options)
         recorded, checkpoints = settle_states(plan, recorded, checkpoints, task)
@@ -164,30 +147,12 @@ def simulate(
         if batch_size is None:
             fit_batches(inputs, memory, engines.get(inputs.plan).rows_per_source(inputs.plan))
         request = inputs.request()
-        workspace = _open(out, share, request, inputs)
-        made = workspace.finished
-        if made is None:
-            with _resumable(workspace):
-                made = workspace.finish(_fill(inputs, workspace, request, repeat, memory, note, progress))
-    if not isinstance(made, Store):
-        return made
-    store = made
-    store.origin = {"task": task, "data": data, "sources": sources, "run": recorded, "collate_fn": collate_fn}
-    if validate is not None:
-        _validators[-1](store, validate, record=record, memory=memory, progress=progress)
-    return store
-
-
-def _open(
-    out: str | os.PathLike[str] | None, share: Share | None, request: Request, inputs: Inputs
-) -> Workspace[Store] | Workspace[Part]:
-    """Open the folder of the store, or of a part."""
-    if share is None or out is None:
-        return Writer(out, request, inputs.seen, check_choices)
-    sources = len(inputs.sources)
-    if not share.of_chunks(sources):
-        logger.warning("part %s has no sources: there are only %d", share, sources)
-    return PartWriter(out, share, request, inputs.seen, check_choices, sources)
+        workspace = open_workspace(request, inputs)
+        if workspace.finished is not None:
+            return workspace.finished, inputs
+        with _resumable(workspace):
+            manifest = _fill(inputs, workspace, request, repeat, memory, note, progress)
+            return workspace.finish(manifest), inputs
 
 
 _validators: list[Callable[..., object]] = []

@@ -14,7 +14,7 @@ from imprint.plan import Settings
 from imprint.runtime.progress import Progress
 from imprint.simulation import engines
 from imprint.simulation.checkpoint_files import CheckpointFiles
-from imprint.simulation.engines import Chunk, Engine, Simulated
+from imprint.simulation.engines import Chunk, Engine
 from imprint.simulation.figures import check_rows, summarise
 from imprint.simulation.inputs import Inputs
 from imprint.simulation.path import Hooks
@@ -96,10 +96,8 @@ class Work:
         """Add to what was measured what all imprints say, where they are all here."""
         if not self.workspace.is_whole:
             return engine.measured
-        figures, notice = [shard.figures for shard in shards], self.inputs.notices.add
-        index, plan, choices = engine.work.index, engine.plan, engine.choices
-        found = Simulated(index, plan, choices, engine.measured, figures, notice, engine.remark)
-        return summarise(type(engine), found)
+        figures = [shard.figures for shard in shards]
+        return summarise(type(engine), engine.gather(figures, self.inputs.notices.add))
 
     def _shards(self, engine: Engine, files: CheckpointFiles, state: Parameters, fit: int) -> "Iterator[_Shard]":
         """Simulate the sources file by file; those that an earlier run has finished are taken from it."""

@@ -33,7 +33,7 @@ def make_folder(path: Path, content: str, *records: str) -> bool:
         foreign = [file.name for file in path.iterdir() if file.name != LOCK and not is_leftover(file)]
         if PARTS in foreign:
             raise StoreError(
-                f"{path} holds parts that are made one by one: make the others with part=, and merge them (`imprint "
+                f"{path} holds parts that are made one by one: make the others, and merge them (`imprint "
                 f"merge`). To make {content} at once, give another folder, or delete {path / PARTS}."
             )
         if foreign and not any((path / name).exists() for name in records):

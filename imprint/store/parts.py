@@ -21,8 +21,8 @@ from pathlib import Path
 from imprint.display import count_of, name_some
 from imprint.errors import PlanError, StoreError
 from imprint.store.checkpoint import File
-from imprint.store.files import LOCK, is_leftover, sha256, sync, temporary_folder
-from imprint.store.folder import PARTS
+from imprint.store.files import LOCK, find_leftovers, is_leftover, sha256, sync, temporary_folder
+from imprint.store.folder import PARTS, locked
 from imprint.store.values import Value, read_json
 
 SHARED = "shared"
@@ -58,14 +58,6 @@ class Share:
         return share
 
     @classmethod
-    def asked(cls, part: str | None, out: str | os.PathLike[str] | None) -> "Share | None":
-        """Return the part that a caller asks for, if any; refuse one without a folder."""
-        share = None if part is None else cls.parse(part)
-        if share is not None and out is None:
-            raise PlanError(f"part {share} needs a folder in which the parts meet: give out=.")
-        return share
-
-    @classmethod
     def from_json(cls, value: Value) -> "Share":
         found = _TEXT.fullmatch(value.text())
         if found is None or not 1 <= int(found[1]) <= int(found[2]):
@@ -95,7 +87,7 @@ class Share:
 
 @dataclass(frozen=True)
 class Part:
-    """A finished part of a store or of a ground truth, as `simulate` and `retrain` return it.
+    """A finished part of a store or of a ground truth, as `simulate_part` and `retrain_part` return it.
 
     share: which part it is.
     path: its folder; once the parts are merged, the folder they were merged into.
@@ -154,8 +146,8 @@ class PartsFolder:
         names = {path.name for path in inside if path.name != LOCK and not is_leftover(path)}
         if begun := next((name for name in records if name in names), None):
             raise StoreError(
-                f"{self.out} holds {content} that was begun without parts ({begun}): finish it by the same call "
-                "without part=, or give another folder."
+                f"{self.out} holds {content} that was begun without parts ({begun}): finish it in the same "
+                "way, or give another folder."
             )
         if names and PARTS not in names:
             raise StoreError(f"{self.out} holds something else: give a new folder for {content}.")
@@ -247,6 +239,14 @@ def remove_parts(folders: Sequence[PartsFolder], target: Path) -> None:
             folder.remove()
 
 
+def tidy_up(folders: Sequence[PartsFolder], target: Path) -> None:
+    """Remove what a merge has left that was killed when its result was already complete."""
+    parts = any(folder.out.absolute() == target.absolute() and folder.path.is_dir() for folder in folders)
+    if parts or find_leftovers(target) or (target / LOCK).exists():
+        with contextlib.suppress(StoreError), locked(target):  # the folder is read-only, or another process is at work
+            remove_parts(folders, target)
+
+
 def find_finished(folders: Sequence[PartsFolder], of: int) -> dict[int, Path]:
     """Find the folders of all parts, by number; refuse to go on if some are missing, and say how they are made."""
     finished: dict[int, Path] = {}
@@ -268,8 +268,8 @@ class MissingPartsError(StoreError):
         listed = name_some([f"{each}{' (unfinished)' if each.number in begun else ''}" for each in missing], 12)
         verb = "is" if len(missing) == 1 else "are"
         super().__init__(
-            f"{out} cannot be merged: of {missing[0].of} parts, {listed} {verb} missing. Make each by the call that "
-            f'made the others, with part="{missing[0]}" (`--part {missing[0]}`), and merge again.'
+            f"{out} cannot be merged: of {missing[0].of} parts, {listed} {verb} missing. Make each as the others "
+            f'were made, with part "{missing[0]}" (`--part {missing[0]}`), and merge again.'
         )
 
 

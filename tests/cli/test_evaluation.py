@@ -317,7 +317,7 @@ def test_ctrl_c_tells_what_is_kept_and_the_same_command_goes_on() -> None:
 
     early = stopped(1)
     assert early.exit_code == 130
-    assert early.stderr == "stopped before the first part was finished: the same command will start over\n"
+    assert early.stderr == "stopped before the first models were finished: the same command will start over\n"
     late = stopped(8)
     assert late.exit_code == 130 and not late.stdout
     assert "stopped: finished models are in tired, the same command will resume from there\n" in late.stderr

@@ -57,7 +57,7 @@ def test_ctrl_c_before_anything_is_finished_leaves_nothing(
 
     monkeypatch.setattr(Tangent, "settle", interrupted)
     stopped = command("simulate", "model.py:task", "-o", "runs/news", "--no-check")
-    assert stopped == (130, "", "stopped before the first part was finished: the same command will start over\n")
+    assert stopped == (130, "", "stopped before the first sources were finished: the same command will start over\n")
     assert not (empty / "runs/news").exists()
 
 

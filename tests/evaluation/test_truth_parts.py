@@ -15,6 +15,7 @@ from tests.evaluation.truths import (
     RUNS,
     Killed,
     ask,
+    ask_part,
     contents,
     dies_after,
     every_kind,
@@ -25,9 +26,7 @@ from tests.evaluation.truths import (
 
 
 def part(out: Path, text: str, how: Train | Together | None = None, **changes: Any) -> Part:
-    made: object = ask(out, how, part=text, **changes)
-    assert isinstance(made, Part)
-    return made
+    return ask_part(out, text, how, **changes)
 
 
 def all_parts(out: Path, of: int, how: Train | Together | None = None, **changes: Any) -> list[Part]:
@@ -118,8 +117,6 @@ def test_what_is_no_part_of_it_is_refused(tmp_path: Path) -> None:
     for text in ("0/2", "3/2", "a/b"):
         with pytest.raises(PlanError, match="part"):
             part(tmp_path / "truth", text)
-    with pytest.raises(PlanError, match="part 1/2 needs a folder in which the parts meet"):
-        ask(part="1/2")
     part(tmp_path / "truth", "1/2")
     with pytest.raises(StoreError, match="holds another ground truth: seed was 0, is 1"):
         part(tmp_path / "truth", "2/2", seed=1)

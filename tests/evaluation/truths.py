@@ -7,9 +7,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from imprint import Sources, Task
+from imprint import Part, Sources, Task
 from imprint.data import Data
-from imprint.evaluation.retraining import retrain
+from imprint.evaluation.retraining import retrain, retrain_part
 from imprint.evaluation.subsets import ORDER, Subsets, derive_seed
 from imprint.evaluation.together import Together, Train
 from imprint.evaluation.training import Training
@@ -90,9 +90,16 @@ def dies_after(calls: int) -> Advance:
 
 
 def ask(out: Path | None = None, how: Train | Together | None = None, **changes: Any) -> Truth:
+    return retrain(how or together(), out=out, **_given(changes))
+
+
+def ask_part(out: Path, part: str, how: Train | Together | None = None, **changes: Any) -> Part:
+    return retrain_part(part, how or together(), out=out, **_given(changes))
+
+
+def _given(changes: dict[str, Any]) -> dict[str, Any]:
     given: dict[str, Any] = {"queries": points(QUERIES, 1), "subsets": HALVES, "runs": RUNS, "progress": False}
-    given |= {"task": task(), **changes} if "task" not in changes else changes
-    return retrain(how or together(), out=out, **given)
+    return given | ({"task": task(), **changes} if "task" not in changes else changes)
 
 
 def contents(folder: Path) -> dict[Path, bytes]:

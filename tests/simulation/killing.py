@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from imprint import Plan, Sources, Store, Task, simulate
+from imprint import Part, Plan, Sources, Store, Task, simulate, simulate_part
 from imprint.runtime.progress import Advance
 
 N, STEPS = 24, 6
@@ -83,18 +83,25 @@ def task() -> Task:
 
 def run(out: Path, plan: Plan, **changes: Any) -> Store:
     """Two checkpoints, six sources, two at a time: several shards to die between."""
-    states = [{name: scale * t for name, t in task().state().items()} for scale in (1.0, 0.5)]
+    return simulate(out=out, **_given(plan, changes))
+
+
+def run_part(out: Path, part: str, plan: Plan, **changes: Any) -> Part:
+    """A part of the same."""
+    return simulate_part(part, out=out, **_given(plan, changes))
+
+
+def _given(plan: Plan, changes: dict[str, Any]) -> dict[str, Any]:
+    full = "30kB" if plan.engine == "tangent" else "56kB"
+    room = "600B" if plan.engine == "spectral" else "12kB" if plan.batch_size else full
     groups = Sources.by_label([i % 6 for i in range(N)])
-    given = {
+    return {
+        **{"task": task(), "data": data(), "plan": plan, "memory": room},  # so that there are several files
         "sources": Sources.per_example(N).rows(0, 6) if plan.engine == "spectral" else groups,
-        "checkpoints": states,
+        "checkpoints": [{name: scale * t for name, t in task().state().items()} for scale in (1.0, 0.5)],
         "progress": False,
         **changes,
     }
-    full = "30kB" if plan.engine == "tangent" else "56kB"
-    room = "600B" if plan.engine == "spectral" else "12kB" if plan.batch_size else full
-    memory = given.pop("memory", room)  # so that there are several files
-    return simulate(given.pop("task", task()), given.pop("data", data()), plan=plan, out=out, memory=memory, **given)
 
 
 def contents(folder: Path) -> dict[str, bytes]:

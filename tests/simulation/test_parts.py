@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from imprint import Part, Plan, Sources, Store, StoreError, merge, simulate
+from imprint import Part, Plan, Sources, Store, StoreError, merge, simulate, simulate_part
 from imprint.errors import PlanError, ReliabilityWarning
 from imprint.store.parts import PartsFolder, Share
 from tests.simulation.engines.trainings import Training, classification, mlp
@@ -26,6 +26,7 @@ from tests.simulation.killing import (
     dies_after,
     every_plan,
     run,
+    run_part,
     task,
 )
 
@@ -34,9 +35,7 @@ TANGENT = PLANS["tangent"]
 
 
 def part(out: Path, text: str, plan: Plan = TANGENT, **changes: Any) -> Part:
-    made: object = run(out, plan, part=text, **changes)
-    assert isinstance(made, Part)
-    return made
+    return run_part(out, text, plan, **changes)
 
 
 def all_parts(out: Path, of: int, plan: Plan = TANGENT, **changes: Any) -> list[Part]:
@@ -99,7 +98,7 @@ def test_a_recorded_run_is_replayed_in_parts(stacked: bool, tmp_path: Path) -> N
     plan = Plan(engine="replay", stacked=stacked)
     given: Any = (trained.task(), training.data, SOURCES, plan)
     for number in (3, 1, 2):
-        simulate(*given, run=recorded, out=tmp_path / "parts", part=f"{number}/3", progress=False)
+        simulate_part(f"{number}/3", *given, run=recorded, out=tmp_path / "parts", progress=False)
     store = merge(tmp_path / "parts", progress=False)
     whole = simulate(*given, run=recorded, out=tmp_path / "whole", repeat=store, progress=False)
     assert contents(store.path) == contents(whole.path)
@@ -244,7 +243,7 @@ def test_missing_parts_are_named_with_what_makes_them(tmp_path: Path) -> None:
     part(tmp_path / "store", "2/4")
     with pytest.raises(Killed):
         part(tmp_path / "store", "3/4", memory="1GB", progress=dies_after(4))
-    words = r'of 4 parts, 1/4, 3/4 \(unfinished\), 4/4 are missing\. .*part="1/4" \(`--part 1/4`\)'
+    words = r'of 4 parts, 1/4, 3/4 \(unfinished\), 4/4 are missing\. .*with part "1/4" \(`--part 1/4`\)'
     with pytest.raises(StoreError, match=words):
         merge(tmp_path / "store")
     assert not (tmp_path / "store" / "manifest.json").exists()
@@ -300,10 +299,8 @@ def test_parts_that_do_not_exist_are_refused(text: Any, words: str, tmp_path: Pa
     assert not (tmp_path / "store").exists()
 
 
-def test_a_part_needs_a_folder_and_cannot_be_validated(tmp_path: Path) -> None:
-    with pytest.raises(PlanError, match="part 1/2 needs a folder in which the parts meet"):
-        simulate(task(), data(), Sources.per_example(N), TANGENT, part="1/2")
-    with pytest.raises(PlanError, match="merge the parts, and validate the store"):
+def test_a_part_cannot_be_validated(tmp_path: Path) -> None:
+    with pytest.raises(PlanError, match="so validate= is for the merged store"):
         part(tmp_path / "store", "1/2", validate=data())
 
 
@@ -327,7 +324,7 @@ def test_parts_and_a_whole_simulation_do_not_mix(tmp_path: Path) -> None:
     with pytest.raises(StoreError, match="was begun without parts"):
         part(tmp_path / "whole", "1/2")
     part(tmp_path / "store", "1/2")
-    with pytest.raises(StoreError, match="holds parts that are made one by one: make the others with part="):
+    with pytest.raises(StoreError, match="holds parts that are made one by one: make the others, and merge"):
         run(tmp_path / "store", TANGENT)
     with pytest.raises(StoreError, match=r"holds parts of a store that are not merged: imprint\.merge"):
         Store(tmp_path / "store")
@@ -369,9 +366,8 @@ def test_shares_cover_all_chunks_once_and_the_first_has_the_first() -> None:
 
 def test_a_plan_that_is_chosen_automatically_is_that_of_the_first_part(tmp_path: Path) -> None:
     given: dict[str, Any] = {"sources": Sources.by_label([i % 6 for i in range(N)]), "progress": False}
-    first = simulate(task(), data(), plan="auto", out=tmp_path / "store", part="1/2", **given)
-    assert isinstance(first, Part)
+    simulate_part("1/2", task(), data(), plan="auto", out=tmp_path / "store", **given)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Plan, "auto", lambda *_, **__: pytest.fail("the plan is known"))
-        simulate(task(), data(), plan="auto", out=tmp_path / "store", part="2/2", **given)
+        simulate_part("2/2", task(), data(), plan="auto", out=tmp_path / "store", **given)
     assert len(merge(tmp_path / "store", progress=False)) == 6

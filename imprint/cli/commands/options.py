@@ -89,6 +89,15 @@ MemoryText = Annotated[
     str | None,
     typer.Option("--memory", help='The memory budget, such as "4GiB". Default: based on the available memory.'),
 ]
+PartText = Annotated[
+    str | None,
+    typer.Option(
+        "--part",
+        metavar="K/N",
+        help="Make only the K-th of N parts, such as `3/8`, in a folder of its own in `--out`. Run the same command "
+        "for the other parts, on as many machines as you like, and then `imprint merge`.",
+    ),
+]
 DeviceName = Annotated[
     str | None, typer.Option("--device", help="The device to use, such as `cuda`. Default: the model's device.")
 ]

@@ -12,7 +12,8 @@ import typer
 
 import imprint
 from imprint.benchmarking.settings.catalogue import SETTINGS
-from imprint.cli.commands.options import AsJson, CollateString, DataString, QueriesString, SourcesString
+from imprint.cli.commands.merging import show_part
+from imprint.cli.commands.options import AsJson, CollateString, DataString, PartText, QueriesString, SourcesString
 from imprint.cli.effects import render_effects
 from imprint.cli.experiment import Experiment
 from imprint.cli.ground_truth import render_truth
@@ -23,6 +24,7 @@ from imprint.errors import ConfigurationError
 from imprint.evaluation.effects import list_effects
 from imprint.evaluation.replaying import Record, replay_run, replay_seeds
 from imprint.evaluation.retraining import retrain as retrain_subsets
+from imprint.evaluation.retraining import retrain_part
 from imprint.evaluation.subsets import Subsets
 from imprint.evaluation.together import Together
 from imprint.evaluation.truth import Truth, TruthFolder
@@ -100,6 +102,7 @@ def retrain(
             help="The device to use, such as `cuda`; for your own function, the device of the models it returns."
         ),
     ] = None,
+    part: PartText = None,
     json: AsJson = False,
 ) -> None:
     """Retrain on subsets of the data and measure every query: the ground truth that `imprint evaluate` compares with.
@@ -123,8 +126,16 @@ def retrain(
     - `imprint retrain my_model.py:train --kind sources --runs 4 --out truth/news`
 
     - `imprint retrain my_model.py:task --run runs/train --kind unions --out truth/this-run`
+
+    - `imprint retrain my_model.py:train --runs 4 --out truth/news --part 3/8`, to train the third of eight parts of the
+      models
     """
     how: How = "run" if run is not None else "replays" if replay else "retrain"
+    if part is not None and how != "retrain":
+        raise ConfigurationError(
+            "--part divides models that are trained anew; replays are divided by `imprint simulate --run --part`, "
+            "which repeats a run without each source."
+        )
     kind = _choose_kind(how, kind, count, share, runs, both=replay and run is not None)
     named = Experiment(task=task, data=data, sources=sources, queries=queries, collate_fn=collate, device=device)
     with redirect_prints(), _explain_interruption(out), show_progress(errors, "retraining") as advance:
@@ -133,7 +144,11 @@ def retrain(
         done, models = _count_finished(out, subsets, seed), runs * len(subsets)
         if done:
             errors.print(_describe_resuming(done, models, how), soft_wrap=True)
-        truth = _make_truth(objects, run or function, how, subsets, runs=runs, seed=seed, out=out, progress=advance)
+        options: dict[str, Any] = {"runs": runs, "seed": seed, "out": out, "part": part, "progress": advance}
+        truth = _make_truth(objects, run or function, how, subsets, **options)
+    if isinstance(truth, imprint.Part):
+        show_part(truth, out, json=json)
+        return
     if json:
         effects = [effect.to_json() for effect in list_effects(truth)]
         typer.echo(dumps({"path": str(out), **truth.about, "question": truth.question, "effects": effects}))
@@ -174,22 +189,16 @@ def _make_truth(
     runs: int,
     seed: int,
     out: Path,
+    part: str | None,
     progress: bool | Advance,
-) -> Truth:
+) -> Truth | imprint.Part:
     """Retrain or replay; `train` is the function that trains or records, or the folder of a recorded run."""
     if how == "retrain":
-        return retrain_subsets(
-            train,
-            objects.task,
-            objects.queries,
-            subsets,
-            runs=runs,
-            seed=seed,
-            out=out,
-            data=objects.examples if objects.has("data") and not isinstance(train, Together) else None,
-            collate_fn=objects.query_collate_fn,
-            progress=progress,
-        )
+        given: tuple[Any, ...] = (train, objects.task, objects.queries, subsets)
+        options: dict[str, Any] = {"runs": runs, "seed": seed, "out": out, "progress": progress}
+        options["data"] = objects.examples if objects.has("data") and not isinstance(train, Together) else None
+        options["collate_fn"] = objects.query_collate_fn
+        return retrain_subsets(*given, **options) if part is None else retrain_part(part, *given, **options)
     known = (objects.task, objects.data, objects.queries, subsets)
     collate = objects.examples_collate_fn
     if how == "run":
@@ -279,10 +288,10 @@ def _explain_interruption(out: Path) -> Iterator[None]:
     except BaseException as error:
         if not isinstance(error, KeyboardInterrupt) and "RuntimeError: KeyboardInterrupt" not in str(error):
             raise
-        if any(out.glob("values-*.safetensors")):
+        if any(out.rglob("values-*.safetensors")):
             text = f"stopped: finished models are in {escape_markup(out)}, the same command will resume from there"
         else:
-            text = "stopped before the first part was finished: the same command will start over"
+            text = "stopped before the first models were finished: the same command will start over"
         errors.print(text, soft_wrap=True)
         raise KeyboardInterrupt from error  # torch turns it into a RuntimeError inside its own code
 

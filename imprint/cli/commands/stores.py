@@ -5,6 +5,7 @@ import re
 import warnings
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from json import dumps
 from pathlib import Path
 from typing import Annotated, Any
@@ -13,6 +14,7 @@ import torch
 import typer
 
 import imprint
+from imprint.cli.commands.merging import show_part
 from imprint.cli.commands.options import (
     AsJson,
     BatchSize,
@@ -24,6 +26,7 @@ from imprint.cli.commands.options import (
     DtypeName,
     HashDataName,
     MemoryText,
+    PartText,
     PlanPairs,
     QueriesString,
     RunString,
@@ -34,7 +37,7 @@ from imprint.cli.commands.options import (
     TrainingBatch,
     TrainingSteps,
 )
-from imprint.cli.commands.repeating import merge_with_store
+from imprint.cli.commands.repeating import format_command, merge_with_store
 from imprint.cli.comparison import render_ways
 from imprint.cli.experiment import NOTE, Experiment, parse_plan
 from imprint.cli.inspection import inspect_recording, inspect_store
@@ -53,6 +56,8 @@ from imprint.display import for_terminal
 from imprint.errors import ConfigurationError, ReliabilityWarning
 from imprint.recording.header import RECORD
 from imprint.store.manifest import JOURNAL, MANIFEST
+from imprint.store.part_writing import SharedRequest
+from imprint.store.parts import PartsFolder, Share
 
 _LOADED = ("task", "data", "sources", "collate_fn", "checkpoints", "run")  # what a simulation loads
 
@@ -156,7 +161,10 @@ def simulate(
             "come from the store; give the task, and anything else it names, again.",
         ),
     ] = None,
-    checking: Annotated[bool, typer.Option("--check/--no-check", help="Run `imprint check` first.")] = True,
+    checking: Annotated[
+        bool, typer.Option("--check/--no-check", help="Run `imprint check` first. Parts are not checked.")
+    ] = True,
+    part: PartText = None,
     json: AsJson = False,
 ) -> None:
     """Simulate the imprint of every source and write the imprints to a store.
@@ -177,6 +185,8 @@ def simulate(
     - `imprint simulate --config news.toml`
 
     - `imprint simulate my_model.py:task --repeat runs/news --out runs/again`, to repeat a simulation bit for bit
+
+    - `imprint simulate my_model.py:task --out runs/news --part 3/8`, for the third of eight parts of the sources
     """
     experiment = _read_experiment(context)
     recorded = None if manifest is None else imprint.Store(manifest.parent if manifest.is_file() else manifest)
@@ -185,10 +195,13 @@ def simulate(
         if repeat is None:
             errors.print("plan or dtype differs from the store: this is a variation, not a repetition")
         experiment = merge_with_store(experiment, recorded, _LOADED, context)
-    if experiment.out is None:
+    folder = experiment.out
+    if folder is None:
         raise ConfigurationError("no folder was given for the store: add --out runs/NAME.")
-    if (Path(experiment.out) / MANIFEST).is_file():
-        errors.print(f"{escape_markup(experiment.out)} is complete; only checking that it matches", soft_wrap=True)
+    if (Path(folder) / MANIFEST).is_file():
+        errors.print(f"{escape_markup(folder)} is complete; only checking that it matches", soft_wrap=True)
+    if part is not None and experiment.plan.get("auto") and (shared := SharedRequest.find(PartsFolder(folder))):
+        experiment = replace(experiment, plan=shared.request.plan.to_json())  # as the first part has chosen it
     with redirect_prints():
         objects = Objects(experiment)
         _ = objects.task  # which sets the number of threads
@@ -196,9 +209,11 @@ def simulate(
         _use_threads_of(repeat)
     note: dict[str, Any] = {"command": experiment.to_json()}
     shown: tuple[str, ...] = ()
-    if checking and not Path(experiment.out).exists():
+    if part is not None:
+        note["line"] = format_command(context)
+    elif checking and not Path(folder).exists():
         with redirect_prints(), errors.status("loading, and timing a few steps"):
-            found = _check(objects, experiment.out, compare=False)
+            found = _check(objects, folder, compare=False)
         errors.print(render_check(found))
         if not found.ok:
             raise typer.Exit(1)
@@ -208,24 +223,22 @@ def simulate(
     with (
         redirect_prints(),
         _silence(shown),
-        _explain_interruption(Path(experiment.out)),
+        _explain_interruption(_find_workspace(folder, part)),
         show_progress(errors, "simulating") as advance,
     ):
-        store = imprint.simulate(
-            objects.task,
-            objects.data,
-            objects.sources,
-            objects.plan,
-            out=experiment.out,
-            note={NOTE: note},
-            repeat=repeat,
-            progress=advance,
-            **objects.options,
-        )
-    if json:
-        typer.echo(dumps(inspect_store(store)))
+        known = (objects.task, objects.data, objects.sources, objects.plan)
+        options: dict[str, Any] = {"out": folder, "note": {NOTE: note}, "repeat": repeat, "progress": advance}
+        options |= objects.options
+        if part is None:
+            made: imprint.Store | imprint.Part = imprint.simulate(*known, **options)
+        else:
+            made = imprint.simulate_part(part, *known, **options)
+    if isinstance(made, imprint.Part):
+        show_part(made, Path(folder), json=json)
+    elif json:
+        typer.echo(dumps(inspect_store(made)))
     else:  # warnings were shown as they came up
-        console.print(render_store({**inspect_store(store), "warnings": []}))
+        console.print(render_store({**inspect_store(made), "warnings": []}))
 
 
 @contextmanager
@@ -250,6 +263,11 @@ def _use_threads_of(store: imprint.Store) -> None:
         )
 
 
+def _find_workspace(out: str, part: str | None) -> Path:
+    """Return the folder that this process writes to."""
+    return Path(out) if part is None else PartsFolder(out).of(Share.parse(part))
+
+
 @contextmanager
 def _explain_interruption(out: Path) -> Iterator[None]:
     """Say that an interrupted simulation has nothing to resume from; otherwise the library explains how to resume."""
@@ -257,7 +275,7 @@ def _explain_interruption(out: Path) -> Iterator[None]:
         yield
     except KeyboardInterrupt:
         if not (out / JOURNAL).exists():
-            errors.print("stopped before the first part was finished: the same command will start over")
+            errors.print("stopped before the first sources were finished: the same command will start over")
         raise
 
 

@@ -232,6 +232,10 @@ class Engine(ABC):
         first = found.shards[0]
         return replace(found.measured, chaos=relate(first.noise_effect), deviation=relate(first.deviation))
 
+    def gather(self, shards: Sequence[ShardFigures], notice: Callable[[str], None]) -> Simulated:
+        """Return what `conclude` sees of this checkpoint, given what the files say about all sources."""
+        return Simulated(self.work.index, self.plan, self.choices, self.measured, shards, notice, self.remark)
+
     def remark(self) -> dict[str, str]:
         """Return texts by which `conclude` explains what it reports, and which only this engine, settled, knows."""
         return {}

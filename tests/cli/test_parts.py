@@ -1,0 +1,75 @@
+"""Simulating and retraining in parts from a terminal."""
+
+from pathlib import Path
+
+import pytest
+
+from imprint import Plan, Store
+from imprint.evaluation import Truth
+from tests.cli.commands import MODEL, Command, imprints
+from tests.cli.test_evaluation import MODEL as TRAINED
+
+
+def test_parts_are_made_one_by_one_and_merged(command: Command, here: Path, tmp_path: Path) -> None:
+    given = ("simulate", "model.py:task", "--out", tmp_path / "store")
+    second = command(*given, "--part", "2/2")
+    assert second.code == 0, second.err
+    assert f"Part 2/2: 1 of 3 sources, in {tmp_path}/store/parts/2-of-2. 1 of 2 parts is finished." in second.out
+    assert f"When all are, run: imprint merge {tmp_path}/store\n" in second.out
+    missing = command("merge", tmp_path / "store")
+    assert missing.code == 1 and "of 2 parts, 1/2 is missing" in missing.err
+    assert f"Parts were made by: imprint simulate model.py:task --out {tmp_path}/store --part 1/2" in missing.err
+    assert "Now run: imprint merge" in command(*given, "--part=1/2").out
+    merged = command("merge", tmp_path / "store")
+    assert merged.code == 0, merged.err
+    assert f"Store {tmp_path}/store" in merged.out
+    whole = command("simulate", "model.py:task", "--repeat", tmp_path / "store", "--out", tmp_path / "whole")
+    assert whole.code == 0, whole.err
+    assert imprints(tmp_path / "store") == imprints(tmp_path / "whole")
+    done = command(*given, "--part", "2/2")
+    assert done.code == 0 and "is complete: there is nothing to do for part 2/2." in done.out
+    assert command("merge", tmp_path / "store", "--json").values["sources"] == 3
+
+
+def test_parts_tell_programs_where_they_are(command: Command, here: Path, tmp_path: Path) -> None:
+    out = tmp_path / "store"
+    found = command("simulate", "model.py:task", "--out", out, "--part", "1/8", "--json").values
+    assert found == {"part": "1/8", "path": f"{out}/parts/1-of-8", "count": 1, "total": 3, "finished": 1}
+
+
+def test_wrong_parts_are_refused(command: Command, here: Path, tmp_path: Path) -> None:
+    given = ("simulate", "model.py:task", "--out", tmp_path / "store")
+    for text, words in (("0/8", "part 0/8 does not exist"), ("a/b", "the third of eight parts; got 'a/b'")):
+        refused = command(*given, "--part", text)
+        assert refused.code == 1 and words in refused.err
+    nothing = command("merge", tmp_path)
+    assert nothing.code == 1 and "holds no parts" in nothing.err
+
+
+def test_an_automatic_plan_is_that_of_the_first_part(
+    command: Command, empty: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (empty / "model.py").write_text(MODEL)
+    given = ("simulate", "model.py:task", "-p", "auto", "--out", "store", "--part")
+    assert command(*given, "1/2").code == 0
+    monkeypatch.setattr(Plan, "auto", lambda *_, **__: pytest.fail("the plan is known"))
+    assert command(*given, "2/2").code == 0
+    assert command("merge", "store").code == 0
+    assert len(Store("store")) == 3
+
+
+def test_parts_of_a_ground_truth_are_merged(command: Command, empty: Path) -> None:
+    (empty / "model.py").write_text(TRAINED)
+    given = ("retrain", "model.py:train", "--kind", "sources", "--out", "truth")
+    first = command(*given, "--part", "1/2")
+    assert first.code == 0, first.err
+    assert "Part 1/2: 2 of 4 models, in truth/parts/1-of-2. 1 of 2 parts is finished." in first.out
+    refused = command(*given, "--part", "1/2", "--replay")
+    assert refused.code == 1 and "--part divides models that are trained anew" in refused.err
+    missing = command("merge", "truth")
+    assert missing.code == 1 and 'with part "2/2" (`--part 2/2`)' in missing.err
+    assert command(*given, "--part", "2/2").code == 0
+    merged = command("merge", "truth")
+    assert merged.code == 0 and "Ground truth truth" in merged.out
+    assert Truth.load("truth").values.shape == (1, 4, 5)
+    assert command("merge", "truth", "--json").values["kind"] == "removal"
