@@ -40,12 +40,6 @@ class PartOptions(TypedDict, total=False):
     progress: bool | Advance
 
 
-_DEFAULTS: PartOptions = {
-    **{"checkpoints": None, "run": None, "batch_size": None, "collate_fn": None, "device": None, "dtype": None},
-    **{"memory": None, "repeat": None, "hash_data": "all", "note": None, "progress": True},
-}
-
-
 @torch.inference_mode(False)
 def simulate_part(
     part: str,
@@ -71,14 +65,13 @@ def simulate_part(
     share, folder = Share.parse(part), PartsFolder(out)
     if refused := {"validate", "record"} & options.keys():
         raise PlanError(f"a part has not all sources, so {min(refused)}= is for the merged store: imprint.validate.")
-    given = {**_DEFAULTS, **options}
     if plan == "auto" and (shared := SharedRequest.find(folder)) is not None:
-        plan, recorded = shared.request.plan, open_run(given["run"])
-        given["run"], given["checkpoints"] = settle_states(plan, recorded, given["checkpoints"], task)
+        plan, recorded = shared.request.plan, open_run(options.get("run"))
+        options["run"], options["checkpoints"] = settle_states(plan, recorded, options.get("checkpoints"), task)
 
     def open_part(request: Request, inputs: Inputs) -> PartWriter:
         if not share.of_chunks(len(sources)):
             logger.warning("part %s has no sources: there are only %d", share, len(sources))
         return PartWriter(out, share, request, inputs.seen, check_choices, len(sources))
 
-    return simulate_into(open_part, task, data, sources, plan, **given)[0]
+    return simulate_into(open_part, task, data, sources, plan, **options)[0]

@@ -14,7 +14,7 @@ import contextlib
 import os
 import re
 import shutil
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -256,21 +256,21 @@ def find_finished(folders: Sequence[PartsFolder], of: int) -> dict[int, Path]:
                 finished.setdefault(number, path)
     if missing := [Share(number, of) for number in range(1, of + 1) if number not in finished]:
         begun = {number for folder in folders for number in folder.find(of)}
-        raise MissingPartsError(folders[0].out, missing, begun)
+        listed = name_some([f"{each}{' (unfinished)' if each.number in begun else ''}" for each in missing], 12)
+        raise MissingPartsError(
+            f"{folders[0].out} cannot be merged: of its {of} parts, these are missing: {listed}. Make each as the "
+            f'others were made, with part "{missing[0]}" (`--part {missing[0]}`), and merge again.',
+            missing,
+        )
     return dict(sorted(finished.items()))
 
 
 class MissingPartsError(StoreError):
     """Parts that are to be merged are not all there."""
 
-    def __init__(self, out: Path, missing: list[Share], begun: Collection[int]) -> None:
+    def __init__(self, message: str, missing: list[Share]) -> None:
+        super().__init__(message)
         self.missing = missing
-        listed = name_some([f"{each}{' (unfinished)' if each.number in begun else ''}" for each in missing], 12)
-        verb = "is" if len(missing) == 1 else "are"
-        super().__init__(
-            f"{out} cannot be merged: of {missing[0].of} parts, {listed} {verb} missing. Make each as the others "
-            f'were made, with part "{missing[0]}" (`--part {missing[0]}`), and merge again.'
-        )
 
 
 def is_sound(place: Path, file: File) -> bool:

@@ -17,7 +17,7 @@ def test_parts_are_made_one_by_one_and_merged(command: Command, here: Path, tmp_
     assert f"Part 2/2: 1 of 3 sources, in {tmp_path}/store/parts/2-of-2. 1 of 2 parts is finished." in second.out
     assert f"When all are, run: imprint merge {tmp_path}/store\n" in second.out
     missing = command("merge", tmp_path / "store")
-    assert missing.code == 1 and "of 2 parts, 1/2 is missing" in missing.err
+    assert missing.code == 1 and "of its 2 parts, these are missing: 1/2" in missing.err
     assert f"Parts were made by: imprint simulate model.py:task --out {tmp_path}/store --part 1/2" in missing.err
     assert "Now run: imprint merge" in command(*given, "--part=1/2").out
     merged = command("merge", tmp_path / "store")

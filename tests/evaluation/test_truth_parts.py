@@ -124,7 +124,7 @@ def test_what_is_no_part_of_it_is_refused(tmp_path: Path) -> None:
         part(tmp_path / "truth", "2/2", runs=3)
     with pytest.raises(StoreError, match=r"is being made in 2 parts"):
         part(tmp_path / "truth", "2/3")
-    with pytest.raises(StoreError, match=r"of 2 parts, 2/2 is missing"):
+    with pytest.raises(StoreError, match=r"of its 2 parts, these are missing: 2/2"):
         merge_truth(tmp_path / "truth")
     with pytest.raises(StoreError, match=r"there is no truth.json\. Merge its parts first: imprint merge"):
         Truth.load(tmp_path / "truth")

@@ -243,7 +243,7 @@ def test_missing_parts_are_named_with_what_makes_them(tmp_path: Path) -> None:
     part(tmp_path / "store", "2/4")
     with pytest.raises(Killed):
         part(tmp_path / "store", "3/4", memory="1GB", progress=dies_after(4))
-    words = r'of 4 parts, 1/4, 3/4 \(unfinished\), 4/4 are missing\. .*with part "1/4" \(`--part 1/4`\)'
+    words = r'of its 4 parts, these are missing: 1/4, 3/4 \(unfinished\), 4/4\. .*with part "1/4" \(`--part 1/4`\)'
     with pytest.raises(StoreError, match=words):
         merge(tmp_path / "store")
     assert not (tmp_path / "store" / "manifest.json").exists()
