@@ -25,7 +25,7 @@ from imprint.store.checkpoint import Checkpoint, File, ShardFigures, read_figure
 from imprint.store.comparison import difference
 from imprint.store.folder import locked
 from imprint.store.layouts import find_misfit, imprints_layout
-from imprint.store.manifest import MANIFEST, Cost, Manifest
+from imprint.store.manifest import MANIFEST, SOURCES, Cost, Manifest
 from imprint.store.part_writing import (
     PartRecord,
     SharedCheckpoint,
@@ -70,10 +70,9 @@ def merge(parts: Places, out: str | os.PathLike[str] | None = None, *, progress:
     if (target / MANIFEST).is_file():
         return _return_merged(folders, target)
     require_parts(folders, target, "a store")
-    shared = _read_shared(folders)
-    finished = find_finished(folders, shared.request.of)
+    finished = find_finished(folders, _count_parts(folders))
     records = {number: (path, PartRecord.read(path)) for number, path in finished.items()}
-    merging = _Merging(folders, target, shared, records)
+    merging = _Merging(folders, target, _read_shared(folders), records)
     merging.compare()
     target.mkdir(parents=True, exist_ok=True)
     with locked(target):
@@ -117,8 +116,6 @@ def _read_shared(folders: Sequence[PartsFolder]) -> _Shared:
     first, *others = found
     for other in others:
         where = f"the parts in {other.folder.path} are not of the same simulation as those in {first.folder.path}"
-        if first.request.of != other.request.of:
-            raise StoreError(f"{where}: there are {other.request.of} of them, and {first.request.of}.")
         if different := _compare_requests(first.request.request, other.request.request):
             raise StoreError(f"{where}: {different}.")
         for index, checkpoint in first.checkpoints.items():
@@ -134,10 +131,29 @@ def _read_shared(folders: Sequence[PartsFolder]) -> _Shared:
     return first
 
 
-def _read_one_shared(folder: PartsFolder) -> _Shared:
+def _count_parts(folders: Sequence[PartsFolder]) -> int:
+    """Return of how many parts the store is made."""
+    counts = [_read_request(folder).of for folder in folders]
+    if len(set(counts)) > 1:
+        raise StoreError(
+            f"the parts in {folders[0].path} are {counts[0]}, and those in another folder {max(counts)}: parts of "
+            "different divisions cannot be merged."
+        )
+    return counts[0]
+
+
+def _read_request(folder: PartsFolder) -> SharedRequest:
     request = SharedRequest.find(folder)
     if request is None:
-        raise StoreError(f"{folder.shared} does not say what the parts are of: make any of them again.")
+        raise StoreError(
+            f"{folder.path} has no part that got far enough to be merged: finish the parts first (`imprint simulate "
+            "--part`)."
+        )
+    return request
+
+
+def _read_one_shared(folder: PartsFolder) -> _Shared:
+    request = _read_request(folder)
     plan, checkpoints = request.request.plan, dict[int, SharedCheckpoint]()
     for index in range(count := len(request.request.states)):
         if plan.at(index, count).weight == 0:
@@ -187,7 +203,11 @@ class _Merging:
                 raise StoreError(f"{path} is a part of something else: {different}. Delete it, and make it again.")
             if record.manifest.sources.sha256 != self.manifests[0].sources.sha256:
                 raise StoreError(f"{path} has another table of sources than part 1: delete it, and make it again.")
-            for index, checkpoint in enumerate(record.manifest.checkpoints):
+            checkpoints = record.manifest.checkpoints
+            simulated = {index for index, checkpoint in enumerate(checkpoints) if checkpoint.decided is not None}
+            if len(checkpoints) != len(self.request.states) or not simulated <= self.shared.checkpoints.keys():
+                raise StoreError(f"{path} has other checkpoints than the request: delete it, and make it again.")
+            for index, checkpoint in enumerate(checkpoints):
                 if checkpoint.decided is None:
                     continue
                 agreed = self.shared.checkpoints[index].checkpoint.choices
@@ -200,12 +220,11 @@ class _Merging:
     def put_together(self, progress: bool | Advance) -> Manifest:
         """Put all files in their places; return the manifest that describes them."""
         first_path, first = self.records[1]
-        sources = self._collect(first_path, first.manifest.sources)
-        probes = first.manifest.probes
-        if probes is not None:
-            self._collect(first_path, probes.file)
-        table = read_json(first_path / sources.path).mapping()["ids"]
-        planned = [self._checkpoint(index, len(table.items())) for index in range(len(self.request.states))]
+        sources = self._collect(first_path, first.manifest.sources, SOURCES)
+        if (probes := first.manifest.probes) is not None:
+            self._collect(first_path, probes.file, "probes.safetensors")
+        count = len(read_json(first_path / sources.path).record("ids", "names", "sizes")["ids"].items())
+        planned = [self._checkpoint(index, count) for index in range(len(self.request.states))]
         self._place(progress)
         notices = Notices(message for manifest in self.manifests for message in manifest.warnings)
         manifest = replace(
@@ -221,7 +240,10 @@ class _Merging:
             notices.add(different)
         return replace(manifest, checkpoints=done, warnings=notices.messages)
 
-    def _collect(self, part: Path, file: File, source: Path | None = None) -> File:
+    def _collect(self, part: Path, file: File, name: str, source: Path | None = None) -> File:
+        """Note a file to be put in its place; refuse one that has another place than its name."""
+        if file.path != name:
+            raise StoreError(f"{part} has {file.path} in place of {name}: delete {part}, and make the part again.")
         self.pieces.append(_Piece(source or part / file.path, file, part))
         return file
 
@@ -233,12 +255,13 @@ class _Merging:
         agreed = self.shared.checkpoints[index]
         own = [(number, record.manifest.checkpoints[index]) for number, (_, record) in self.records.items()]
         shards = partial(self._shards, index, own, sources)
-        begin, basis = own[0][1], agreed.checkpoint.basis
-        for file in (begin.base, begin.noise):
+        begin, folder = own[0][1], name_checkpoint(index)
+        for what, file in (("base", begin.base), ("noise", begin.noise)):
             if file is not None:
-                self._collect(self.records[1][0], file)
-        if basis is not None:
-            self._collect(self.shared.folder.path, basis, self.shared.folder.shared / basis.path)
+                self._collect(self.records[1][0], file, f"{folder}/{what}.safetensors")
+        if (basis := agreed.checkpoint.basis) is not None:
+            place = self.shared.folder.shared / basis.path
+            self._collect(self.shared.folder.path, basis, f"{folder}/basis.safetensors", place)
         fallen = (checkpoint.measured.one_by_one for _, checkpoint in own)  # a part may fall back on its way
         why = next(filter(None, fallen), agreed.checkpoint.measured.one_by_one)
         return replace(
@@ -266,7 +289,7 @@ class _Merging:
                         f"{path} has no file {name} of rows {span[0]} to {span[1] - 1}: delete {path}, and make the "
                         "part again."
                     )
-                found.append(self._collect(path, file))
+                found.append(self._collect(path, file, name))
         return tuple(found)
 
     def _place(self, progress: bool | Advance) -> None:

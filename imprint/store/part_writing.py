@@ -138,7 +138,7 @@ class PartWriter(Workspace[Part]):
         self.folder.refuse_other_use("the store", JOURNAL)
         self.folder.refuse_other_number(share)
         self.request = self._find_request() or request
-        self._compare(request)
+        self._compare(self.request, request)
         super().__init__(self.folder.of(share), self.request, evaluate, check)
 
     def _find_request(self) -> Request | None:
@@ -150,20 +150,20 @@ class PartWriter(Workspace[Part]):
             )
         return None if shared is None else shared.request
 
-    def _compare(self, request: Request) -> None:
-        """Refuse a request that is not that of the other parts."""
-        if request is self.request:
+    def _compare(self, before: Request, now: Request) -> None:
+        """Refuse a request that is not that of the other parts, or of what the part has made before."""
+        if before is now:
             return
-        if different := difference(self.request, request, self._evaluate):
+        if different := difference(before, now, self._evaluate):
             raise StoreError(
                 f"{self.folder.out} holds parts of something else: {different}. Give another folder, or delete "
                 f"{self.folder.path}."
             )
-        compare_training_data(self.request, request).warn()
+        compare_training_data(before, now).warn()
 
     def _open_finished(self) -> Part:
         record = PartRecord.read(self.path)
-        self._compare(record.manifest.request)
+        self._compare(record.manifest.request, self.request)
         return self._describe(record.manifest)
 
     def _describe(self, manifest: Manifest) -> Part:
@@ -229,7 +229,7 @@ class PartWriter(Workspace[Part]):
         values = {"schema": SCHEMA, "of": self.share.of, "request": asdict(self.request)}
         if not self.folder.publish(REQUEST, lambda place: write_sealed(place / f"{REQUEST}.json", values)):
             ours, self.request = self.request, self._find_request() or self.request
-            self._compare(ours)
+            self._compare(self.request, ours)
 
     def _fill_checkpoint(self, place: Path, files: list[File], values: dict[str, Any]) -> None:
         for file in files:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from imprint import Part, Plan, Sources, Store, StoreError, merge, simulate, simulate_part
+from imprint import Part, Plan, Sources, Store, StoreError, Task, merge, simulate, simulate_part
 from imprint.errors import PlanError, ReliabilityWarning
 from imprint.store.parts import PartsFolder, Share
 from tests.simulation.engines.trainings import Training, classification, mlp
@@ -24,7 +24,6 @@ from tests.simulation.killing import (
     data,
     die_until_done,
     dies_after,
-    every_plan,
     run,
     run_part,
     task,
@@ -32,6 +31,7 @@ from tests.simulation.killing import (
 
 pytestmark = pytest.mark.usefixtures("snapshots_at_every_step")
 TANGENT = PLANS["tangent"]
+FEW = ("tangent", "mini-batches", "two-sided", "spectral", "spectral, projected", "spectral in full")
 
 
 def part(out: Path, text: str, plan: Plan = TANGENT, **changes: Any) -> Part:
@@ -43,7 +43,10 @@ def all_parts(out: Path, of: int, plan: Plan = TANGENT, **changes: Any) -> list[
     return [part(out, f"{number}/{of}", plan, **changes) for number in range(of, 0, -1)]
 
 
-@every_plan
+@pytest.mark.parametrize(
+    "plan",
+    [pytest.param(PLANS[name], id=name, marks=[] if name in FEW else pytest.mark.wide) for name in PLANS],
+)
 def test_three_parts_are_the_store_of_one_run_to_the_last_byte(plan: Plan, made: Made, tmp_path: Path) -> None:
     all_parts(tmp_path / "store", 3, plan)
     store = merge(tmp_path / "store", progress=False)
@@ -51,8 +54,7 @@ def test_three_parts_are_the_store_of_one_run_to_the_last_byte(plan: Plan, made:
     assert contents(store.path) == contents(made(plan))
 
 
-@pytest.mark.parametrize("of", [1, 2, 8])
-@pytest.mark.parametrize("plan", ["tangent", "spectral"])
+@pytest.mark.parametrize(("plan", "of"), [("tangent", 2), ("spectral", 1), ("spectral", 2), ("spectral", 8)])
 def test_any_number_of_parts_is_the_same_store(plan: str, of: int, made: Made, tmp_path: Path) -> None:
     """With files of as many sources as there: for eight parts of six sources that is one."""
     all_parts(tmp_path / "store", of, PLANS[plan])
@@ -160,7 +162,7 @@ def test_a_second_process_at_one_part_is_told(tmp_path: Path) -> None:
 # --- interruptions
 
 
-@pytest.mark.parametrize("plan", ["automatic step", "spectral"])
+@pytest.mark.parametrize("plan", [pytest.param("automatic step", marks=pytest.mark.wide), "spectral"])
 def test_a_part_that_dies_again_and_again_is_the_same(plan: str, made: Made, tmp_path: Path) -> None:
     part(tmp_path / "store", "2/2", PLANS[plan])
     die_until_done(lambda progress: part(tmp_path / "store", "1/2", PLANS[plan], progress=progress), 18)
@@ -247,6 +249,25 @@ def test_missing_parts_are_named_with_what_makes_them(tmp_path: Path) -> None:
     with pytest.raises(StoreError, match=words):
         merge(tmp_path / "store")
     assert not (tmp_path / "store" / "manifest.json").exists()
+
+
+def test_parts_that_died_early_are_missing_too(tmp_path: Path) -> None:
+    with pytest.raises(Killed):
+        part(tmp_path / "store", "1/2", progress=dies_after(STEPS + 3))  # at the first of two checkpoints
+    with pytest.raises(StoreError, match=r"missing: 1/2 \(unfinished\), 2/2\."):
+        merge(tmp_path / "store")
+    part(tmp_path / "other", "8/8")  # which has no sources, and nothing to share
+    with pytest.raises(StoreError, match="no part that got far enough to be merged"):
+        merge(tmp_path / "other")
+
+
+def test_a_changed_loss_is_noticed_by_a_finished_part(tmp_path: Path) -> None:
+    """Even if nobody remembers what the parts were of."""
+    part(tmp_path / "store", "1/2")
+    shutil.rmtree(tmp_path / "store" / "parts" / "shared")
+    changed = Task(task().model, loss=lambda model, batch: 2 * task().loss(model, batch))
+    with pytest.raises(StoreError, match=r"holds parts of something else: .*the loss function changed"):
+        part(tmp_path / "store", "1/2", task=changed)
 
 
 def test_a_damaged_file_is_named_with_its_part(tmp_path: Path) -> None:
