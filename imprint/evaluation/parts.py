@@ -28,6 +28,7 @@ from imprint.store.parts import (
     find_finished,
     find_target,
     place_file,
+    read_division,
     remove_parts,
     require_parts,
     tidy_up,
@@ -165,7 +166,7 @@ def read_shared(folder: PartsFolder) -> tuple[int, dict[str, Any]] | None:
     place = folder.shared / REQUEST
     if not (place / TRUTH).is_file():
         return None
-    of = read_json(place / _DIVISION).unsealed().record("of")["of"].whole(1)
+    of = read_division(read_json(place / _DIVISION).unsealed().record("of")["of"])
     return of, TruthFolder(place).read_request()
 
 

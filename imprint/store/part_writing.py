@@ -8,14 +8,14 @@ import json
 import os
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 from imprint.errors import StoreError
 from imprint.store.checkpoint import Checkpoint, Decided, File
 from imprint.store.comparison import Evaluate, compare_training_data, difference
 from imprint.store.folder import write_sealed
 from imprint.store.manifest import JOURNAL, LONGEST, MANIFEST, SCHEMA, Manifest
-from imprint.store.parts import PART, REQUEST, Part, PartsFolder, Share, place_file, refuse_damaged
+from imprint.store.parts import PART, REQUEST, Part, PartsFolder, Share, place_file, read_division, refuse_damaged
 from imprint.store.records import read
 from imprint.store.request import Request
 from imprint.store.values import Value, parsed, read_json
@@ -31,7 +31,7 @@ class SharedRequest:
     """What the parts in a folder are parts of."""
 
     schema: int
-    of: int
+    of: Annotated[int, read_division]
     request: Request
 
     @classmethod

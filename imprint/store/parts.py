@@ -28,6 +28,7 @@ from imprint.store.values import Value, read_json
 SHARED = "shared"
 REQUEST = "request"
 PART = "part.json"  # written last into the folder of a part
+MOST = 100_000  # parts
 _FOLDER = re.compile(r"([1-9]\d{0,6})-of-([1-9]\d{0,6})", re.ASCII)
 _MERGED = re.compile(  # what an interrupted merge may have put into a folder
     r"parts|checkpoint-\d{3}|sources\.json|\.imprint\.lock|(probes|subsets|values-\d+)\.safetensors", re.ASCII
@@ -55,12 +56,14 @@ class Share:
         share = cls(int(found[1]), int(found[2]))
         if not 1 <= share.number <= share.of:
             raise PlanError(f'part {share} does not exist: of N parts the first is "1/N" and the last is "N/N".')
+        if share.of > MOST:
+            raise PlanError(f"part {share}: there can be at most {MOST:,} parts.")
         return share
 
     @classmethod
     def from_json(cls, value: Value) -> "Share":
         found = _TEXT.fullmatch(value.text())
-        if found is None or not 1 <= int(found[1]) <= int(found[2]):
+        if found is None or not 1 <= int(found[1]) <= int(found[2]) <= MOST:
             value.refuse('a part such as "3/8"')
         return cls(int(found[1]), int(found[2]))
 
@@ -83,6 +86,13 @@ class Share:
     def others(self) -> "list[Share]":
         """Return all parts that belong together, this one included."""
         return [Share(number, self.of) for number in range(1, self.of + 1)]
+
+
+def read_division(value: Value) -> int:
+    """Read how many parts there are."""
+    if not 1 <= (of := value.whole(1)) <= MOST:
+        value.refuse(f"at most {MOST:,} parts")
+    return of
 
 
 @dataclass(frozen=True)
