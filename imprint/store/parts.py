@@ -11,9 +11,11 @@ of it.
 """
 
 import contextlib
+import errno
 import os
 import re
 import shutil
+import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,6 +31,8 @@ SHARED = "shared"
 REQUEST = "request"
 PART = "part.json"  # written last into the folder of a part
 MOST = 100_000  # parts
+_SECONDS = 120
+_THERE = {errno.EEXIST, errno.ENOTEMPTY}
 _FOLDER = re.compile(r"([1-9]\d{0,6})-of-([1-9]\d{0,6})", re.ASCII)
 _MERGED = re.compile(  # what an interrupted merge may have put into a folder
     r"parts|checkpoint-\d{3}|sources\.json|\.imprint\.lock|(probes|subsets|values-\d+)\.safetensors", re.ASCII
@@ -189,11 +193,23 @@ class PartsFolder:
             try:
                 own.rename(place)
             except OSError as error:
-                if place.exists():
+                if error.errno in _THERE or place.exists():
+                    self._await(place)
                     return False
                 raise StoreError(f"could not write {place}: {error.strerror or error}.") from error
         sync(self.shared)
         return True
+
+    def _await(self, place: Path) -> None:
+        """Wait until what another part has shared can be seen here: network file systems remember what was not there.
+
+        They look again after half a minute or so, or when the folder around it is listed.
+        """
+        for _ in range(_SECONDS):
+            if any(path.name == place.name for path in self.shared.iterdir()) and place.exists():
+                return
+            time.sleep(1)
+        raise StoreError(f"another part has shared {place}, but it cannot be read: is the folder the same everywhere?")
 
     def read(self, name: str, file: str) -> Value | None:
         """Read a file of plain values that is shared under a name; None where none is, so far."""

@@ -82,6 +82,13 @@ def test_every_example_can_be_a_source_in_parts(tmp_path: Path) -> None:
     assert contents(store.path) == contents(run(tmp_path / "whole", plan, repeat=store, **given).path)
 
 
+def test_rounded_imprints_and_skipped_checkpoints_are_the_same_in_parts(tmp_path: Path) -> None:
+    plan = replace(PLANS["spectral"], weight=(0.0, 2.0))
+    all_parts(tmp_path / "store", 3, plan, dtype=torch.bfloat16)
+    store = merge(tmp_path / "store", progress=False)
+    assert contents(store.path) == contents(run(tmp_path / "whole", plan, dtype=torch.bfloat16).path)
+
+
 def test_parts_of_a_repetition_are_the_store_that_is_repeated(made: Made, tmp_path: Path) -> None:
     all_parts(tmp_path / "store", 2, repeat=made(TANGENT))
     assert contents(merge(tmp_path / "store", progress=False).path) == contents(made(TANGENT))
@@ -143,6 +150,18 @@ def test_a_part_that_settled_otherwise_takes_over_what_was_shared_first(
     part(tmp_path / "store", "1/2")  # which would take two at a time
     store = merge(tmp_path / "store", progress=False)
     assert store.checkpoints[0].choices.rows_per_file == 3
+
+
+def test_a_folder_that_is_seen_late_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a network file system, which remembers for a while that it was not there."""
+    folder, exists, late = PartsFolder(tmp_path), Path.exists, [True, True]
+    folder.publish("request", lambda place: (place / "a").touch())
+    monkeypatch.setattr("time.sleep", lambda seconds: None)
+    monkeypatch.setattr(
+        Path, "exists", lambda path: exists(path) and not (path.name == "request" and late and late.pop())
+    )
+    assert not folder.publish("request", lambda place: (place / "b").touch())
+    assert (folder.shared / "request" / "a").exists() and not late
 
 
 def test_a_second_process_at_one_part_is_told(tmp_path: Path) -> None:
