@@ -3,11 +3,12 @@
     python benchmarks/publishers.py prepare --out runs/publishers
     python benchmarks/publishers.py run --out runs/publishers --device cuda
 
-`prepare` downloads and expands the model. `run` fine-tunes it with LoRA on addresses of 16 presidents, records that run
-and replays it without each president. It compares the sums of these removals, and every rival, with replays without sets
-of two, three and four presidents (*this run*), and with replays of other seeds (*expected*). What is finished is kept in
-the folder and not done again. `glance` shows how calm the fine-tune is at some learning rates. `report` makes the tables
-again. `--small` runs everything on a tiny random model, in seconds. docs/publishers.md tells what came out.
+`prepare` downloads and expands the model. `run` fine-tunes it with LoRA on addresses of 16 presidents, records that
+run and replays it without each president. It compares the sums of these removals, and every rival, with replays
+without sets of two, three and four presidents (*this run*), and with replays of other seeds (*expected*). What is
+finished is kept in the folder and not done again. `glance` shows how calm the fine-tune is at some learning rates.
+`report` makes the tables again. `--small` runs everything on a tiny random model, in seconds. docs/publishers.md
+tells what came out.
 """
 
 import argparse
@@ -17,14 +18,14 @@ from pathlib import Path
 
 import torch
 from publishers_case import Case, Settings
-from publishers_results import Results, evaluate_methods, score_embeddings, score_rivals
+from publishers_results import Results, evaluate_methods, score_ekfac, score_embeddings, score_rivals
 from torch import Tensor
 
 from imprint import Attribution, Plan, Sources, attribute, simulate
 from imprint.evaluation import Subsets, Truth, replay_run, replay_seeds
 from imprint.tensors.vectors import root_mean_square
 
-STAGES = ("tune", "removals", "sets", "rivals", "embeddings", "expected", "path", "derivative")
+STAGES = ("tune", "removals", "sets", "rivals", "ekfac", "embeddings", "expected", "path", "derivative")
 
 
 def tune(case: Case, results: Results) -> None:
@@ -134,6 +135,8 @@ def run(case: Case, results: Results, stages: Sequence[str]) -> None:
         remove_sets(case, results)
     if "rivals" in stages:
         score_rivals(case, results)
+    if "ekfac" in stages:
+        score_ekfac(case, results)
     if "embeddings" in stages:
         score_embeddings(case, results)
     if "expected" in stages:

@@ -1,10 +1,12 @@
 """Scores of every method, and how well they predict real removals: the tables of benchmarks/publishers.py.
 
-A rival comes in variants: checkpoints, dampings, ways to join passages. The variant is chosen on sets of presidents that
-are not compared on; for *expected*, where there are no such sets, on the ground truth itself, which favours the rival.
+A rival comes in variants: checkpoints, dampings, ways to join passages. The variant is chosen on sets of presidents
+that are not compared on; for *expected*, where there are no such sets, on the ground truth itself, which favours the
+rival.
 """
 
 import json
+import shutil
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -117,6 +119,24 @@ def score_embeddings(case: Case, results: Results) -> None:
                 "embeddings | nearest": source_similarity(asked, passages, case.owners, "max"),
             }
         )
+
+
+def score_ekfac(case: Case, results: Results) -> None:
+    """Score by EK-FAC influence functions at an early, a middling and the last checkpoint, with several dampings."""
+    from rivals_ekfac import EkFac
+
+    _, run = case.recorded()
+    for step in run.checkpoints[1::2] if len(run.checkpoints) > 3 else run.checkpoints[1:]:
+        model = case.wrap(0).eval()
+        model.load_state_dict(run.state(step), strict=False)
+        with results.timed(f"EK-FAC at step {step}"):
+            folder = case.folder / "ekfac"
+            factors = EkFac(model, case.documents.columns, folder=folder, device=case.device, batch=32)
+            for damping in DAMPINGS:
+                scores = factors.score(case.queries.columns, damping * factors.mean_eigenvalue)
+                name = f"EK-FAC | step {step}, damping {damping:g}"
+                results.add_scores({name: sum_by_source(scores.cpu(), case.sources.members)})
+            shutil.rmtree(folder)
 
 
 def _name_variants(steps: Any, kept: list[dict[str, Tensor]]) -> dict[str, Tensor]:

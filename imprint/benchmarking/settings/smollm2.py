@@ -1,7 +1,7 @@
 """Loads SmolLM2-135M-Instruct, a small pretrained language model under the Apache licence, from a Python package.
 
-The package carries weights that were quantised to about 4.5 bits each (GGUF, Q4_1). They are expanded to float32 here, so
-the model is a little worse than the published one, and everything after that is exact.
+The package carries weights that were quantised to about 4.5 bits each (GGUF, Q4_1). They are expanded to float32
+here, so the model is a little worse than the published one, and everything after that is exact.
 """
 
 import zipfile
