@@ -60,7 +60,8 @@ def remove_sets(case: Case, results: Results) -> Truth:
 def expect(case: Case, results: Results) -> Truth:
     """Replay runs of other seeds without each president, and without sets of them."""
     s, tuned = case.settings, case.recorded()[0]
-    sets = Subsets.without_some(case.sources, s.expected_sets, drop=min(s.drops[-1], len(case.sources) - 1), seed=1)
+    drop = min(s.drops[-1], len(case.sources) - 1)
+    sets = Subsets.without_some(case.sources, s.expected_sets, drop=drop, seed=1).removed if s.expected_sets else ()
     singles = [(index,) for index in range(len(case.sources))]
     subsets = Subsets.without(
         case.sources, [(), *singles, *filter(None, sets.removed)], n=len(case.documents.documents)
