@@ -9,15 +9,17 @@ weights[i, t] is the weight of predicting token t of row i from the tokens befor
     pip install --no-deps kronfluence==1.0.1 einops opt_einsum einconv
 """
 
+# mypy: disable-error-code="import-not-found,import-untyped", allow-subclassing-any
+
 import copy
 from pathlib import Path
 from typing import Any
 
 import torch
-from kronfluence.analyzer import Analyzer, prepare_model  # type: ignore[import-not-found]
-from kronfluence.arguments import FactorArguments, ScoreArguments  # type: ignore[import-not-found]
-from kronfluence.task import Task  # type: ignore[import-not-found]
-from kronfluence.utils.state import State  # type: ignore[import-not-found]
+from kronfluence.analyzer import Analyzer, prepare_model
+from kronfluence.arguments import FactorArguments, ScoreArguments
+from kronfluence.task import Task
+from kronfluence.utils.state import State
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -86,6 +88,11 @@ class EkFac:
             overwrite_output_dir=True,
         )
         found: Tensor = self._analyzer.load_pairwise_scores(scores_name=_NAME)["all_modules"]
+        if not found.isfinite().all():
+            raise ValueError(
+                f"EK-FAC with damping {damping} gave scores that are not finite: a layer without any gradient has no "
+                "eigenvalues to damp by. Give a positive damping, or a model whose adapter has been trained."
+            )
         return -found.double() / len(train)
 
 
@@ -96,7 +103,7 @@ def ekfac(
     return EkFac(model, train, folder=folder, device=device).score(queries, damping)
 
 
-class _LanguageModelling(Task):  # type: ignore[misc]
+class _LanguageModelling(Task):
     """Tells kronfluence what the loss of an example and the measurement of a query are."""
 
     def __init__(self, layers: list[str], seed: int) -> None:

@@ -1,6 +1,7 @@
 """Competitors compute what they say they compute, on a tiny Llama with LoRA."""
 
 import copy
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,9 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 
+import rivals_bergson
 import rivals_ekfac
+from rivals_bergson import Checkpoint
 from rivals_ekfac import EkFac, ekfac
 
 Columns = dict[str, Tensor]
@@ -159,6 +162,63 @@ def test_fitting_changes_nothing_of_the_model(model: Any, tmp_path: Path) -> Non
     torch.testing.assert_close(EkFac(model, TRAIN, folder=tmp_path).score(QUERIES), first)
 
 
+def test_an_untrained_adapter_needs_a_damping(model: Any, tmp_path: Path) -> None:
+    """lora_B is zero, so no gradient reaches lora_A, and a share of its mean eigenvalue is nothing."""
+    fresh = copy.deepcopy(model)
+    for name, parameter in fresh.named_parameters():
+        if "lora_B" in name:
+            parameter.data.zero_()
+    fitted = EkFac(fresh, TRAIN, folder=tmp_path)
+    with pytest.raises(ValueError, match="Give a positive damping"):
+        fitted.score(QUERIES)
+    assert fitted.score(QUERIES, fitted.mean_eigenvalue).isfinite().all()
+
+
 def test_a_model_without_an_adapter_is_refused(model: Any, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="without a LoRA adapter"):
         EkFac(copy.deepcopy(model).merge_and_unload(), TRAIN, folder=tmp_path)
+
+
+BERGSON = os.environ.get("BERGSON_PYTHON", "")  # the interpreter of an environment that has bergson
+needs_bergson = pytest.mark.skipif(not BERGSON, reason="BERGSON_PYTHON names no interpreter that has bergson")
+
+
+def even_rows(count: int, seed: int) -> Columns:
+    """Rows whose tokens have the same weight: bergson has no others."""
+    columns = rows(count, seed)
+    counted = (columns["weights"] > 0).float()
+    return {**columns, "weights": counted / counted.sum(1, keepdim=True)}
+
+
+@needs_bergson
+def test_two_libraries_agree_on_ekfac(model: Any, tmp_path: Path) -> None:
+    """Both draw labels, so they agree as two seeds do; a tenth of the mean eigenvalue is both libraries' damping."""
+    train, queries = even_rows(200, 3), even_rows(7, 4)
+    ours = EkFac(model, train, folder=tmp_path / "kronfluence").score(queries)
+    theirs = rivals_bergson.ekfac(model, train, queries, 0.1, folder=tmp_path / "bergson", python=BERGSON)
+    assert_agree(theirs, ours)
+
+
+@needs_bergson
+def test_source_of_a_run_without_end_is_ekfac(model: Any, tmp_path: Path) -> None:
+    train, queries = even_rows(200, 3), even_rows(7, 4)
+    ours = EkFac(model, train, folder=tmp_path / "kronfluence").score(queries)
+    moments = {name: torch.ones_like(p) for name, p in model.named_parameters() if "lora" in name}
+    known = ([Checkpoint(model, 5, moments)], train, queries, 0.1)
+    theirs = rivals_bergson.source(*known, lr=1e9, folder=tmp_path / "bergson", python=BERGSON)
+    assert_agree(theirs, ours)
+
+
+def assert_agree(found: Tensor, known: Tensor) -> None:
+    assert torch.corrcoef(torch.stack([found.flatten(), known.flatten()]))[0, 1] > 0.9
+    assert float((found * known).sum() / known.square().sum()) == pytest.approx(1, abs=0.15)
+
+
+def test_bergson_is_not_given_tokens_of_different_weights(model: Any, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="weighs the tokens of a row equally"):
+        rivals_bergson.ekfac(model, TRAIN, QUERIES, 0.1, folder=tmp_path, python="python")
+
+
+def test_a_failure_inside_bergson_names_its_log(model: Any, tmp_path: Path) -> None:
+    with pytest.raises(RuntimeError, match=r"exited with status 1: .*log tells why"):
+        rivals_bergson.ekfac(model, even_rows(3, 3), even_rows(2, 4), 0.1, folder=tmp_path, python=sys.executable)
