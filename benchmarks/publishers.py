@@ -63,9 +63,7 @@ def expect(case: Case, results: Results) -> Truth:
     drop = min(s.drops[-1], len(case.sources) - 1)
     sets = Subsets.without_some(case.sources, s.expected_sets, drop=drop, seed=1).removed if s.expected_sets else ()
     singles = [(index,) for index in range(len(case.sources))]
-    subsets = Subsets.without(
-        case.sources, [(), *singles, *filter(None, sets.removed)], n=len(case.documents.documents)
-    )
+    subsets = Subsets.without(case.sources, [(), *singles, *filter(None, sets)], n=len(case.documents.documents))
     known = (case.tune, tuned, case.documents.columns, case.queries, subsets)
     with results.timed(f"replaying {s.seeds} other seeds without {len(subsets) - 1} sets each"):
         return replay_seeds(*known, runs=s.seeds, seed=7, out=case.folder / "expected")

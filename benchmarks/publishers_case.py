@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from peft import LoraConfig, get_peft_model
 from torch import Tensor
-from torch.nn import functional as F
 
 from imprint import Sources
 from imprint.benchmarking.settings import smollm2, sotu
@@ -160,6 +159,7 @@ class Case:
         before = torch.get_float32_matmul_precision()
         torch.set_float32_matmul_precision(s.precision)
         model = self.wrap(seed).train()
+        loss = task(model, self.tokenizer).loss  # the one that replays compute, to the last bit
         optimiser = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=s.lr, weight_decay=0.0)
         n = len(self.documents.documents)
         steps = s.epochs * -(-n // s.batch)
@@ -168,7 +168,7 @@ class Case:
         for indices in run.batches(n, s.batch, epochs=s.epochs):
             with run.step(indices) as step:
                 optimiser.zero_grad()
-                step.backward(_losses(model, {name: t[indices] for name, t in columns.items()}).mean())
+                step.backward(loss(model, {name: t[indices] for name, t in columns.items()}).mean())
                 optimiser.step()
             rates.step()
         run.finish()
@@ -199,7 +199,7 @@ class Case:
 
     def train_again(self, weights: Mapping[int, float]) -> Parameters:
         """Make the recorded run again by plain training, with some examples at another weight; return its end."""
-        _, run = self.recorded()
+        tuned, run = self.recorded()
         columns, model = self.columns_on_device, self.wrap(0).train()
         model.load_state_dict(run.state(0), strict=False)
         trained = [p for p in model.parameters() if p.requires_grad]
@@ -211,7 +211,7 @@ class Case:
             indices = torch.tensor(step.batches[0].examples)
             optimiser.param_groups[0]["lr"] = step.groups[0]["lr"]
             optimiser.zero_grad()
-            losses = _losses(model, {name: t[indices] for name, t in columns.items()})
+            losses = tuned.loss(model, {name: t[indices] for name, t in columns.items()})
             (losses * of_each[indices.to(self.device)]).mean().backward()
             optimiser.step()
         return {name: p.detach() for name, p in model.named_parameters() if p.requires_grad}
@@ -245,7 +245,8 @@ class Case:
         for begin in range(0, len(passages), 32):
             batch = {name: t[begin : begin + 32].to(self.device) for name, t in columns.items()}
             counted = {**batch, "weights": (batch["weights"] > 0).float()}
-            pairs.append(torch.stack([_losses(model, counted), counted["weights"][:, 1:].sum(1)], 1).cpu().double())
+            losses = self.recorded()[0].loss(model, counted)
+            pairs.append(torch.stack([losses, counted["weights"][:, 1:].sum(1)], 1).cpu().double())
         sums: dict[str, Tensor] = {}
         for passage, pair in zip(passages, torch.cat(pairs), strict=True):
             sums[passage.president] = sums.get(passage.president, torch.zeros(2, dtype=torch.float64)) + pair
@@ -285,13 +286,6 @@ def _schedule(step: int, steps: int, warming: float = 0.1) -> float:
     """Return the learning rate of a step relative to the highest: linear warm-up, then linear decay."""
     warm = max(1, round(warming * steps))
     return min((step + 1) / warm, (steps - step) / max(1, steps - warm))
-
-
-def _losses(model: Any, batch: Mapping[str, Tensor]) -> Tensor:
-    """Return Σ_t weight_t · (−log p(token_t | tokens before)) of each row."""
-    logits = model(batch["input_ids"]).logits[:, :-1]
-    each = F.cross_entropy(logits.transpose(1, 2), batch["input_ids"][:, 1:], reduction="none")
-    return (each * batch["weights"][:, 1:]).sum(1)
 
 
 def _tiny_model(addresses: sotu.Addresses) -> tuple[Any, Any]:

@@ -132,7 +132,7 @@ def score_ekfac(case: Case, results: Results) -> None:
         with results.timed(f"EK-FAC at step {step}"):
             folder = case.folder / "ekfac"
             factors = EkFac(model, case.documents.columns, folder=folder, device=case.device, batch=32)
-            for damping in DAMPINGS:
+            for damping in DAMPINGS[:3]:
                 scores = factors.score(case.queries.columns, damping * factors.mean_eigenvalue)
                 name = f"EK-FAC | step {step}, damping {damping:g}"
                 results.add_scores({name: sum_by_source(scores.cpu(), case.sources.members)})
@@ -159,7 +159,11 @@ class Sets:
         """removed: (sets, sources), true where a set lacks a source. actual: effects, (runs, queries, sets)."""
         self.removed, self.actual, self.n = removed.double(), actual, n
         draw, (_, queries, sets) = np.random.default_rng(0), actual.shape
-        self.chosen = [(draw.integers(0, queries, queries), draw.integers(0, sets, sets)) for _ in range(RESAMPLES)]
+        self.chosen = (
+            []
+            if not sets
+            else [(draw.integers(0, queries, queries), draw.integers(0, sets, sets)) for _ in range(RESAMPLES)]
+        )
 
     @property
     def ceiling(self) -> float:
@@ -224,12 +228,13 @@ def _compare_expected(case: Case, truth: Truth, scores: Mapping[str, Tensor]) ->
         "without each": Sets(removed[single], actual[:compared, :, single.numpy()], truth.subsets.n),
         "sets": Sets(removed[~single], actual[:compared, :, ~single.numpy()], truth.subsets.n),
     }
+    columns = {name: sets for name, sets in columns.items() if len(sets.removed)}
     passages = {name: each[: len(case.passages)] for name, each in scores.items()}
     if EXACT in passages and compared < truth.runs:
         replays = -truth.subsets.n * torch.from_numpy(actual[compared:, :, single.numpy()])
         together = torch.cat([passages[EXACT][None], replays])
         passages[f"replayed removals, mean of {len(together)} runs"] = together.mean(0)
-    rows = _tabulate(columns, _choose(columns["sets"], passages, len(case.passages)), passages)
+    rows = _tabulate(columns, _choose(list(columns.values())[-1], passages, len(case.passages)), passages)
     own = torch.from_numpy(-actual[:compared, :, single.numpy()].mean(0))
     rows["ground truth"] = {"own first": _own_first(own, case)}
     rows["ceiling"] = {name: each.ceiling for name, each in columns.items()}

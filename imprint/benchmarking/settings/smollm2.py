@@ -51,7 +51,7 @@ def _expand(folder: Path) -> None:
     expanded = AutoModelForCausalLM.from_pretrained(folder, gguf_file=_WEIGHTS, dtype=torch.float32)
     settings = expanded.config.to_dict()
     settings.pop("quantization_config", None)  # the weights are plain now, and transformers saves no quantised ones
-    model = LlamaForCausalLM(LlamaConfig(**settings))
+    model = LlamaForCausalLM(LlamaConfig(**{**settings, "dtype": "float32"}))
     model.load_state_dict(expanded.state_dict())
     AutoTokenizer.from_pretrained(folder, gguf_file=_WEIGHTS).save_pretrained(folder)
     packed.unlink()
