@@ -13,8 +13,9 @@ tells what came out.
 
 import argparse
 from collections.abc import Sequence
-from dataclasses import asdict, fields, replace
+from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from publishers_case import Case, Settings
@@ -143,7 +144,7 @@ def run(case: Case, results: Results, stages: Sequence[str]) -> None:
     if "path" in stages:
         results.add_scores({"path imprints": follow_path(case, results).scores})
     if "derivative" in stages:
-        results.add_scores({"derivative of the run (MAGIC's quantity)": differentiate(case, results)})
+        results.add_scores({"derivative of the run": differentiate(case, results)})
     evaluate_methods(case, results)
 
 
@@ -160,13 +161,14 @@ def main() -> None:
     parser.add_argument("--small", action="store_true", help="a tiny random model, to see that it runs")
     parser.add_argument("--stages", nargs="+", choices=STAGES, default=STAGES)
     parser.add_argument("--rates", nargs="+", type=float, default=[2e-4, 5e-4, 1e-3], help="learning rates of a glance")
-    for field in fields(Settings):
-        several = {"nargs": "+"} if isinstance(field.default, tuple) else {}
-        kind = type(field.default[0] if isinstance(field.default, tuple) else field.default)
-        parser.add_argument(f"--{field.name.replace('_', '-')}", type=kind, default=field.default, **several)
+    plain: dict[str, Any] = asdict(Settings())
+    for name, value in plain.items():
+        several = isinstance(value, tuple)
+        kind, values = type(value[0] if several else value), "+" if several else None
+        parser.add_argument(f"--{name.replace('_', '-')}", type=kind, default=value, nargs=values)
     given = parser.parse_args()
-    named = {field.name: getattr(given, field.name) for field in fields(Settings)}
-    settings = Settings(**{name: tuple(value) if isinstance(value, list) else value for name, value in named.items()})
+    named: dict[str, Any] = {name: getattr(given, name) for name in plain}
+    settings = Settings(**{**named, "drops": tuple(given.drops)})
     given.out.mkdir(parents=True, exist_ok=True)
     case = Case(given.out, settings, given.device, given.small, given.models or given.out / "smollm2")
     results = Results(given.out)

@@ -257,7 +257,7 @@ class Case:
         pairs = [passage.split() for passage in self.addresses.held_out]
         said = self._continue(self.base.to(self.device), [prompt for prompt, _ in pairs], tokens)
         rest = [self.tokenizer(rest)["input_ids"][:tokens] for _, rest in pairs]
-        return sum(one[: len(two)] == two for one, two in zip(said, rest, strict=True)) / len(rest)
+        return float(sum(one[: len(two)] == two for one, two in zip(said, rest, strict=True)) / len(rest))
 
     def answer(self, tuned: Any, tokens: int = 48) -> list[tuple[str, str]]:
         """Have the tuned model answer the questions, and keep its answers in the folder: they are queries too."""
@@ -265,8 +265,8 @@ class Case:
         if not place.exists():
             prompts = [f"{question} Fellow citizens," for question in QUESTIONS]
             said = self._continue(tuned, prompts, tokens, repetition_penalty=1.2)
-            answers = [self.tokenizer.decode(each, skip_special_tokens=True) for each in said]
-            kept = [pair for pair in zip(prompts, answers, strict=True) if pair[1].strip()]
+            answers = [self.tokenizer.decode(each, skip_special_tokens=True).strip() for each in said]
+            kept = [(prompt, " " + text) for prompt, text in zip(prompts, answers, strict=True) if text]
             place.write_text(json.dumps(kept, indent=1))
         return json.loads(place.read_text())  # type: ignore[no-any-return]
 

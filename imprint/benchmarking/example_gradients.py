@@ -42,7 +42,8 @@ class Products:
         """Compute TRAK's scores, (queries, examples), with λ relative to the mean squared length of a gradient."""
         level = damping * self.examples.diagonal().mean()
         eye = torch.eye(len(self.examples), dtype=torch.float64, device=self.examples.device)
-        return torch.linalg.solve(self.examples.double() + level * eye, self.dot.double().T).T.to(self.dot)
+        found: Tensor = torch.linalg.solve(self.examples.double() + level * eye, self.dot.double().T).T.to(self.dot)
+        return found
 
 
 def multiply_gradients(

@@ -109,7 +109,8 @@ def test_a_query_is_measured_by_the_log_likelihood_of_its_completion() -> None:
 
 def test_padding_of_queries_costs_nothing() -> None:
     language, widths = task(gpt2()), list[int]()
-    language.replica.get_input_embeddings().register_forward_hook(lambda _, given, out: widths.append(out.shape[1]))
+    embedding = language.replica.get_submodule("transformer.wte")
+    embedding.register_forward_hook(lambda _, given, out: widths.append(out.shape[1]))
     functional, theta = language.at(language.state())
     columns = widened(queries(), 9)
     with torch.no_grad(), language.evaluating():
