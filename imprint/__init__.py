@@ -1,5 +1,6 @@
 """Imprint: how much does each data source move this prediction? Answered with forward passes only."""
 
+from imprint.about import About
 from imprint.attribution.combining import combine
 from imprint.attribution.drilling import Inside, drill_down
 from imprint.attribution.result import Attribution
@@ -27,12 +28,14 @@ from imprint.recording.writing import RunRecorder
 from imprint.simulation import auto as _auto  # noqa: F401  (makes Plan.auto work)
 from imprint.simulation.runner import simulate
 from imprint.sources import Sources
+from imprint.store.about_files import read_about
 from imprint.store.reading import Store
 from imprint.task import Task
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "About",
     "Attribution",
     "Check",
     "Comparison",
@@ -61,6 +64,7 @@ __all__ = [
     "check",
     "combine",
     "drill_down",
+    "read_about",
     "self_influence",
     "simulate",
     "validate",
