@@ -188,6 +188,7 @@ def _make_labels(
         store.removes,
         validation=(verdict := find_verdict(store, task.measure_name)),
         store_validation=verdict,
+        source_about=store.about,
     )
 
 

@@ -119,7 +119,7 @@ def test_top_by_magnitude_raises_and_lowers() -> None:
 
 def test_a_credit_has_the_source_its_score_and_its_effect() -> None:
     (credit, *_) = _attribution().top(1)[0]
-    assert tuple(credit) == (0, "bob", "Bob <b>", -6.0, 0.6, "expected", None, False, None)
+    assert tuple(credit) == (0, "bob", "Bob <b>", -6.0, 0.6, "expected", None, False, None, "", "", "")
     assert (credit.query, credit.source, credit.name) == (0, "bob", "Bob <b>")
     assert credit.removal_effect == -credit.score / 10
 
