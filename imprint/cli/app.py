@@ -23,7 +23,7 @@ from imprint.cli.commands.export import export
 from imprint.cli.commands.inside import inside
 from imprint.cli.commands.retraining import retrain
 from imprint.cli.commands.signing import keys, sign
-from imprint.cli.commands.stores import check, inspect, simulate
+from imprint.cli.commands.stores import check, describe, inspect, simulate
 from imprint.cli.commands.suspecting import suspects
 from imprint.cli.commands.validation import validate
 from imprint.cli.commands.verification import verify
@@ -52,7 +52,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 _COMMANDS: tuple[Callable[..., None], ...] = (
-    *(demo, check, simulate, attribute, inside, suspects, inspect, verify, validate),
+    *(demo, check, simulate, attribute, inside, suspects, inspect, describe, verify, validate),
     *(export, retrain, evaluate, bench, sweep, keys, sign),
 )
 for command in _COMMANDS:
