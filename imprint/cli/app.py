@@ -16,6 +16,7 @@ import typer
 import imprint
 from imprint.cli.commands.attributing import attribute
 from imprint.cli.commands.bench import bench, sweep
+from imprint.cli.commands.comparing import compare
 from imprint.cli.commands.credit import credit
 from imprint.cli.commands.demo import demo
 from imprint.cli.commands.evaluation import evaluate
@@ -52,7 +53,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 _COMMANDS: tuple[Callable[..., None], ...] = (
-    *(demo, check, simulate, attribute, inside, suspects, inspect, describe, verify, validate),
+    *(demo, check, simulate, attribute, inside, compare, suspects, inspect, describe, verify, validate),
     *(export, retrain, evaluate, bench, sweep, keys, sign),
 )
 for command in _COMMANDS:

@@ -84,9 +84,9 @@ def test_an_error_has_the_variances_of_queries_and_of_the_runs_of_both_versions(
 
 @pytest.mark.parametrize("wander", [0.0, 1.0])
 def test_of_versions_that_differ_by_noise_alone_few_are_said_to_differ(wander: float) -> None:
-    """Any false claim among all sources, in at most 5% of 120 repetitions, with room for luck."""
+    """Any false claim among all sources, in at most 5% of 120 repetitions."""
     claims = [bool(_claims(compare(version(seed, wander=wander), later(seed, wander=wander)))) for seed in range(120)]
-    assert np.mean(claims) <= 0.08
+    assert np.mean(claims) <= 0.05  # 0.2 to 2.5% of 600 repetitions: Cochran's quantile is cautious
 
 
 def test_without_the_noise_of_runs_nearly_all_would_be_called_changed() -> None:
