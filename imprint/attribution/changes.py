@@ -75,6 +75,8 @@ class Changes:
     overlap: which part of the first `k` sources of a query both versions have in common, in the mean over queries.
     only_first, only_second: the ids of sources that only one version has.
     noise: what the errors of differences are from, or why nothing is said about them.
+    threshold: how many of its standard errors the clearest difference must exceed to be called beyond noise; the fewer
+        the runs, the more. None where nothing is called that.
     level: how sure `beyond_noise` is, about all sources together.
     about: what is known of the sources, by id: as the second version has it, or else the first.
     """
@@ -91,6 +93,7 @@ class Changes:
     only_first: tuple[str, ...]
     only_second: tuple[str, ...]
     noise: str
+    threshold: float | None
     level: float
     about: dict[str, About]
     warnings: tuple[str, ...] = ()
@@ -127,26 +130,22 @@ class Changes:
             lines.append(f"if only the noise of training differed, it would be at most about {self.ceiling:.2f}")
         overlap = f"of the first {self.k} sources" if self.k > 1 else "of the first source"
         lines.append(f"in common {overlap}: {self.overlap} in the mean over queries, {self.chance:.2f} by chance")
-        lines.append(self._summarise())
+        lines += self._summarise()
         for place, alone in (("first", self.only_first), ("second", self.only_second)):
             if alone:
                 named = name_some(list(map(for_terminal, alone)), 5)
                 lines.append(f"only in the {place}: {count_of(len(alone), 'source')}, {named}")
         return lines
 
-    def _summarise(self) -> str:
+    def _summarise(self) -> list[str]:
         """Say how many sources changed beyond noise, or why nothing is said about it."""
-        if not self.is_known:
-            return f"beyond noise: unknown. {self.noise}"
+        if self.threshold is None:
+            return [f"beyond noise: unknown. {for_terminal(self.noise)}"]
         up, down = ("rose", "fell") if self.first.better is None else ("gained", "lost")
         counted = f"{len(self.gained)} {up}, {len(self.lost)} {down}, of {count_of(len(self.sources), 'source')}"
         sure = f"{100 * self.level:.3g}% sure of all together, by Holm's method"
-        return f"beyond noise: {counted} ({sure}; {self.noise})"
-
-    @property
-    def is_known(self) -> bool:
-        """Whether anything can be said about differences beyond noise."""
-        return any(each.beyond_noise is not None for each in self.sources)
+        needed = f"the clearest difference must exceed {self.threshold:.1f} of its standard errors"
+        return [f"beyond noise: {counted} ({sure}; {needed})", f"errors of differences: {for_terminal(self.noise)}"]
 
     def _count_queries(self) -> str:
         return count_of(len(self.queries), "query", "queries")
@@ -168,12 +167,8 @@ class Changes:
         """Return plain JSON values. What is not known, or undefined, is null."""
         return {
             **{"measure": self.first.measure, "better": self.first.better, "unit": self.unit},
-            **{
-                "question": self.first.question,
-                "meaning": self.first.meaning,
-                "level": self.level,
-                "noise": self.noise,
-            },
+            **{"question": self.first.question, "meaning": self.first.meaning},
+            **{"level": self.level, "threshold": self.threshold, "noise": self.noise},
             "versions": [_describe_version(labels) for labels in (self.first, self.second)],
             **{"spearman": _plain(self.spearman), "spearman_of_means": _plain(self.spearman_of_means)},
             **{"ceiling": self.ceiling, "k": self.k, "overlap": _plain(self.overlap), "chance": self.chance},

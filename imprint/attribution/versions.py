@@ -39,6 +39,7 @@ from imprint.statistics import (
     mean_defined,
     mean_estimate,
     ranks,
+    student_quantile,
 )
 from imprint.store.fingerprint import changed
 from imprint.validation.verdict import QUERIES
@@ -72,7 +73,8 @@ def compare(first: Attribution, second: Attribution, *, k: int = 5, level: float
     without = _leave_out_runs(one, other, difference := one - other)
     per_query = _correlate(effects)
     shared = _overlap(effects, k)
-    levels, noise = _find_levels(one, other, difference)
+    levels, noise = _find_run_levels(one, other, difference)
+    levels += _find_query_level(effects) if levels else []
     return Changes(
         *(first.labels, second.labels),
         _list_changes(one, other, effects, levels, level),
@@ -85,7 +87,7 @@ def compare(first: Attribution, second: Attribution, *, k: int = 5, level: float
         _find_ceiling(one, other) if levels and difference.noise_changes is None else None,
         *(k, mean_estimate(shared, (0, 1))),
         *(_find_alone(mine, theirs) for mine, theirs in ((first, second), (second, first))),
-        *(noise, level, {**_list_about(one.labels), **_list_about(other.labels)}),
+        *(noise, _find_threshold(levels, 1 - level), level, {**_list_about(one.labels), **_list_about(other.labels)}),
         tuple(_warn(first, second, len(common))),
     )
 
@@ -219,7 +221,26 @@ def _find_ceiling(one: Attribution, other: Attribution) -> float | None:
     return None if math.isnan(product) else product
 
 
-def _find_levels(one: Attribution, other: Attribution, difference: Attribution) -> tuple[list[tuple[Array, int]], str]:
+def _find_query_level(effects: Pair) -> list[tuple[Array, int]]:
+    """Return the variance of mean differences by the choice of queries; none for a single query."""
+    each = effects[1] - effects[0]
+    return [(each.var(0, ddof=1) / len(each), len(each) - 1)] if len(each) > 1 else []
+
+
+def _find_threshold(levels: list[tuple[Array, int]], alpha: float) -> float | None:
+    """Return how many of its standard errors the clearest difference must exceed to be called; None where none is."""
+    if not levels:
+        return None
+    variances = np.stack([variance for variance, _ in levels])
+    quantiles = np.array([student_quantile(freedom, 1 - alpha / variances.shape[1]) for _, freedom in levels])
+    total = variances.sum(0)
+    with np.errstate(invalid="ignore"):
+        return float(np.median(np.where(total > 0, quantiles @ variances / total, quantiles.max())))
+
+
+def _find_run_levels(
+    one: Attribution, other: Attribution, difference: Attribution
+) -> tuple[list[tuple[Array, int]], str]:
     """Return the variances of mean differences by the noise of runs, with their degrees of freedom, and what they are.
 
     There are none where the noise is not known, or only a lower bound of it; the text then says why.
@@ -229,7 +250,7 @@ def _find_levels(one: Attribution, other: Attribution, difference: Attribution) 
     if difference.noise_changes is not None and mean.standard_error is not None:
         freedom = max(1, len(difference.noise_changes) // 2)  # half of them are of each version
         return [(mean.standard_error[0].square().numpy(), freedom)], (
-            f"over queries, and {error} in each version: what another seed would change is not in it"
+            f"over queries; {error}, in each version; what another seed would change is not in them"
         )
     if not mean.replicates:
         lacking = [
@@ -241,7 +262,7 @@ def _find_levels(one: Attribution, other: Attribution, difference: Attribution) 
     if any(each.over != "runs" for each in mean.replicates):
         return [], f"Runs with other seeds are needed on both sides ({error})."
     levels = [((each.variance[0] / n**2).numpy(), each.freedom) for each in mean.replicates]
-    return levels, f"over queries, and {error}"
+    return levels, f"over queries; {error}"
 
 
 def _list_changes(
@@ -249,11 +270,9 @@ def _list_changes(
 ) -> tuple[Change, ...]:
     """Return what changed for each source, the largest difference first."""
     labels, means = one.labels, [each.mean(0) for each in effects]
-    each_query, differences = effects[1] - effects[0], means[1] - means[0]
+    differences = means[1] - means[0]
     errors = p_values = None
     if levels:
-        if len(each_query) > 1:
-            levels = [*levels, (each_query.var(0, ddof=1) / len(each_query), len(each_query) - 1)]
         errors = np.sqrt(np.sum([variance for variance, _ in levels], axis=0))
         p_values = adjust_by_holm(find_p_values(differences, levels))
     shares = [np.abs(each) / (np.abs(each).sum() or 1.0) for each in means]

@@ -110,6 +110,15 @@ def test_a_source_that_really_gained_is_found_and_is_the_only_one() -> None:
     assert [row.source for row in back.lost] == ["s0"] and back.sources[0].verdict == "lost"
 
 
+def test_fewer_runs_and_more_sources_need_clearer_differences() -> None:
+    few, many = compare(version(0, "ab"), later(0)), compare(version(0, "abcdef"), later(0))
+    assert few.threshold is not None and many.threshold is not None and few.threshold > 2 * many.threshold
+    assert f"must exceed {many.threshold:.1f} of its standard errors" in repr(many)
+    clear = [row for row in many.sources if row.beyond_noise]
+    assert all(abs(row.difference) > 2 * (row.standard_error or 0.0) for row in clear)
+    assert compare(make_result(), make_result(**LATER)).threshold is None
+
+
 def _claims(found: Changes) -> list[str]:
     return [each.source for each in found.sources if each.beyond_noise]
 
@@ -138,7 +147,7 @@ def test_effects_of_this_run_are_compared_with_the_noise_of_both_runs() -> None:
     other = make_replayed(many + torch.tensor([5.0, 0.0, 0.0]), NOISE.repeat(1, 12) / 100, **LATER)
     found = compare(one, other)
     assert _claims(found) == ["ann"] and found.sources[0].verdict == "lost"  # a larger score lowers the effect
-    assert "what another seed would change is not in it" in found.noise
+    assert "what another seed would change is not in them" in found.noise
     assert _claims(compare(one, make_replayed(many + torch.tensor([5.0, 0, 0]), None, **LATER))) == []
 
 
