@@ -53,6 +53,8 @@ class Sources:
             raise SourcesError(f"each source needs an id, a name and a list of members, got {counts}.")
         if len(self.about) not in (0, len(self.ids)):
             raise SourcesError(f"there are {len(self.about)} descriptions of {len(self.ids)} sources.")
+        if self.about and not any(self.about):
+            object.__setattr__(self, "about", ())
         if len(set(self.ids)) < len(self.ids):
             seen: set[str] = set()
             twice = next(i for i in self.ids if i in seen or seen.add(i))  # type: ignore[func-returns-value]

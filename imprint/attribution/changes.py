@@ -123,6 +123,7 @@ class Changes:
         lines = [
             for_terminal(self.unit[0].upper() + self.unit[1:]),
             self.first.meaning,
+            *self._describe_standing(),
             f"rank correlation of sources: {self.spearman} in the mean over {self._count_queries()}, "
             f"{self.spearman_of_means} of the mean effects",
         ]
@@ -136,6 +137,11 @@ class Changes:
                 named = name_some(list(map(for_terminal, alone)), 5)
                 lines.append(f"only in the {place}: {count_of(len(alone), 'source')}, {named}")
         return lines
+
+    def _describe_standing(self) -> list[str]:
+        """Say whether the effects of both versions were validated."""
+        found = [for_terminal(labels.standing) for labels in (self.first, self.second)]
+        return found[:1] if found[0] == found[1] else [f"first: {found[0]}", f"second: {found[1]}"]
 
     def _summarise(self) -> list[str]:
         """Say how many sources changed beyond noise, or why nothing is said about it."""

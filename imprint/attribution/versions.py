@@ -76,19 +76,27 @@ def compare(first: Attribution, second: Attribution, *, k: int = 5, level: float
     levels, noise = _find_run_levels(one, other, difference)
     levels += _find_query_level(effects) if levels else []
     return Changes(
-        *(first.labels, second.labels),
-        _list_changes(one, other, effects, levels, level),
-        tuple(
+        first=first.labels,
+        second=second.labels,
+        sources=_list_changes(one, other, effects, levels, level),
+        queries=tuple(
             Stability(query, None if math.isnan(rho) else float(rho), float(part))
             for query, rho, part in zip(one.queries, per_query, shared, strict=True)
         ),
-        mean_estimate(per_query, (-1, 1), runs=[np.array([mean_defined(_correlate(e)) for e in w]) for w in without]),
-        _correlate_means(effects, without),
-        _find_ceiling(one, other) if levels and difference.noise_changes is None else None,
-        *(k, mean_estimate(shared, (0, 1))),
-        *(_find_alone(mine, theirs) for mine, theirs in ((first, second), (second, first))),
-        *(noise, _find_threshold(levels, 1 - level), level, {**_list_about(one.labels), **_list_about(other.labels)}),
-        tuple(_warn(first, second, len(common))),
+        spearman=mean_estimate(
+            per_query, (-1, 1), runs=[np.array([mean_defined(_correlate(left)) for left in each]) for each in without]
+        ),
+        spearman_of_means=_correlate_means(effects, without),
+        ceiling=_find_ceiling(one, other) if len(difference.replicates) == 2 else None,
+        k=k,
+        overlap=mean_estimate(shared, (0, 1)),
+        only_first=_find_alone(first, second),
+        only_second=_find_alone(second, first),
+        noise=noise,
+        threshold=_find_threshold(levels, 1 - level),
+        level=level,
+        about={**_list_about(one.labels), **_list_about(other.labels)},
+        warnings=tuple(_warn(first, second, len(common))),
     )
 
 
@@ -128,13 +136,13 @@ def _keep(result: Attribution, ids: Sequence[str]) -> Attribution:
     def choose(values: Tensor) -> Tensor:
         return values.index_select(-1, index)
 
-    def pick(values: tuple) -> tuple:  # type: ignore[type-arg]
-        return tuple(values[place] for place in chosen) if values else ()
-
     kept = replace(
         labels,
         source_ids=tuple(ids),
-        **{name: pick(getattr(labels, name)) for name in ("source_names", "source_sizes", "source_about", "summed")},
+        source_names=tuple(labels.source_names[place] for place in chosen),
+        source_sizes=tuple(labels.source_sizes[place] for place in chosen),
+        source_about=tuple(labels.about(place) for place in chosen) if labels.source_about else (),
+        summed=tuple(labels.summed[place] for place in chosen) if labels.summed else (),
         fingerprints={name: value for name, value in labels.fingerprints.items() if name != "sources"},
     )
     replicates = tuple(each.change(choose) for each in result.replicates)
@@ -283,12 +291,19 @@ def _list_changes(
         gap = float(differences[place])
         found.append(
             Change(
-                *(labels.source_ids[place], other.labels.source_names[place]),
-                *(float(means[0][place]), float(means[1][place]), gap),
-                *(None if errors is None else float(errors[place]), p, beyond),
-                name_direction(gap, labels.better) if beyond else "",
-                *(float(shares[0][place]), float(shares[1][place])),
-                *(labels.source_sizes[place], other.labels.source_sizes[place]),
+                source=labels.source_ids[place],
+                name=other.labels.source_names[place],
+                first=float(means[0][place]),
+                second=float(means[1][place]),
+                difference=gap,
+                standard_error=None if errors is None else float(errors[place]),
+                p_value=p,
+                beyond_noise=beyond,
+                verdict=name_direction(gap, labels.better) if beyond else "",
+                first_share=float(shares[0][place]),
+                second_share=float(shares[1][place]),
+                first_size=labels.source_sizes[place],
+                second_size=other.labels.source_sizes[place],
             )
         )
     return tuple(found)

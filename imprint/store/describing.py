@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 ABOUT = "about.json"
-SIGNATURE = "signature.json"
+_SIGNATURE = "signature.json"  # of `imprint.store.signing`, which imports this module
 SCHEMA = 1
 _LONGEST = 64 << 20  # bytes
 _KEPT = 100  # changes
@@ -120,7 +120,7 @@ def describe_new(store: "Store", about: Sequence[About]) -> None:
     """
     if not any(about) or tuple(about) == store.about:
         return
-    if store.description_sha256 is None and not (store.path / SIGNATURE).exists():
+    if store.description_sha256 is None and not (store.path / _SIGNATURE).exists():
         store.describe(dict(zip(store.source_ids, about, strict=True)))
     else:
         logger.warning(

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 
 from imprint.errors import StoreError
 from imprint.keys import PrivateKey, PublicKey, identify_key, is_signed, load_private_key, load_public_key
-from imprint.store.describing import ABOUT, SIGNATURE
+from imprint.store.describing import ABOUT
 from imprint.store.files import refuse_unreadable, sha256, write
 from imprint.store.manifest import MANIFEST
 from imprint.store.values import parsed, read_json
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from imprint.store.reading import Store
 
 logger = logging.getLogger(__name__)
+SIGNATURE = "signature.json"
 _VALIDATION = "validation.json"  # of `imprint.validation`, which lies above this package
 _KIND = "imprint store"
 _LONGEST = 1 << 16  # bytes

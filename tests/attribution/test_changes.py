@@ -16,7 +16,7 @@ from imprint.statistics import adjust_by_holm, find_p_values, student_quantile
 from tests.attribution.results import NOISE, SCORES, make_labels, make_repeated, make_replayed, make_result
 
 N, QUERIES, SOURCES = 10, 24, 6
-LATER = {"fingerprints": {"store": "t", "queries": "q"}}
+LATER: dict[str, Any] = {"fingerprints": {"store": "t", "queries": "q"}}
 
 
 def draw(seed: int, *shape: int) -> Tensor:
@@ -47,7 +47,7 @@ def by_hand(one: Attribution, other: Attribution) -> tuple[float, float, float]:
     """The mean rank correlation, that of means, and the overlap of the first two sources."""
     effects = [-each.scores.numpy() / each.labels.n for each in (one, other)]
     rho = np.mean([stats.spearmanr(*pair).statistic for pair in zip(*effects, strict=True)])
-    tops = [[set(sorted(range(SOURCES), key=lambda i, r=row: -abs(r[i]))[:2]) for row in each] for each in effects]
+    tops = [[set(np.abs(row).argsort()[-2:].tolist()) for row in each] for each in effects]
     return (
         float(rho),
         float(stats.spearmanr(effects[0].mean(0), effects[1].mean(0)).statistic),
@@ -217,6 +217,10 @@ def test_what_weakens_a_comparison_is_said() -> None:
     assert "imprints of different parameters, such as v, w" in " ".join(other.warnings)
     moved = [{**prints[0], "measures": [value]} for value in (1.0, 2.0)]
     assert "either the functions differ" in " ".join(compare(*(make_result(fingerprints=m) for m in moved)).warnings)
+
+
+def test_it_says_whether_effects_were_validated() -> None:
+    assert repr(compare(make_result(), make_result(**LATER))).count("not validated: ") == 1
 
 
 def test_equal_effects_have_no_ranks_and_say_so() -> None:

@@ -101,8 +101,13 @@ def _attribute(
         if quiet:  # what is shown has the warnings
             warnings.simplefilter("ignore", ReliabilityWarning)
         objects = Objects(given)
-        options: Any = {"collate_fn": objects.query_collate_fn, "memory": given.memory, "progress": advance}
-        return imprint.attribute(objects.task, store, objects.queries, readout=readout, **options)
+        return imprint.attribute(
+            *(objects.task, store, objects.queries),
+            readout=readout,
+            collate_fn=objects.query_collate_fn,
+            memory=given.memory,
+            progress=advance,
+        )
 
 
 def _write_rows(found: imprint.Changes, out: Path) -> None:
