@@ -41,8 +41,8 @@ class Labels:
 
     fingerprints: hashes of the "store", of the "model" it is read at, of the training "data", of the "sources", and of
         the "queries" where the scores are of all of them in their order; the "recording" that was repeated, where one
-        was; the key of its "signer", where the store was opened with one; and the "parameters" by name, with their
-        shapes.
+        was; the key of its "signer", where the store was opened with one; the "plan", as JSON values; and the
+        "parameters" by name, with their shapes.
     warnings: what to know before believing the scores: those of the store, and what the readout has found.
     question: "this_run" for the training that made this model, "expected" for the mean over trainings like it.
     removes: whether the scores are those of finite removals, which do not add up exactly.

@@ -284,6 +284,8 @@ class Attribution:
         table = require_errors(self.labels, getattr(self, values)).numpy()
         frame: pd.DataFrame = import_pandas().DataFrame(table, list(self.queries), list(self.labels.source_ids))
         frame.attrs.update(describe_table(self.labels))
+        if known := {name: vars(each) for name, each in zip(frame, self.labels.source_about, strict=False) if each}:
+            frame.attrs["about"] = known
         return frame.rename_axis(index="query", columns=f"source, {self.question.replace('_', ' ')}")
 
     def plot(self, query: int | None = None, k: int = 12, ax: "Axes | None" = None) -> "Axes":

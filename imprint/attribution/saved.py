@@ -230,6 +230,8 @@ def _check_fingerprints(value: Value) -> None:
     found = value.mapping()
     for name in found.keys() & {"sources", "queries", "store", "model", "recording", "signer"}:
         found[name].text()
+    if "plan" in found:
+        found["plan"].mapping()
     if "measures" in found:
         found["measures"].numbers()
     for parameter in found["parameters"].mapping().values() if "parameters" in found else ():

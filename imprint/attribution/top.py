@@ -194,10 +194,7 @@ def describe_warnings(labels: Labels) -> list[str]:
 def describe_table(labels: Labels) -> dict[str, Any]:
     """Return what a table's numbers mean, for its `attrs`."""
     about = {"question": labels.question, "meaning": labels.meaning, "unit": labels.unit, "n": labels.n}
-    known = {
-        identity: vars(each) for identity, each in zip(labels.source_ids, labels.source_about, strict=False) if each
-    }
-    return {**about, **describe_validation(labels), **({"about": known} if known else {})}
+    return {**about, **describe_validation(labels)}
 
 
 def describe_validation(labels: Labels) -> dict[str, Any]:

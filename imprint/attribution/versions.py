@@ -332,8 +332,25 @@ def _warn(first: Attribution, second: Attribution, common: int) -> list[str]:
         if one.fingerprints.get(name) is not None and one.fingerprints[name] == other.fingerprints.get(name):
             found.append(f"both results are of {words}, so that there are no two versions to compare.")
             break
-    found += _warn_of_models(one, other)
+    found += [*_warn_of_plans(one, other), *_warn_of_models(one, other)]
     return [*found, *(f"first: {text}" for text in one.warnings), *(f"second: {text}" for text in other.warnings)]
+
+
+def _warn_of_plans(one: Labels, other: Labels) -> list[str]:
+    """Say where effects may differ in size because their imprints were simulated otherwise."""
+    plans = [labels.fingerprints.get("plan") for labels in (one, other)]
+    found = []
+    if None not in plans:
+        before, now = plans
+        apart = [name for name in {**before, **now} if before.get(name) != now.get(name) and name != "seed"]
+        if apart:
+            found.append(
+                f"the versions were simulated with other plans, which differ in {name_some(apart, 5)}: effects may "
+                "differ in size because of that alone."
+            )
+    if one.removes != other.removes:
+        found.append("the effects of one version are finite removals, those of the other derivatives: sizes differ.")
+    return found
 
 
 def _warn_of_models(one: Labels, other: Labels) -> list[str]:

@@ -8,14 +8,14 @@ does cover them. What the descriptions were before is kept in the same file, whi
 import json
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 from imprint.about import NOTHING, About, read_about_values
 from imprint.errors import SourcesError, StoreError
-from imprint.store.files import refuse_irregular
+from imprint.sources import describe_sources
 from imprint.store.folder import locked, write_sealed
 from imprint.store.records import Count, read
 from imprint.store.values import Value, read_hashed
@@ -29,6 +29,7 @@ _SIGNATURE = "signature.json"  # of `imprint.store.signing`, which imports this 
 SCHEMA = 1
 _LONGEST = 64 << 20  # bytes
 _KEPT = 100  # changes
+_ROOM = 100  # bytes, for the checksum
 
 
 def read_about_record(value: Value) -> About:
@@ -71,7 +72,7 @@ class Description:
 @dataclass(frozen=True)
 class _File:
     schema: Count
-    description: Description = field(default_factory=lambda: Description({}))
+    description: Description
 
 
 def read_description(folder: Path, ids: Sequence[str]) -> tuple[Description, str | None]:
@@ -94,14 +95,18 @@ def read_description(folder: Path, ids: Sequence[str]) -> tuple[Description, str
     return description, digest
 
 
-def write_description(folder: Path, ids: Sequence[str], about: Sequence[About]) -> bool:
-    """Write descriptions of all sources of a store, in the order of `ids`; return whether any has changed.
+def write_description(
+    folder: Path, ids: Sequence[str], names: Sequence[str], about: Mapping[str, About | Mapping[str, str]]
+) -> bool:
+    """Write new descriptions of some sources of a store beside the others; return whether any has changed.
 
     Killed at any moment, the folder holds the descriptions from before or those from after.
     """
+    describe_sources(about, ids, names)  # what is wrong is refused before anything is touched
     with locked(folder):
-        before, _ = read_description(folder, ids)
-        now = {identity: each for identity, each in zip(ids, about, strict=True) if each}
+        before, _ = read_description(folder, ids)  # another process may have changed it since the store was opened
+        every = zip(ids, describe_sources(about, ids, names, before.of(ids)), strict=False)
+        now = {identity: each for identity, each in every if each}
         changed = [name for name in {**before.about, **now} if before.about.get(name) != now.get(name)]
         if not changed:
             return False
@@ -116,12 +121,15 @@ def describe_new(store: "Store", about: Sequence[About]) -> None:
     """Describe the sources of a store that has just been simulated, or found finished, as the sources given for it are.
 
     What a finished store says of its sources is left as it is: whoever described it last knew better than the script
-    that made it. A difference is logged.
+    that made it. A difference is logged, and so is a folder that cannot be written to: the imprints are there.
     """
     if not any(about) or tuple(about) == store.about:
         return
     if store.description_sha256 is None and not (store.path / _SIGNATURE).exists():
-        store.describe(dict(zip(store.source_ids, about, strict=True)))
+        try:
+            store.describe(dict(zip(store.source_ids, about, strict=True)))
+        except StoreError as error:
+            logger.warning("the sources of %s are not described: %s", store.path, error)
     else:
         logger.warning(
             "%s is complete, and describes its sources otherwise than given here: `imprint describe`, or "
@@ -132,16 +140,18 @@ def describe_new(store: "Store", about: Sequence[About]) -> None:
 
 def _write(folder: Path, description: Description) -> None:
     """Write the file. Where it would become too long to be read again, the earliest changes go first."""
-    values = {"schema": SCHEMA, "description": asdict(description)}
-    changes: list[Mapping[str, object]] = list(values["description"]["changes"])  # type: ignore[index]
-    while (size := len(json.dumps(values, indent=1)) + 100) > _LONGEST:
-        if not changes:
+    while (size := _measure(description)) > _LONGEST:
+        count = len(description.changes)
+        if not count:
             raise StoreError(
                 f"{folder / ABOUT} would have {size:,} bytes, and at most {_LONGEST:,} are allowed: describe fewer "
                 "sources, or in fewer words."
             )
-        kept = changes[(len(changes) + 1) // 2 :]
-        values["description"]["forgotten"] += len(changes) - len(kept)  # type: ignore[index]
-        values["description"]["changes"] = changes = kept  # type: ignore[index]
-    refuse_irregular(folder / ABOUT)
-    write_sealed(folder / ABOUT, values)
+        kept = description.changes[(count + 1) // 2 :]
+        description = replace(description, changes=kept, forgotten=description.forgotten + count - len(kept))
+    write_sealed(folder / ABOUT, asdict(_File(SCHEMA, description)))
+
+
+def _measure(description: Description) -> int:
+    """Return how many bytes the file of a description has, at most."""
+    return len(json.dumps(asdict(_File(SCHEMA, description)), indent=1)) + _ROOM

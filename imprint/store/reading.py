@@ -17,7 +17,6 @@ from imprint.about import About
 from imprint.errors import StoreError
 from imprint.keys import PublicKey
 from imprint.plan import Question
-from imprint.sources import describe_sources
 from imprint.store.checkpoint import Checkpoint, File
 from imprint.store.compatibility import Compatibility
 from imprint.store.describing import read_description, write_description
@@ -118,9 +117,7 @@ class Store:
         An empty description removes what was known, and sources that are not named keep theirs. Imprints, validation
         and the checksum of the store stay as they are. A signature covers descriptions: sign the store again.
         """
-        changed = write_description(
-            self.path, self.source_ids, describe_sources(about, self.source_ids, self.source_names, self.about)
-        )
+        changed = write_description(self.path, self.source_ids, self.source_names, about)
         self.signed = None if changed else self.signed
         self._read_description()
         if changed:

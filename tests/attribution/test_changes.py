@@ -151,6 +151,20 @@ def test_effects_of_this_run_are_compared_with_the_noise_of_both_runs() -> None:
     assert _claims(compare(one, make_replayed(many + torch.tensor([5.0, 0, 0]), None, **LATER))) == []
 
 
+def replay(seed: int, names: str) -> Attribution:
+    """Removals from one run, whose outputs chance moves for all queries and for each, and two runs beside it."""
+    chance = draw(seed, 3 + SOURCES, 1) + draw(9000 + seed, 3 + SOURCES, QUERIES)  # the run, two beside it, removals
+    changes, effects = chance[1:3] - chance[0], TRUTH + (chance[3:] - chance[0]).T
+    ids = tuple(f"s{place}" for place in range(SOURCES))
+    about = {"source_ids": ids, "source_names": ids, "source_sizes": (1,) * SOURCES}
+    return make_replayed(-N * effects, changes, **about, fingerprints={"store": names, "queries": "q"})
+
+
+def test_of_replays_that_differ_by_chance_alone_few_are_said_to_differ() -> None:
+    claims = [bool(_claims(compare(replay(seed, "a"), replay(5000 + seed, "b")))) for seed in range(120)]
+    assert np.mean(claims) <= 0.05
+
+
 def test_the_spread_over_checkpoints_is_a_lower_bound_and_claims_nothing() -> None:
     one, other = version(0), later(0, moved=9.0)
     other = replace(other, replicates=tuple(replace(each, over="checkpoints") for each in other.replicates))
@@ -215,6 +229,9 @@ def test_what_weakens_a_comparison_is_said() -> None:
     prints = [{"queries": "q", "parameters": {name: {"shape": [2], "dtype": "x"}}} for name in ("w", "v")]
     other = compare(*(make_result(fingerprints=each) for each in prints))
     assert "imprints of different parameters, such as v, w" in " ".join(other.warnings)
+    plans = [{"queries": "q", "plan": {"steps": steps, "seed": steps}} for steps in (50, 100)]
+    other = compare(*(make_result(fingerprints=each) for each in plans))
+    assert "other plans, which differ in steps: " in " ".join(other.warnings)
     moved = [{**prints[0], "measures": [value]} for value in (1.0, 2.0)]
     assert "either the functions differ" in " ".join(compare(*(make_result(fingerprints=m) for m in moved)).warnings)
 

@@ -91,6 +91,7 @@ def test_labels_are_those_of_task_and_store() -> None:
         "model": hashlib.sha256(_sha256(store.path / "checkpoint-000" / "base.safetensors").encode()).hexdigest(),
         "data": of_data(Data(data, device=torch.device("cpu"))),
         "sources": of_sources(sources),
+        "plan": Plan(steps=2, lr=0.1).to_json(),
         "parameters": describe(task),
         "queries": of_batches([(3, queries)]),
         "measures": probe_measures(task, [(3, queries)]),

@@ -74,6 +74,24 @@ def test_descriptions_change_one_by_one_and_the_store_keeps_what_was_known(store
     assert all(change.time.endswith("+00:00") for change in changes)
 
 
+def test_two_processes_do_not_lose_what_each_other_wrote(store: Store) -> None:
+    other = Store(store.path)
+    store.describe({"a": TIMES})
+    other.describe({"b": About("Bob")})
+    assert other.about == Store(store.path).about == (TIMES, About("Bob"), About())
+
+
+def test_a_folder_that_cannot_be_written_to_is_no_reason_to_lose_a_simulation(
+    store: Store, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refuse(*given: Any) -> bool:
+        raise StoreError("read-only.")
+
+    monkeypatch.setattr("imprint.store.reading.write_description", refuse)
+    assert make(store.path, SOURCES.describe({"a": TIMES})).about == ()
+    assert "are not described: read-only." in caplog.text
+
+
 def test_only_so_many_changes_are_kept_and_the_others_are_counted(
     store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
