@@ -338,10 +338,9 @@ def _warn(first: Attribution, second: Attribution, common: int) -> list[str]:
 
 def _warn_of_plans(one: Labels, other: Labels) -> list[str]:
     """Say where effects may differ in size because their imprints were simulated otherwise."""
-    plans = [labels.fingerprints.get("plan") for labels in (one, other)]
+    before, now = (labels.fingerprints.get("plan") for labels in (one, other))
     found = []
-    if None not in plans:
-        before, now = plans
+    if isinstance(before, dict) and isinstance(now, dict):
         apart = [name for name in {**before, **now} if before.get(name) != now.get(name) and name != "seed"]
         if apart:
             found.append(

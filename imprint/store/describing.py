@@ -7,6 +7,7 @@ does cover them. What the descriptions were before is kept in the same file, whi
 
 import json
 import logging
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
@@ -78,8 +79,10 @@ class _File:
 def read_description(folder: Path, ids: Sequence[str]) -> tuple[Description, str | None]:
     """Read the descriptions in the folder of a store, with the checksum of their file; None where there is none."""
     file = folder / ABOUT
-    if not file.exists():
+    if not os.path.lexists(file):
         return Description({}), None
+    if file.is_symlink():
+        raise StoreError(f"{file} is a link, and descriptions are a plain file: remove it.")
     value, digest = read_hashed(file, _LONGEST)
     schema = value.mapping().get("schema")
     if schema is None or schema.whole(1) > SCHEMA:

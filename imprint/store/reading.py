@@ -109,7 +109,7 @@ class Store:
     @property
     def about(self) -> tuple[About, ...]:
         """What is known of the sources, in their order: owner, licence, address. Empty where no source is described."""
-        return self.description.of(self.source_ids)
+        return self._about
 
     def describe(self, about: "Mapping[str, About | Mapping[str, str]]") -> None:
         """Set the owner, licence and address of some sources, by their ids or by names that only one has.
@@ -236,6 +236,7 @@ class Store:
     def _read_description(self) -> None:
         """Read what is known of the sources, as it was signed if the store was opened with a key."""
         self.description, self.description_sha256 = read_description(self.path, self.source_ids)
+        self._about = self.description.of(self.source_ids)
         if self.signed is not None:
             self.signed.check_description(self.path, self.description_sha256)
 

@@ -163,6 +163,10 @@ def test_damage_and_pipes_are_refused(store: Store) -> None:
     os.mkfifo(place)
     with pytest.raises(StoreError, match="not a regular file"):
         Store(store.path)
+    place.unlink()
+    place.symlink_to("/nothing")
+    with pytest.raises(StoreError, match=r"about\.json is a link"):
+        Store(store.path)
 
 
 def test_a_signature_covers_it(store: Store, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

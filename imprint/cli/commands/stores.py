@@ -293,6 +293,7 @@ def describe(
             "describe one source each. `SOURCE=FILE` where the dataset has another name than the source.",
         ),
     ],
+    signed_by: SignedBy = None,
     json: AsJson = False,
 ) -> None:
     """Say whose the sources of a store are: owner, licence and address.
@@ -303,7 +304,7 @@ def describe(
 
     For example: `imprint describe runs/news owners.csv`, or `imprint describe runs/news times=croissant.json`
     """
-    opened = imprint.Store(store)
+    opened = imprint.Store(store, signed_by=signed_by)
     opened.describe(read_descriptions(files))
     values = describe_ownership(opened)
     if json:
