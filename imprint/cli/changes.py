@@ -14,15 +14,16 @@ _STYLES = {"gained": "green", "rose": "green", "lost": "red", "fell": "red"}
 
 
 def render_changes(found: Changes, most: int) -> RenderableType:
-    """Render the sources that changed most, how stable ranks are, and what to know before believing it."""
+    """Render the sources that changed most or beyond noise, how stable ranks are, and what to know about it."""
+    shown = [each for place, each in enumerate(found.sources) if place < most or each.beyond_noise]
     owned = any(about.owner for about in found.about.values())
     known = any(each.standard_error is not None for each in found.sources)
     columns = ("first", "second", "difference", *["± standard error"] * known, "share", "")
     table = Table("source", *["owner"] * owned, *columns, title="Mean effect of removal over queries")
-    for each in found.sources[:most]:
+    for each in shown:
         owner = [cell(shorten(found.about[each.source].owner if each.source in found.about else ""))] * owned
         table.add_row(cell(each.name), *owner, *_render_effects(each, known))
-    more = len(found.sources) - most
+    more = len(found.sources) - len(shown)
     return Group(
         table,
         *(cell(line, "italic" if place < 2 else "") for place, line in enumerate(found.describe())),

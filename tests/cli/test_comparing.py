@@ -36,6 +36,7 @@ def test_saved_attributions_are_compared(saved: tuple[Path, Path], command: Comm
     with Path("all.csv").open(newline="") as file:
         rows = list(csv.DictReader(file))
     assert rows[0]["source"] == "s0" and rows[0]["verdict"] == "gained" and len(rows) == 6
+    assert "s0" in command("compare", *saved, "--top", "1").out
     values = command("compare", *saved, "--json", "--top", "2").values
     expected = compare(*map(Attribution.load, saved), k=2)
     assert isinstance(expected, Changes) and values == json.loads(json.dumps(expected.to_json()))

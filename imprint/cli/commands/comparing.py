@@ -88,7 +88,7 @@ def compare(
     if json:
         typer.echo(dumps(found.to_json()))
     else:
-        console.print(render_changes(found, most=max(top, len(found.gained) + len(found.lost))))
+        console.print(render_changes(found, top))
 
 
 def _attribute(
