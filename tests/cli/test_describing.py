@@ -77,8 +77,8 @@ def test_a_signature_asks_to_be_renewed(files: Path, command: Command) -> None:
     assert command("sign", "news", "--key", "key").code == 0
     described = command("describe", "news", "owners.csv")
     assert described.code == 0
-    for words in (("inspect", "news"), ("describe", "news", "owners.csv")):
-        refused = command(*words, "--signed-by", "key.pub")
+    for line in ("inspect news", "describe news owners.csv"):
+        refused = command(*line.split(), "--signed-by", "key.pub")
         assert refused.code == 1 and "If you changed it, sign it again." in refused.err
     assert command("sign", "news", "--key", "key").code == 0
     assert command("verify", "news", "--signed-by", "key.pub").code == 0
