@@ -255,10 +255,11 @@ def _find_run_levels(
     """
     mean, n = difference.mean(), difference.labels.n
     error = str(difference.details.get(ERROR, "standard errors unknown"))
+    asked = "over queries" if len(difference) > 1 else "for this query alone"
     if difference.noise_changes is not None and mean.standard_error is not None:
         freedom = max(1, len(difference.noise_changes) // 2)  # half of them are of each version
         return [(mean.standard_error[0].square().numpy(), freedom)], (
-            f"over queries; {error}, in each version; what another seed would change is not in them"
+            f"{asked}; {error}, in each version; what another seed would change is not in them"
         )
     if not mean.replicates:
         lacking = [
@@ -270,7 +271,7 @@ def _find_run_levels(
     if any(each.over != "runs" for each in mean.replicates):
         return [], f"Runs with other seeds are needed on both sides ({error})."
     levels = [((each.variance[0] / n**2).numpy(), each.freedom) for each in mean.replicates]
-    return levels, f"over queries; {error}"
+    return levels, f"{asked}; {error}"
 
 
 def _list_changes(

@@ -200,6 +200,7 @@ class Store:
         self._files.forget()
         for file in self.manifest.files():
             self._files.check(file)
+        read_description(self.path, self.source_ids)
         for index, checkpoint in enumerate(self.checkpoints):
             if checkpoint.base is not None:
                 self._files.check_layout(checkpoint.base, base_layout(self.manifest))

@@ -187,6 +187,12 @@ def test_sources_are_matched_by_id_and_those_of_one_version_are_named() -> None:
     )
 
 
+def test_a_single_query_is_about_itself() -> None:
+    found = compare(version(0).mean(), later(0, moved=9.0).mean())
+    assert "for this query alone; standard errors of" in found.noise and _claims(found) == ["s0"]
+    assert str(found.spearman).endswith("[no interval]")
+
+
 def test_n_may_differ_since_effects_do_not_depend_on_it() -> None:
     found = compare(make_result(), make_result(4 * SCORES, n=40, source_sizes=(9, 9, 9), **LATER))
     assert all(each.difference == 0 for each in found.sources)

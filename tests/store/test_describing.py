@@ -157,6 +157,8 @@ def test_damage_and_pipes_are_refused(store: Store) -> None:
     store.describe({"a": TIMES})
     place = store.path / ABOUT
     place.write_text(place.read_text().replace("The Times", "Somebody"))
+    with pytest.raises(StoreError, match="checksum differs"):
+        store.verify()
     with pytest.raises(StoreError, match=r"checksum differs. Delete about\.json, and describe the store again"):
         Store(store.path)
     place.unlink()
