@@ -1,10 +1,13 @@
 """Imprint: how much does each data source move this prediction? Answered with forward passes only."""
 
+from imprint.about import About
+from imprint.attribution.changes import Change, Changes
 from imprint.attribution.combining import combine
 from imprint.attribution.drilling import Inside, drill_down
 from imprint.attribution.result import Attribution
 from imprint.attribution.scoring import attribute, self_influence
 from imprint.attribution.top import Credit, Top
+from imprint.attribution.versions import compare
 from imprint.checking import Check, check
 from imprint.errors import (
     ConfigurationError,
@@ -27,13 +30,17 @@ from imprint.recording.writing import RunRecorder
 from imprint.simulation import auto as _auto  # noqa: F401  (makes Plan.auto work)
 from imprint.simulation.runner import simulate
 from imprint.sources import Sources
+from imprint.store.about_files import read_about
 from imprint.store.reading import Store
 from imprint.task import Task
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "About",
     "Attribution",
+    "Change",
+    "Changes",
     "Check",
     "Comparison",
     "ConfigurationError",
@@ -60,7 +67,9 @@ __all__ = [
     "attribute",
     "check",
     "combine",
+    "compare",
     "drill_down",
+    "read_about",
     "self_influence",
     "simulate",
     "validate",

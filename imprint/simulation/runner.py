@@ -33,6 +33,7 @@ from imprint.simulation.taking_over import check_choices
 from imprint.sources import Sources
 from imprint.store.checkpoint import Checkpoint, File, ShardFigures, read_figures
 from imprint.store.comparison import compare_training_data, difference
+from imprint.store.describing import describe_new
 from imprint.store.fingerprint import how_hashed, partly_hashed
 from imprint.store.layouts import coefficients_dtype, layout
 from imprint.store.manifest import LONGEST, MANIFEST, Cost, Execution, Manifest, Probes
@@ -118,6 +119,7 @@ def simulate(
         request = inputs.request()
         writer = Writer(out, request, inputs.seen, check_choices)
         store = writer.finished or _fill(inputs, writer, request, repeat, memory, note, progress)
+    describe_new(store, sources.about)
     store.origin = {"task": task, "data": data, "sources": sources, "run": recorded, "collate_fn": collate_fn}
     if validate is not None:
         _validators[-1](store, validate, record=record, memory=memory, progress=progress)
