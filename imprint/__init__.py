@@ -1,10 +1,13 @@
 """Imprint: how much does each data source move this prediction? Answered with forward passes only."""
 
+from imprint.about import About
+from imprint.attribution.changes import Change, Changes
 from imprint.attribution.combining import combine
 from imprint.attribution.drilling import Inside, drill_down
 from imprint.attribution.result import Attribution
 from imprint.attribution.scoring import attribute, self_influence
 from imprint.attribution.top import Credit, Top
+from imprint.attribution.versions import compare
 from imprint.checking import Check, check
 from imprint.errors import (
     ConfigurationError,
@@ -29,14 +32,21 @@ from imprint.simulation.merging import merge
 from imprint.simulation.parts import simulate_part
 from imprint.simulation.runner import simulate
 from imprint.sources import Sources
+<<<<<<< HEAD
 from imprint.store.parts import Part
+=======
+from imprint.store.about_files import read_about
+>>>>>>> main
 from imprint.store.reading import Store
 from imprint.task import Task
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "About",
     "Attribution",
+    "Change",
+    "Changes",
     "Check",
     "Comparison",
     "ConfigurationError",
@@ -64,8 +74,13 @@ __all__ = [
     "attribute",
     "check",
     "combine",
+    "compare",
     "drill_down",
+<<<<<<< HEAD
     "merge",
+=======
+    "read_about",
+>>>>>>> main
     "self_influence",
     "simulate",
     "simulate_part",

@@ -8,6 +8,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from imprint.about import NOTHING, About, read_about_values
+from imprint.about import unite as unite_about
 from imprint.display import name_some, suggest_names
 from imprint.errors import SourcesError
 
@@ -27,6 +29,9 @@ def require_sources(sources: object) -> None:
 class Sources:
     """Sets of training examples, in order, each with a unique id and a display name.
 
+    length: how many training examples there are, where that is known.
+    about: whose each source is, its licence and address, as `describe` sets them; empty where no source is described.
+
     >>> sources = Sources.by_label(["times", "post", "times"])
     >>> sources
     Sources(2: 'post' (1), 'times' (2))
@@ -37,7 +42,8 @@ class Sources:
     ids: tuple[str, ...]
     names: tuple[str, ...]
     members: tuple[Members, ...]
-    length: int | None = None  # how many training examples there are, where that is known
+    length: int | None = None
+    about: tuple[About, ...] = ()
 
     def __post_init__(self) -> None:
         if not self.ids:
@@ -45,6 +51,10 @@ class Sources:
         if not len(self.ids) == len(self.names) == len(self.members):
             counts = f"{len(self.ids)} ids, {len(self.names)} names, {len(self.members)} member lists"
             raise SourcesError(f"each source needs an id, a name and a list of members, got {counts}.")
+        if len(self.about) not in (0, len(self.ids)):
+            raise SourcesError(f"there are {len(self.about)} descriptions of {len(self.ids)} sources.")
+        if self.about and not any(self.about):
+            object.__setattr__(self, "about", ())
         if len(set(self.ids)) < len(self.ids):
             seen: set[str] = set()
             twice = next(i for i in self.ids if i in seen or seen.add(i))  # type: ignore[func-returns-value]
@@ -144,7 +154,22 @@ class Sources:
             ids=tuple(self.ids[i] for i in chosen),
             names=tuple(self.names[i] for i in chosen),
             members=tuple(self.members[i] for i in chosen),
+            about=tuple(self.about[i] for i in chosen) if self.about else (),
         )
+
+    def describe(self, about: Mapping[str, About | Mapping[str, str]]) -> "Sources":
+        """Return the same sources with descriptions of some: owner, licence and address.
+
+        about: descriptions by the id of a source, or by a name that only one has; `imprint.read_about` reads them from
+            a file. An empty one removes what was known. Sources that are not named keep theirs.
+
+        Imprints and scores do not depend on it: a store is never refused because an owner has changed.
+
+        >>> sources = Sources.by_label(["times", "post"]).describe({"times": {"owner": "The Times", "licence": "CC0"}})
+        >>> sources.about
+        (About(owner='', licence='', url=''), About(owner='The Times', licence='CC0', url=''))
+        """
+        return replace(self, about=describe_sources(about, self.ids, self.names, self.about))
 
     def group(self, groups: Mapping[Any, Any] | Sequence[Hashable] | Tensor) -> "Sources":
         """Unite sources into larger ones, to simulate these; what is in no group is no source any more.
@@ -158,7 +183,8 @@ class Sources:
         """
         found = find_groups(groups, self.ids)
         united = tuple(np.unique(np.concatenate([self.members[i] for i in places])) for places in found.members)
-        return Sources(found.ids, found.names, united, self.length)
+        about = tuple(unite_about([self.about[i] for i in places]) for places in found.members) if self.about else ()
+        return Sources(found.ids, found.names, united, self.length, about)
 
     def inside(self, source: str, documents: Sequence[Hashable] | Tensor | None, n: int) -> "Sources":
         """Make sources of the documents of one source, which is named by its id or name.
@@ -169,7 +195,8 @@ class Sources:
         >>> sources.inside("times", ["monday", "monday", "monday", "tuesday"], 4)
         Sources(2: 'monday' (2), 'tuesday' (1))
         """
-        members = self.members[find_source(source, self.ids, self.names)]
+        place = find_source(source, self.ids, self.names)
+        members = self.members[place]
         labels: Sequence[Hashable] = range(n) if documents is None else list(documents)
         if isinstance(documents, Tensor | np.ndarray):
             labels = documents.tolist()
@@ -178,7 +205,8 @@ class Sources:
         found: dict[Hashable, list[int]] = {}
         for index in members.tolist():
             found.setdefault(labels[index], []).append(index)
-        return replace(Sources.groups(found), length=n)
+        about = (self.about[place],) * len(found) if self.about else ()
+        return replace(Sources.groups(found), length=n, about=about)
 
     def check(self, n: int) -> None:
         """Refuse members that are not examples of a training set of length `n`."""
@@ -229,6 +257,32 @@ def find_source(wanted: str, ids: Sequence[str], names: Sequence[str] = ()) -> i
                 )
             return known.index(wanted)
     raise SourcesError(f"there is no source {wanted!r}{suggest_names(wanted, dict.fromkeys((*ids, *names)))}")
+
+
+def describe_sources(
+    about: Mapping[str, About | Mapping[str, str]],
+    ids: Sequence[str],
+    names: Sequence[str],
+    known: Sequence[About] = (),
+) -> tuple[About, ...]:
+    """Return the descriptions of sources, of which some are new; empty where nothing is known of any.
+
+    about: the new ones, by the id of a source or by a name that only one has.
+    known: what was known before, of every source or of none.
+    """
+    if not isinstance(about, Mapping):
+        raise SourcesError(
+            "descriptions are given by source, such as {'times': imprint.About(owner='The Times')}; got a "
+            f"{type(about).__name__}. imprint.read_about reads them from a file."
+        )
+    places, found = {identity: place for place, identity in enumerate(ids)}, list(known) or [NOTHING] * len(ids)
+    seen: dict[int, str] = {}
+    for key, value in about.items():
+        place = places[key] if key in places else find_source(str(key), ids, names)
+        if place in seen:
+            raise SourcesError(f"source {ids[place]!r} is described twice, as {seen[place]!r} and as {key!r}.")
+        seen[place], found[place] = key, read_about_values(value, f"source {key!r}")
+    return tuple(found) if any(found) else ()
 
 
 def find_groups(groups: Mapping[Any, Any] | Sequence[Hashable] | Tensor, ids: Sequence[str]) -> Sources:

@@ -12,6 +12,7 @@ runs first, then queries. Their variances add up.
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -110,13 +111,18 @@ def student_quantile(freedom: int, level: float = 0.95) -> float:
     """
     if not 0 < level < 1 or freedom < 1:
         raise ValueError(f"a quantile needs a level between 0 and 1 and some freedom, got {level} and {freedom}.")
+    return float(_student_quantiles(freedom, np.array([level]))[0])
+
+
+def _student_quantiles(freedom: int, levels: Array) -> Array:
     whole = math.sqrt(math.pi) * math.exp(math.lgamma(freedom / 2) - math.lgamma((freedom + 1) / 2))
-    low, high = 0.0, math.pi / 2
+    low, high = np.zeros(len(levels)), np.full(len(levels), math.pi / 2)
     for _ in range(60):
         middle = (low + high) / 2
-        inside = middle * float(np.cos(middle * (1 + _NODES) / 2) ** (freedom - 1) @ _WEIGHTS)
-        low, high = (middle, high) if inside < level * whole else (low, middle)
-    return math.sqrt(freedom) * math.tan((low + high) / 2)
+        inside = middle * (np.cos(middle[:, None] * (1 + _NODES) / 2) ** (freedom - 1) @ _WEIGHTS)
+        below = inside < levels * whole
+        low, high = np.where(below, middle, low), np.where(below, high, middle)
+    return np.asarray(math.sqrt(freedom) * np.tan((low + high) / 2))
 
 
 _NODES, _WEIGHTS = np.polynomial.legendre.leggauss(96)  # of Gauss's quadrature on [-1, 1]
@@ -228,6 +234,63 @@ def slope(x: Array, y: Array) -> float:
     """Compute the slope of y on x, with an intercept; NaN where x is constant."""
     x = centre(x)
     return float(x @ y) / float(x @ x) if x.any() else float("nan")
+
+
+def find_p_values(differences: Array, levels: Sequence[tuple[Array, int]]) -> Array:
+    """Return how often chance alone would make each difference as large, on either side, where all are 0.
+
+    levels: independent variances of each difference, which add up, each with the degrees of freedom it is known with.
+
+    The p-value is that at which the interval of `mean_estimate`, with Cochran's quantile, would just reach 0. Values
+    below 1e-10 are given as 1e-10.
+    """
+    total = np.sum([variance for variance, _ in levels], axis=0)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        reached = np.where(total > 0, np.abs(differences) / np.sqrt(total), np.where(differences == 0, 0.0, np.inf))
+        weights = [np.where(total > 0, variance / total, 1 / len(levels)) for variance, _ in levels]
+    quantiles = np.stack([_tabulate_quantiles(min(freedom, _MOST_FREEDOM)) for _, freedom in levels])
+    found = [
+        _invert(np.stack([each[start : start + _BLOCK] for each in weights], 1) @ quantiles, reached[start:])
+        for start in range(0, len(differences), _BLOCK)
+    ]
+    return np.concatenate(found)
+
+
+def _invert(quantiles: Array, reached: Array) -> Array:
+    """Return the p-values of what is reached, from the quantiles of each, (differences, p-values)."""
+    edges = np.concatenate([np.zeros((len(quantiles), 1)), quantiles], 1)
+    reached = reached[: len(edges), None]
+    place = np.minimum((quantiles <= reached).sum(1, keepdims=True), len(_P_VALUES) - 1)
+    low, high = (np.take_along_axis(edges, place + step, 1) for step in (0, 1))
+    share = np.minimum(1.0, (reached - low) / (high - low))
+    ends = np.log(np.concatenate([[1.0], _P_VALUES]))
+    return np.asarray(np.exp(ends[place] + share * (ends[place + 1] - ends[place])))[:, 0]
+
+
+@cache
+def _tabulate_quantiles(freedom: int) -> Array:
+    """Return Student's quantiles for a table of p-values."""
+    return _student_quantiles(freedom, 1 - _P_VALUES)
+
+
+_P_VALUES = 10 ** -np.arange(0.01, 10.001, 0.01)
+_BLOCK = 1000  # differences at once
+_MOST_FREEDOM = 1000  # beyond which quantiles hardly change
+
+
+def adjust_by_holm(p_values: Array) -> Array:
+    """Return p-values of many hypotheses, adjusted by Holm's method, however they depend on each other.
+
+    Where all those at or below 0.05 are rejected, the probability that any of them is true is at most 0.05.
+
+    >>> adjust_by_holm(np.array([0.01, 0.04, 0.03])).tolist()
+    [0.03, 0.06, 0.06]
+    """
+    order = np.argsort(p_values, kind="stable")
+    stepped = np.maximum.accumulate((len(p_values) - np.arange(len(p_values))) * p_values[order])
+    adjusted = np.empty(len(p_values))
+    adjusted[order] = np.minimum(1.0, stepped)
+    return adjusted
 
 
 Flags = np.ndarray[Any, np.dtype[np.bool_]]

@@ -7,6 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from imprint.about import About
+from imprint.about import unite as unite_about
 from imprint.attribution.labels import LEFT_OUT, SHARED, Labels
 from imprint.errors import SourcesError
 from imprint.runtime.notices import Notices
@@ -54,6 +56,7 @@ def unite(labels: Labels, groups: Groups) -> tuple[Labels, list[Tensor]]:
         source_ids=found.ids,
         source_names=found.names,
         source_sizes=sizes,
+        source_about=_unite_about(labels, places),
         summed=summed,
         details={**labels.details, **_count_uneven(places, len(labels.source_ids))},
         fingerprints={name: value for name, value in labels.fingerprints.items() if name not in dropped},
@@ -64,6 +67,12 @@ def unite(labels: Labels, groups: Groups) -> tuple[Labels, list[Tensor]]:
 def add_up(scores: Tensor, places: list[Tensor]) -> Tensor:
     """Sum scores of shape (…, sources) over unions of sources: (…, groups)."""
     return torch.stack([scores[..., each].double().sum(-1) for each in places], dim=-1)
+
+
+def _unite_about(labels: Labels, places: list[Tensor]) -> tuple[About, ...]:
+    """Return what is known of each union: what its sources agree on."""
+    found = tuple(unite_about([labels.about(i) for i in each.tolist()]) for each in places)
+    return found if any(found) else ()
 
 
 def _count_uneven(places: list[Tensor], sources: int) -> dict[str, int]:

@@ -7,6 +7,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from imprint.about import NOTHING, About
 from imprint.display import count_of
 from imprint.errors import ReadoutError
 from imprint.plan import Question, Steps
@@ -40,13 +41,14 @@ class Labels:
 
     fingerprints: hashes of the "store", of the "model" it is read at, of the training "data", of the "sources", and of
         the "queries" where the scores are of all of them in their order; the "recording" that was repeated, where one
-        was; the key of its "signer", where the store was opened with one; and the "parameters" by name, with their
-        shapes.
+        was; the key of its "signer", where the store was opened with one; the "plan", as JSON values; and the
+        "parameters" by name, with their shapes.
     warnings: what to know before believing the scores: those of the store, and what the readout has found.
     question: "this_run" for the training that made this model, "expected" for the mean over trainings like it.
     removes: whether the scores are those of finite removals, which do not add up exactly.
     summed: how many scores of single sources each score is the sum of; empty where none is a sum.
     difference: whether the scores are the difference of two results.
+    source_about: whose each source is, its licence and address; empty where nothing is known of any.
     validation: how predicted effects compare with removals that were really made; None where none was. With enough
         queries it is about these, `store_validation` is about those that the store was validated on.
     """
@@ -66,6 +68,7 @@ class Labels:
     difference: bool = False
     validation: Verdict | None = None
     store_validation: Verdict | None = None
+    source_about: tuple[About, ...] = ()
 
     @property
     def unit(self) -> str:
@@ -99,13 +102,18 @@ class Labels:
     def to_json(self) -> dict[str, Any]:
         """Return plain JSON values, for a file."""
         verdicts = {"validation": self.validation, "store_validation": self.store_validation}
-        return {**vars(self), **{name: None if each is None else asdict(each) for name, each in verdicts.items()}}
+        plain = {name: None if each is None else asdict(each) for name, each in verdicts.items()}
+        return {**vars(self), **plain, "source_about": [asdict(each) for each in self.source_about]}
 
     @classmethod
     def from_json(cls, about: dict[str, Any]) -> "Labels":
         """Return labels from the checked values of a file."""
         given: dict[str, Any] = {k: tuple(value) if isinstance(value, list) else value for k, value in about.items()}
         return cls(**given)
+
+    def about(self, source: int) -> About:
+        """Return what is known of the source in this place."""
+        return self.source_about[source] if self.source_about else NOTHING
 
     def is_estimate(self, source: int) -> bool:
         """Tell whether the score is a sum of finite removals, which only estimates the removal of all of them."""

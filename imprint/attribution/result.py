@@ -26,6 +26,7 @@ from imprint.attribution.top import (
     gather_sources,
     import_pandas,
     limit_top,
+    link_source,
     rank_scores,
 )
 from imprint.attribution.uncertainty import (
@@ -258,7 +259,7 @@ class Attribution:
         sources, shown, rows = self.scores.shape[1], list[Credit](), []
         for credits in self[: min(10, len(self))].top(min(5, sources)):
             cells = "".join(
-                f"<td>{for_html(c.name)} <b>{c.format_effect()}</b>{c.format_error(' ± ')}</td>" for c in credits
+                f"<td>{link_source(c)} <b>{c.format_effect()}</b>{c.format_error(' ± ')}</td>" for c in credits
             )
             rows.append(f"<tr><th>{for_html(describe_query(credits[0].query))}</th>{cells}</tr>")
             shown += credits
@@ -277,11 +278,14 @@ class Attribution:
         values: the effects, the scores, the standard errors of the effects, or which effects are "distinguishable"
             from 0.
 
-        The name of the columns says which question the numbers answer; `attrs` has it in words, with the unit.
+        The name of the columns says which question the numbers answer; `attrs` has it in words, with the unit, and
+        what is known of the sources under "about".
         """
         table = require_errors(self.labels, getattr(self, values)).numpy()
         frame: pd.DataFrame = import_pandas().DataFrame(table, list(self.queries), list(self.labels.source_ids))
         frame.attrs.update(describe_table(self.labels))
+        if known := {name: vars(each) for name, each in zip(frame, self.labels.source_about, strict=False) if each}:
+            frame.attrs["about"] = known
         return frame.rename_axis(index="query", columns=f"source, {self.question.replace('_', ' ')}")
 
     def plot(self, query: int | None = None, k: int = 12, ax: "Axes | None" = None) -> "Axes":

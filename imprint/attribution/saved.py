@@ -22,6 +22,7 @@ from imprint.attribution.uncertainty import ERROR
 from imprint.errors import StoreError, first_line
 from imprint.plan import Question
 from imprint.readout.units import Over
+from imprint.store.describing import read_about_record
 from imprint.store.files import write
 from imprint.store.fingerprint import of_tensors
 from imprint.store.records import read
@@ -29,7 +30,7 @@ from imprint.store.values import Value, parsed, sealed
 from imprint.validation.verdict import Verdict
 
 logger = logging.getLogger(__name__)
-SCHEMA = 4  # the first had no checksum, the second no noise, the third no replicates
+SCHEMA = 5  # the first had no checksum, the second no noise, the third no replicates, the fourth no owners
 _CHECKED, _NOISY = 2, 3  # the first schema with a checksum, and with noise
 _ABOUT, _SCORES, _NOISE, _REPLICATES = "imprint", "scores", "noise", "replicates"
 _DEVIATIONS = "deviations-0", "deviations-1"  # of the runs of a result; of a difference, of both
@@ -99,7 +100,7 @@ def load_scores(path: Path, names: set[str]) -> Saved:
     scores, noise = tensors[_SCORES], tensors.get(_NOISE)
     _check_whole(labels, queries, scores)
     _check_noise(queries, noise, path)
-    about = {name: _LABELS[name](item) if name in _VERDICTS else item.content for name, item in labels.items()}
+    about = {name: _LABELS[name](item) if name in _RECORDS else item.content for name, item in labels.items()}
     about["fingerprints"] = {name: each for name, each in about.get("fingerprints", {}).items() if name != "signer"}
     replicates = _read_replicates(value, tensors, tuple(scores.shape))
     return about, scores, tuple(item.content for item in queries), noise, replicates
@@ -173,8 +174,9 @@ def _check_whole(labels: dict[str, Value], queries: list[Value], scores: Tensor)
         ids.fail("labels.source_ids, source_names and source_sizes are not equally many, and at least one")
     if len(set(ids.content)) < len(ids.content):
         ids.fail("two sources have the same id")
-    if len(about.get("summed", ())) not in (0, len(sizes)):
-        ids.fail("labels.summed and labels.source_ids are not equally many")
+    for name in ("summed", "source_about"):
+        if len(about.get(name, ())) not in (0, len(sizes)):
+            ids.fail(f"labels.{name} and labels.source_ids are not equally many")
     if max(sizes) > about["n"]:
         ids.fail(f"a source has {max(sizes)} examples, more than the training data ({about['n']})")
     expected = (len(queries), len(ids.content))
@@ -228,6 +230,8 @@ def _check_fingerprints(value: Value) -> None:
     found = value.mapping()
     for name in found.keys() & {"sources", "queries", "store", "model", "recording", "signer"}:
         found[name].text()
+    if "plan" in found:
+        found["plan"].mapping()
     if "measures" in found:
         found["measures"].numbers()
     for parameter in found["parameters"].mapping().values() if "parameters" in found else ():
@@ -237,6 +241,7 @@ def _check_fingerprints(value: Value) -> None:
 
 
 _VERDICTS = ("validation", "store_validation")
+_RECORDS = (*_VERDICTS, "source_about")
 _LABELS: dict[str, Callable[[Value], Any]] = {
     "n": lambda value: value.whole(1),
     "source_ids": Value.texts,
@@ -251,6 +256,7 @@ _LABELS: dict[str, Callable[[Value], Any]] = {
     "removes": Value.flag,
     "summed": lambda value: value.wholes(1),
     "difference": Value.flag,
+    "source_about": lambda value: tuple(map(read_about_record, value.items())),
     **dict.fromkeys(_VERDICTS, lambda value: None if value.content is None else read(Verdict, value)),
 }
 _REQUIRED = ("n", "source_ids", "source_names", "source_sizes", "measure", "better")

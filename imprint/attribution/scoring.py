@@ -176,7 +176,7 @@ def _make_labels(
         },
         {
             **{"store": store.sha256, "model": store.model_sha256},
-            **{"data": vars(request.data), "sources": request.sources},
+            **{"data": vars(request.data), "sources": request.sources, "plan": request.plan.to_json()},
             "parameters": {name: spec.to_json() for name, spec in request.parameters.items()},
             "queries": of_batches(batches),
             "measures": probe_measures(task, batches),
@@ -188,6 +188,7 @@ def _make_labels(
         store.removes,
         validation=(verdict := find_verdict(store, task.measure_name)),
         store_validation=verdict,
+        source_about=store.about,
     )
 
 

@@ -8,11 +8,12 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
+from imprint.about import FIELDS, is_address
 from imprint.attribution.labels import Labels, Query, describe_groups, describe_query
 from imprint.attribution.noise import INDISTINGUISHABLE
 from imprint.attribution.replicates import Replicates
 from imprint.attribution.uncertainty import describe_error, find_distinguishable, find_errors
-from imprint.display import for_terminal
+from imprint.display import for_html, for_terminal
 from imprint.errors import MissingExtra, ReadoutError
 from imprint.plan import Question
 
@@ -32,6 +33,7 @@ class Credit(NamedTuple):
     distinguishable: whether the effect is distinguishable from 0; None where nothing is known of its error.
     estimate: whether the effect is a sum of single removals, which only estimates the removal of all of them.
     standard_error: of the removal effect, by chance alone; None where nothing is known of it.
+    owner, licence, url: what is known of the source, as `About` has it; empty where it is not.
     """
 
     query: Query
@@ -43,6 +45,9 @@ class Credit(NamedTuple):
     distinguishable: bool | None
     estimate: bool
     standard_error: float | None = None
+    owner: str = ""
+    licence: str = ""
+    url: str = ""
 
     def format_effect(self, digits: int = 3) -> str:
         """Format the removal effect with its marks, which `explain_marks` explains.
@@ -116,6 +121,7 @@ class Top:
             Credit(
                 *(number, labels.source_ids[i], labels.source_names[i], score, -score / labels.n),
                 *(labels.question, mark, labels.is_estimate(i), error),
+                **vars(labels.about(i)),
             )
             for i, score, mark, error in zip(self.indices[query].tolist(), scores, *known, strict=True)
         ]
@@ -141,7 +147,7 @@ class Top:
     def to_json(self) -> dict[str, Any]:
         """Return plain JSON values: what was measured, and for each query its sources."""
         labels = self.labels
-        queries = [[credit._asdict() for credit in credits] for credits in self]
+        queries = [[tabulate(credit, labels) for credit in credits] for credits in self]
         return {
             **{"n": labels.n, "measure": labels.measure, "better": labels.better, "unit": labels.unit},
             **{"question": labels.question, "meaning": labels.meaning, **describe_validation(labels)},
@@ -151,9 +157,20 @@ class Top:
 
     def to_pandas(self) -> "pd.DataFrame":
         """Return one row for each query and source in the list."""
-        frame: pd.DataFrame = import_pandas().DataFrame([credit._asdict() for credits in self for credit in credits])
+        rows = [tabulate(credit, self.labels) for credits in self for credit in credits]
+        frame: pd.DataFrame = import_pandas().DataFrame(rows)
         frame.attrs.update(describe_table(self.labels))
         return frame
+
+
+def list_columns(labels: Labels) -> tuple[str, ...]:
+    """Return the fields of a credit that a table has: owner, licence and address only where sources are described."""
+    return tuple(name for name in Credit._fields if labels.source_about or name not in FIELDS)
+
+
+def tabulate(credit: Credit, labels: Labels) -> dict[str, Any]:
+    """Return the values of a credit by column."""
+    return {name: getattr(credit, name) for name in list_columns(labels)}
 
 
 def explain_marks(credits: Iterable[Credit]) -> list[str]:
@@ -184,6 +201,15 @@ def describe_validation(labels: Labels) -> dict[str, Any]:
     """Return whether scores were validated, in plain JSON values: the outcome, and what is behind it."""
     verdict = labels.validation
     return {"validation": {"outcome": "not validated"} if verdict is None else verdict.to_json()}
+
+
+def link_source(credit: Credit) -> str:
+    """Return the name of a source for a page: with what is known of it as a title, linked to its address."""
+    about = ", ".join(text for text in (credit.owner, credit.licence) if text)
+    title = f' title="{for_html(about)}"' if about else ""
+    if is_address(credit.url):
+        return f'<a href="{for_html(credit.url)}" rel="noopener noreferrer nofollow"{title}>{for_html(credit.name)}</a>'
+    return f"<span{title}>{for_html(credit.name)}</span>" if title else for_html(credit.name)
 
 
 def rank_scores(scores: Tensor, by: Order) -> Tensor:

@@ -16,6 +16,7 @@ import typer
 import imprint
 from imprint.cli.commands.attributing import attribute
 from imprint.cli.commands.bench import bench, sweep
+from imprint.cli.commands.comparing import compare
 from imprint.cli.commands.credit import credit
 from imprint.cli.commands.demo import demo
 from imprint.cli.commands.evaluation import evaluate
@@ -24,7 +25,7 @@ from imprint.cli.commands.inside import inside
 from imprint.cli.commands.merging import merge
 from imprint.cli.commands.retraining import retrain
 from imprint.cli.commands.signing import keys, sign
-from imprint.cli.commands.stores import check, inspect, simulate
+from imprint.cli.commands.stores import check, describe, inspect, simulate
 from imprint.cli.commands.suspecting import suspects
 from imprint.cli.commands.validation import validate
 from imprint.cli.commands.verification import verify
@@ -53,7 +54,11 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 _COMMANDS: tuple[Callable[..., None], ...] = (
+<<<<<<< HEAD
     *(demo, check, simulate, merge, attribute, inside, suspects, inspect, verify, validate),
+=======
+    *(demo, check, simulate, attribute, inside, compare, suspects, inspect, describe, verify, validate),
+>>>>>>> main
     *(export, retrain, evaluate, bench, sweep, keys, sign),
 )
 for command in _COMMANDS:

@@ -50,6 +50,7 @@ class Experiment:
     run: the folder of a recorded run, or the import string of one.
     plan: fields of a `Plan`, which override the `plan` in the task's module.
     training_steps, training_batch: how long a training is, to compare a simulation with retraining.
+    about: files that say whose each source is; "SOURCE=FILE" for a Croissant file of a source with another name.
     """
 
     task: str | None = None
@@ -68,6 +69,7 @@ class Experiment:
     out: str | None = None
     training_steps: int | None = None
     training_batch: int | None = None
+    about: tuple[str, ...] = ()
 
     @classmethod
     def from_toml(cls, path: Path) -> "Experiment":
@@ -122,6 +124,11 @@ class Experiment:
                     f"{origin}: checkpoints must be strings, or a list of strings for each run, got {listed!r}."
                 )
             given["checkpoints"] = tuple(listed)
+        if "about" in given:
+            files = [given["about"]] if isinstance(given["about"], str) else given["about"]
+            if not all(isinstance(file, str) for file in files):
+                raise ConfigurationError(f"{origin}: about must be a list of strings, got {files!r}.")
+            given["about"] = tuple(files)
         return cls(**given)
 
     def to_json(self) -> dict[str, Any]:
@@ -150,6 +157,7 @@ class Experiment:
                 for each in self.checkpoints
             ),
             out=None if self.out is None else os.path.normpath(folder / self.out),
+            about=tuple(_resolve_about(text, folder) for text in self.about),
         )
 
     def override_file(self, path: Path | None) -> "Experiment":
@@ -167,13 +175,17 @@ class Experiment:
 
 _OBJECTS = ("task", "data", "sources", "queries", "collate_fn", "run")
 _WHOLE = ("batch_size", "training_steps", "training_batch")
-_TYPES: dict[str, Any] = {"plan": dict, "memory": str | int, "checkpoints": list | tuple | str}
+_TYPES: dict[str, Any] = {
+    "plan": dict,
+    "memory": str | int,
+    **dict.fromkeys(("checkpoints", "about"), list | tuple | str),
+}
 _TYPES |= dict.fromkeys(_WHOLE, int)
 _TYPE_NAMES = {
     "plan": "a table",
     **dict.fromkeys(_WHOLE, "a whole number"),
     "memory": 'a number of bytes or a string such as "4GiB"',
-    "checkpoints": "a list of strings",
+    **dict.fromkeys(("checkpoints", "about"), "a list of strings"),
 }
 
 
@@ -200,6 +212,22 @@ def join_run(run: Iterable[str]) -> str:
     """Join the checkpoints of a run as `split_run` splits them."""
     files = tuple(run)
     return ",".join(files) + "," * (len(files) == 1)
+
+
+def split_about(text: str, folder: Path = Path()) -> tuple[str | None, str]:
+    """Split what names a file about sources: into the source, if one is named, and the file.
+
+    >>> split_about("owners.csv"), split_about("times=croissant.json")
+    ((None, 'owners.csv'), ('times', 'croissant.json'))
+    """
+    source, equals, file = text.rpartition("=")
+    return (source, file) if equals and not (folder / text).exists() else (None, text)
+
+
+def _resolve_about(text: str, folder: Path) -> str:
+    source, file = split_about(text, folder)
+    place = os.path.normpath(folder / file)
+    return place if source is None else f"{source}={place}"
 
 
 def parse_plan(pairs: list[str]) -> dict[str, Any]:

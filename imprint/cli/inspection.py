@@ -1,6 +1,7 @@
 """Describes a store, or a recording, in plain values, for `imprint inspect` and for programs."""
 
 import math
+from collections import Counter
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -26,9 +27,13 @@ def inspect_store(store: Store) -> dict[str, Any]:
         "sources": len(store),
         "n": store.n,
         "largest_sources": [
-            {"id": store.source_ids[i], "name": store.source_names[i], "size": store.source_sizes[i]}
+            {
+                **{"id": store.source_ids[i], "name": store.source_names[i], "size": store.source_sizes[i]},
+                **(asdict(store.about[i]) if store.about else {}),
+            }
             for i in sorted(range(len(store)), key=lambda index: -store.source_sizes[index])[:8]
         ],
+        **describe_ownership(store),
         "parameters": sum(math.prod(p.shape) for p in manifest.request.displaced.values()),
         "dtype": manifest.dtype,
         "bytes": store.bytes,
@@ -46,6 +51,18 @@ def inspect_store(store: Store) -> dict[str, Any]:
         "versions": manifest.versions,
         "created": manifest.created,
     }
+
+
+def describe_ownership(store: Store) -> dict[str, Any]:
+    """Return how many sources are described, how many each owner and each licence has, and when that was changed."""
+    changes = [{"time": each.time, "sources": len(each.before)} for each in store.description.changes]
+    counts = {
+        name: dict(Counter(text for about in store.about if (text := getattr(about, field))).most_common())
+        for name, field in (("owners", "owner"), ("licences", "licence"))
+    }
+    every = {identity: asdict(about) for identity, about in store.description.about.items()}
+    about = {"described": len(every), "about": every, "descriptions_changed": changes}
+    return {"sources": len(store), **counts, **about}
 
 
 def _bytes_per_source(store: Store) -> int:

@@ -21,6 +21,7 @@ from typing import Any
 from torch.utils.data import DataLoader
 
 from imprint.benchmarking.settings.catalogue import SETTINGS, BuiltIn, load_setting
+from imprint.cli.describing import read_descriptions
 from imprint.cli.experiment import PER_EXAMPLE, Experiment, is_checkpoint, split_run
 from imprint.data import Data, as_tensors, is_columns, length_of
 from imprint.display import suggest_names
@@ -33,6 +34,7 @@ from imprint.sources import Sources
 from imprint.store.request import DTYPES
 from imprint.task import Task
 
+_SOURCES_WANTED = "the sources (or per-example)"
 _TYPE_NAMES = {"task": "an imprint.Task", "sources": "an imprint.Sources", "plan": "an imprint.Plan"}
 
 
@@ -93,15 +95,14 @@ class Objects:
 
     @cached_property
     def sources(self) -> Sources:
-        if self.experiment.sources == PER_EXAMPLE:
-            return Sources.per_example(length_of(self.data))
-        sources = self._require("sources", "the sources (or per-example)")
+        each = self.experiment.sources == PER_EXAMPLE
+        sources = Sources.per_example(length_of(self.data)) if each else self._require("sources", _SOURCES_WANTED)
         if not isinstance(sources, Sources):
             raise ConfigurationError(
                 f"{self.experiment.sources or 'sources'} is a {type(sources).__name__}, not an imprint.Sources: "
                 "Sources.by_label takes one label for each training example."
             )
-        return sources
+        return sources.describe(read_descriptions(self.experiment.about)) if self.experiment.about else sources
 
     @property
     def collate_fn(self) -> Any:

@@ -68,6 +68,7 @@ def render_store(values: dict[str, Any]) -> RenderableType:
             ("validation", values["validation"].get("summary", "not validated: see `imprint validate`")),
             ("sources", f"{values['sources']:,} of {values['n']:,} training examples"),
             ("largest", ", ".join(_name_largest(values["largest_sources"]))),
+            *([("described", render_ownership(values))] if values["described"] else []),
             ("imprints", _describe_imprints(values)),
             ("plan", _describe_plan(values)),
             ("readouts", ", ".join(values["readouts"])),
@@ -83,6 +84,16 @@ def render_store(values: dict[str, Any]) -> RenderableType:
             label = _CURVATURES.get(measured, name) if name == "curvature" else name
             table.add_row(label, *map(cell, cells))
     return Group(head, table, *_render_warnings(values["warnings"]))
+
+
+def render_ownership(values: dict[str, Any]) -> str:
+    """Say in one line what `describe_ownership` returns."""
+    parts = [f"{values['described']:,} of {values['sources']:,}"]
+    for name in ("owners", "licences"):
+        counted = [f"{shorten(text)} ({count:,})" for text, count in values[name].items()]
+        parts += [f"{name}: {name_some(counted, 5)}"] if counted else []
+    parts += [f"last changed {change['time']}" for change in values["descriptions_changed"][-1:]]
+    return "; ".join(parts)
 
 
 def render_recording(values: dict[str, Any]) -> RenderableType:
@@ -258,9 +269,11 @@ def render_comparison(found: "Comparison") -> RenderableType:
 
 
 def _render_mean(credits: list[Credit], title: str = "effect of removal, mean over queries") -> Table:
-    table = Table("source", title, *_error_columns(credits))
+    known = [name for name in ("owner", "licence") if any(getattr(credit, name) for credit in credits)]
+    table = Table("source", title, *_error_columns(credits), *known)
     for credit in credits:
-        table.add_row(cell(credit.name), *_effect_cells(credit))
+        about = [cell(shorten(getattr(credit, name))) for name in known]
+        table.add_row(cell(credit.name), *_effect_cells(credit), *about)
     return table
 
 

@@ -180,9 +180,9 @@ class LanguageTask(Task):
         ids, weights = self._read(batch)
         if not self._contracts or SEGMENTS in batch:
             return -_weighted_loss(self._logits_before(model, batch), batch)
-        first, last = _counted(weights)
+        first, last = _counted(weights)  # what comes after the last changes nothing before it
         with self._precision():
-            hidden, head = _hidden(model, ids)[:, first - 1 : last - 1], causal(model).get_output_embeddings()
+            hidden, head = _hidden(model, ids[:, :last])[:, first - 1 : -1], causal(model).get_output_embeddings()
             return log_likelihoods(hidden, head.weight, head.bias, ids[:, first:last], weights[:, first:last])
 
     def token_log_probs(self, model: nn.Module, batch: Batch) -> Tensor:
@@ -192,10 +192,10 @@ class LanguageTask(Task):
         targets = ids[:, first:last]
         with self._precision():
             if self._contracts:
-                hidden, head = _hidden(model, ids)[:, first - 1 : last - 1], causal(model).get_output_embeddings()
+                hidden, head = _hidden(model, ids[:, :last])[:, first - 1 : -1], causal(model).get_output_embeddings()
                 each = token_log_probs(hidden, head.weight, head.bias, targets)
             else:
-                logits = in_full_precision(_logits(model, ids)[:, first - 1 : last - 1])
+                logits = in_full_precision(_logits(model, ids[:, :last])[:, first - 1 : -1])
                 each = of_targets(logits.log_softmax(-1), targets)
         return F.pad(each, (first, ids.shape[1] - last))
 

@@ -191,6 +191,7 @@ def token_scores(
         question=store.question,
         removes=store.removes,
         validation=find_verdict(store, task.measure_name),
+        source_about=store.about,
     )
     texts = _texts(tokenizer, columns["input_ids"][0].tolist())
     return TokenAttribution(labels, "".join(texts[:-count]), tuple(texts[-count:]), scores, noise, replicates)

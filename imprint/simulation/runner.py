@@ -28,6 +28,7 @@ from imprint.simulation.work import Work, count_units
 from imprint.sources import Sources
 from imprint.store.checkpoint import Checkpoint
 from imprint.store.comparison import compare_training_data, difference
+from imprint.store.describing import describe_new
 from imprint.store.fingerprint import how_hashed, partly_hashed
 from imprint.store.manifest import LONGEST, MANIFEST, Cost, Execution, Manifest
 from imprint.store.reading import Store
@@ -147,12 +148,22 @@ def simulate_into(
         if batch_size is None:
             fit_batches(inputs, memory, engines.get(inputs.plan).rows_per_source(inputs.plan))
         request = inputs.request()
+<<<<<<< HEAD
         workspace = open_workspace(request, inputs)
         if workspace.finished is not None:
             return workspace.finished, inputs
         with _resumable(workspace):
             manifest = _fill(inputs, workspace, request, repeat, memory, note, progress)
             return workspace.finish(manifest), inputs
+=======
+        writer = Writer(out, request, inputs.seen, check_choices)
+        store = writer.finished or _fill(inputs, writer, request, repeat, memory, note, progress)
+    describe_new(store, sources.about)
+    store.origin = {"task": task, "data": data, "sources": sources, "run": recorded, "collate_fn": collate_fn}
+    if validate is not None:
+        _validators[-1](store, validate, record=record, memory=memory, progress=progress)
+    return store
+>>>>>>> main
 
 
 _validators: list[Callable[..., object]] = []

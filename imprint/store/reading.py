@@ -7,22 +7,27 @@ store. Everything after the simulation reads it through `Store`.
 import hashlib
 import os
 from bisect import bisect_right
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from imprint.about import About
 from imprint.errors import StoreError
 from imprint.keys import PublicKey
 from imprint.plan import Question
 from imprint.store.checkpoint import Checkpoint, File
 from imprint.store.compatibility import Compatibility
+<<<<<<< HEAD
 from imprint.store.folder import PARTS
+=======
+from imprint.store.describing import read_description, write_description
+>>>>>>> main
 from imprint.store.layouts import base_layout, basis_layout, imprints_layout, noise_layout
 from imprint.store.manifest import JOURNAL, LONGEST, MANIFEST, Manifest
 from imprint.store.opening import Files
-from imprint.store.signing import check_signature
+from imprint.store.signing import check_signature, warn_unsigned
 from imprint.store.values import read_hashed
 from imprint.task import Functional, Parameters, Task
 from imprint.tensors.rows import Rows
@@ -37,6 +42,7 @@ class Store:
 
     signed_by: a public key, or its file: a store that its owner has not signed as it is (`imprint sign`) is refused.
     origin: what `simulate` made it from (task, data, sources, run), in the process that did; empty where it was opened.
+    description: what is known of its sources, and what was known of them before; `about` has it in their order.
     """
 
     def __init__(self, path: str | os.PathLike[str], *, signed_by: PublicKey | None = None) -> None:
@@ -68,6 +74,7 @@ class Store:
         self._files = Files(self.path)
         self._compatibility = Compatibility(self.manifest, self._files)
         self._read_sources()
+        self._read_description()
 
     @classmethod
     def of(cls, store: "Store | str | os.PathLike[str]") -> "Store":
@@ -107,6 +114,23 @@ class Store:
         """The checksum of the models that scores are read from: of the base of each checkpoint that counts."""
         bases = [checkpoint.base.sha256 for checkpoint in self.checkpoints if checkpoint.base is not None]
         return hashlib.sha256("".join(bases).encode()).hexdigest()
+
+    @property
+    def about(self) -> tuple[About, ...]:
+        """What is known of the sources, in their order: owner, licence, address. Empty where no source is described."""
+        return self._about
+
+    def describe(self, about: "Mapping[str, About | Mapping[str, str]]") -> None:
+        """Set the owner, licence and address of some sources, by their ids or by names that only one has.
+
+        An empty description removes what was known, and sources that are not named keep theirs. Imprints, validation
+        and the checksum of the store stay as they are. A signature covers descriptions: sign the store again.
+        """
+        changed = write_description(self.path, self.source_ids, self.source_names, about)
+        self.signed = None if changed else self.signed
+        self._read_description()
+        if changed:
+            warn_unsigned(self.path)
 
     @property
     def warnings(self) -> tuple[str, ...]:
@@ -185,6 +209,7 @@ class Store:
         self._files.forget()
         for file in self.manifest.files():
             self._files.check(file)
+        read_description(self.path, self.source_ids)
         for index, checkpoint in enumerate(self.checkpoints):
             if checkpoint.base is not None:
                 self._files.check_layout(checkpoint.base, base_layout(self.manifest))
@@ -217,6 +242,13 @@ class Store:
                     table.fail(f"it has {len(ids)} sources, but {files[-1].path} ends with row {rows[1] - 1}")
         self.source_ids, self.source_names, self.source_sizes = ids, names, sizes
         self._files.sources = list(zip(ids, names, strict=True))
+
+    def _read_description(self) -> None:
+        """Read what is known of the sources, as it was signed if the store was opened with a key."""
+        self.description, self.description_sha256 = read_description(self.path, self.source_ids)
+        self._about = self.description.of(self.source_ids)
+        if self.signed is not None:
+            self.signed.check_description(self.path, self.description_sha256)
 
     @property
     def _dtypes(self) -> dict[str, torch.dtype]:

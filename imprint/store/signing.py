@@ -2,12 +2,14 @@
 
 The checksums in a store show damage, not tampering: whoever may write to its folder can swap two source ids and seal
 the manifest again, and every later payment goes to the wrong publisher. A signature covers the manifest, which has the
-checksums of all files, and the validation. It is checked when a store is opened with the public key.
+checksums of all files, the validation, and what is known of the sources, such as their owners. It is checked when a
+store is opened with the public key.
 """
 
 import base64
 import binascii
 import json
+import logging
 import os
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -16,6 +18,7 @@ from typing import TYPE_CHECKING
 
 from imprint.errors import StoreError
 from imprint.keys import PrivateKey, PublicKey, identify_key, is_signed, load_private_key, load_public_key
+from imprint.store.describing import ABOUT
 from imprint.store.files import refuse_unreadable, sha256, write
 from imprint.store.manifest import MANIFEST
 from imprint.store.values import parsed, read_json
@@ -23,6 +26,7 @@ from imprint.store.values import parsed, read_json
 if TYPE_CHECKING:
     from imprint.store.reading import Store
 
+logger = logging.getLogger(__name__)
 SIGNATURE = "signature.json"
 _VALIDATION = "validation.json"  # of `imprint.validation`, which lies above this package
 _KIND = "imprint store"
@@ -32,31 +36,41 @@ _AGAIN = "If you changed it, sign it again."
 
 @dataclass(frozen=True)
 class Signed:
-    """What the owner of a key has signed: the checksums of a store, and of its validation if it has one."""
+    """What the owner of a key has signed: the checksums of a store, its validation and its descriptions, if any."""
 
     key: str
     store: str
     validation: str | None
+    description: str | None = None
 
     def check_validation(self, folder: Path, digest: str | None) -> None:
         """Refuse a validation, by its checksum, that was changed or added or removed after the store was signed."""
         if digest != self.validation:
             raise StoreError(f"{folder}: its validation was changed after it was signed. {_AGAIN}")
 
+    def check_description(self, folder: Path, digest: str | None) -> None:
+        """Refuse descriptions of sources, by their checksum, that were changed or added after the store was signed."""
+        if digest != self.description:
+            raise StoreError(
+                f"{folder}: what it says of its sources ({ABOUT}: owners, licences, addresses) was changed after it "
+                f"was signed. {_AGAIN}"
+            )
+
 
 def sign_store(store: "Store", key: PrivateKey) -> Path:
     """Sign a store with a private key, as it was opened; return the file of the signature.
 
-    Sign it again after it was validated: the signature covers the validation.
+    Sign it again after it was validated, or its sources were described: the signature covers both.
     """
     store.verify()
     signer, place = load_private_key(key), store.path
-    if _hash(place / MANIFEST) != store.sha256:
+    if _hash(place / MANIFEST) != store.sha256 or _hash(place / ABOUT) != store.description_sha256:
         raise StoreError(f"{place} was changed since it was opened: open it again, and look at it before you sign it.")
     about = {
         "kind": _KIND,
         "store": store.sha256,
         "validation": _hash(place / _VALIDATION),
+        "description": store.description_sha256,
         "time": datetime.now(UTC).isoformat(timespec="seconds"),
         "key": identify_key(signer.public_key()),
     }
@@ -86,12 +100,19 @@ def check_signature(folder: Path, store: str, signer: PublicKey) -> Signed:
     about = parsed(content.encode(), file).mapping()
     if "kind" not in about or about["kind"].content != _KIND:
         raise StoreError(f"{file} is the signature of something else than a store.")
-    validation = about["validation"].content
-    found = Signed(identify_key(key), about["store"].text(), None if validation is None else str(validation))
+    beside = [about[name].content if name in about else None for name in ("validation", "description")]
+    validation, description = (None if each is None else str(each) for each in beside)
+    found = Signed(identify_key(key), about["store"].text(), validation, description)
     if store != found.store:
         raise StoreError(f"{folder}: the store was changed after it was signed. {_AGAIN}")
     found.check_validation(folder, _hash(folder / _VALIDATION))
     return found
+
+
+def warn_unsigned(folder: Path) -> None:
+    """Say that the signature of a store does not cover what has just been changed in it, if it has one."""
+    if (folder / SIGNATURE).exists():
+        logger.warning("%s was signed before its sources were described: sign it again (`imprint sign`)", folder)
 
 
 def _hash(file: Path) -> str | None:

@@ -259,3 +259,11 @@ def test_a_lower_bound_is_called_one() -> None:
 
     assert describe_replicates(repeated(over="checkpoints").replicates) == LOWER
     assert describe_replicates(repeated().replicates) == OVER_RUNS
+
+
+def test_files_of_schema_4_know_no_owners_and_everything_else(tmp_path: Path) -> None:
+    loaded = Attribution.load(FILES / "schema-4.safetensors")
+    assert loaded.labels.source_about == () and loaded.labels.source_ids == ("ann", "bob", "cid")
+    assert loaded.standard_error is not None and loaded.details == {}
+    loaded.save(tmp_path / "again.safetensors")
+    assert Attribution.load(tmp_path / "again.safetensors").labels == loaded.labels

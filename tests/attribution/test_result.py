@@ -91,6 +91,7 @@ def test_labels_are_those_of_task_and_store() -> None:
         "model": hashlib.sha256(_sha256(store.path / "checkpoint-000" / "base.safetensors").encode()).hexdigest(),
         "data": of_data(Data(data, device=torch.device("cpu"))),
         "sources": of_sources(sources),
+        "plan": Plan(steps=2, lr=0.1).to_json(),
         "parameters": describe(task),
         "queries": of_batches([(3, queries)]),
         "measures": probe_measures(task, [(3, queries)]),
@@ -119,7 +120,7 @@ def test_top_by_magnitude_raises_and_lowers() -> None:
 
 def test_a_credit_has_the_source_its_score_and_its_effect() -> None:
     (credit, *_) = _attribution().top(1)[0]
-    assert tuple(credit) == (0, "bob", "Bob <b>", -6.0, 0.6, "expected", None, False, None)
+    assert tuple(credit) == (0, "bob", "Bob <b>", -6.0, 0.6, "expected", None, False, None, "", "", "")
     assert (credit.query, credit.source, credit.name) == (0, "bob", "Bob <b>")
     assert credit.removal_effect == -credit.score / 10
 

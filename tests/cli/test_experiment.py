@@ -113,7 +113,7 @@ def test_a_file_is_read_with_its_paths_relative_to_it(tmp_path: Path) -> None:
     ("text", "words"),
     [
         ('tasks = "model.py:task"', "has an unknown setting 'tasks'; did you mean task?"),
-        ("xyz = 1", "has an unknown setting 'xyz'; known names: batch_size, checkpoints"),
+        ("xyz = 1", "has an unknown setting 'xyz'; known names: about, batch_size, checkpoints"),
         ("task = 3", "task must be a string, got 3"),
         ("batch_size = true", "batch_size must be a whole number, got True"),
         ("batch_size = 1.5", "batch_size must be a whole number, got 1.5"),

@@ -73,6 +73,19 @@ FORGERIES: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
     "an unknown label": (lambda v: v["labels"].update(evil=1), "unknown field 'evil'"),
     "a label less": (lambda v: v["labels"].pop("measure"), "measure is missing"),
     "another schema": (lambda v: v.update(schema=99), "upgrade imprint"),
+    "an address that is a script": (
+        lambda v: v["labels"].update(source_about=[{"url": "javascript:alert(1)"}, {}]),
+        r"source_about\[0\] cannot be used: a source's url must begin with http",
+    ),
+    "an owner too many": (
+        lambda v: v["labels"].update(source_about=[{}] * 3),
+        r"labels\.source_about and .* equally many",
+    ),
+    "an owner that is a list": (lambda v: v["labels"].update(source_about=[{"owner": []}, {}]), "valid Unicode string"),
+    "a plan that is none": (
+        lambda v: v["labels"].update(fingerprints={"plan": 5}),
+        r"fingerprints\['plan'\] must be an object",
+    ),
     "parameters that are none": (lambda v: v["labels"].update(fingerprints={"parameters": {"w": 1}}), "an object"),
 }
 

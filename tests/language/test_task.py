@@ -107,6 +107,18 @@ def test_a_query_is_measured_by_the_log_likelihood_of_its_completion() -> None:
     assert (language.measure_name, language.better) == ("log-likelihood", "higher")
 
 
+def test_padding_of_queries_costs_nothing() -> None:
+    language, widths = task(gpt2()), list[int]()
+    embedding = language.replica.get_submodule("transformer.wte")
+    embedding.register_forward_hook(lambda _, given, out: widths.append(out.shape[1]))
+    functional, theta = language.at(language.state())
+    columns = widened(queries(), 9)
+    with torch.no_grad(), language.evaluating():
+        functional.measures(theta, columns, 3)
+        language.token_log_probs(language.replica, columns)
+    assert set(widths) == {queries()["weights"].shape[1]}
+
+
 @pytest.mark.parametrize(
     ("kind", "engine", "tolerance"),
     [("gpt2", "tangent", 1e-11), ("gpt2", "trajectories", 1e-11), ("llama", "tangent", 1e-5)],

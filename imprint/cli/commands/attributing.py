@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 import imprint
+from imprint.attribution.top import list_columns, tabulate
 from imprint.cli.asking import CompletionTexts, PromptTexts, ask, check_texts, find_tokenizer
 from imprint.cli.commands.options import (
     AsJson,
@@ -193,9 +194,10 @@ def _write_scores(result: imprint.Attribution, labels: Sequence[str], out: Path)
     def write_rows(path: Path) -> None:
         with path.open("w", newline="", encoding="utf-8") as file:
             writer = csv.writer(file)
-            writer.writerow([*imprint.Credit._fields, *["query_label"] * bool(labels)])
+            writer.writerow([*list_columns(result.labels), *["query_label"] * bool(labels)])
             for query, credits in enumerate(result.top(result.scores.shape[1])):
                 label = [for_csv(labels[query])] if labels else []
-                writer.writerows([*map(for_csv, credit), *label] for credit in credits)
+                rows = (tabulate(credit, result.labels).values() for credit in credits)
+                writer.writerows([*map(for_csv, row), *label] for row in rows)
 
     write(out, write_rows)

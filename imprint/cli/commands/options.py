@@ -144,4 +144,14 @@ SignedBy = Annotated[
     ),
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print the result as JSON.")]
+AboutFiles = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--about",
+        metavar="[SOURCE=]FILE",
+        help="Whose each source is, its licence and address: a `.csv` or `.json` table with the columns source, owner, "
+        "licence and url, or a Croissant file, which describes one source (repeat the option for several). "
+        "`SOURCE=FILE` where the dataset of a Croissant file has another name than the source.",
+    ),
+]
 StorePath = Annotated[Path, typer.Argument(help="The store's folder.")]

@@ -1,4 +1,4 @@
-"""Implements `imprint check`, `simulate`, `attribute` and `inspect`: making stores and reading them."""
+"""Implements `imprint check`, `simulate`, `inspect` and `describe`: making stores and reading them."""
 
 import os
 import re
@@ -16,6 +16,7 @@ import typer
 import imprint
 from imprint.cli.commands.merging import show_part
 from imprint.cli.commands.options import (
+    AboutFiles,
     AsJson,
     BatchSize,
     CheckpointStrings,
@@ -39,8 +40,9 @@ from imprint.cli.commands.options import (
 )
 from imprint.cli.commands.repeating import format_command, merge_with_store
 from imprint.cli.comparison import render_ways
+from imprint.cli.describing import read_descriptions
 from imprint.cli.experiment import NOTE, Experiment, parse_plan
-from imprint.cli.inspection import inspect_recording, inspect_store
+from imprint.cli.inspection import describe_ownership, inspect_recording, inspect_store
 from imprint.cli.loading import Objects
 from imprint.cli.terminal import (
     console,
@@ -48,6 +50,7 @@ from imprint.cli.terminal import (
     escape_markup,
     redirect_prints,
     render_check,
+    render_ownership,
     render_recording,
     render_store,
     show_progress,
@@ -74,6 +77,7 @@ def _read_experiment(context: typer.Context) -> Experiment:
         collate_fn=given["collate"],
         checkpoints=tuple(given["checkpoint"] or ()),
         plan=parse_plan(given["plan"] or []),
+        about=tuple(given.get("about") or ()),
     )
     return experiment.override_file(given["config"] and Path(given["config"]))
 
@@ -152,6 +156,7 @@ def simulate(
     memory: MemoryText = None,
     hash_data: HashDataName = None,
     device: DeviceName = None,
+    about: AboutFiles = None,
     config: ConfigPath = None,
     manifest: Annotated[
         Path | None,
@@ -181,6 +186,8 @@ def simulate(
     - `imprint simulate digits --out runs/digits`, for a built-in setting, whose model is trained first
 
     - `imprint simulate my_model.py:task --run runs/train --out runs/news`, to repeat a recorded run without each source
+
+    - `imprint simulate my_model.py:task --about owners.csv --out runs/news`, to keep whose each source is
 
     - `imprint simulate --config news.toml`
 
@@ -292,3 +299,33 @@ def inspect(store: StorePath, signed_by: SignedBy = None, json: AsJson = False) 
         typer.echo(dumps(values))
     else:
         console.print(render_recording(values) if recorded else render_store(values))
+
+
+def describe(
+    store: StorePath,
+    files: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="[SOURCE=]FILE...",
+            help="Tables (`.csv`, `.json`) with the columns source, owner, licence and url, or Croissant files, which "
+            "describe one source each. `SOURCE=FILE` where the dataset has another name than the source.",
+        ),
+    ],
+    signed_by: SignedBy = None,
+    json: AsJson = False,
+) -> None:
+    """Say whose the sources of a store are: owner, licence and address.
+
+    Sources are named by their ids, or by names that only one has. Those in no file keep what is known of them, and an
+    empty row removes it. The store keeps what was known before. Imprints, validation and logs stay as they are, but a
+    signature covers descriptions: sign the store again.
+
+    For example: `imprint describe runs/news owners.csv`, or `imprint describe runs/news times=croissant.json`
+    """
+    opened = imprint.Store(store, signed_by=signed_by)
+    opened.describe(read_descriptions(files))
+    values = describe_ownership(opened)
+    if json:
+        typer.echo(dumps({"path": str(opened.path), **values}))
+    else:
+        console.print(f"{escape_markup(opened.path)}: {escape_markup(render_ownership(values))}", soft_wrap=True)

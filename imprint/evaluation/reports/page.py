@@ -159,6 +159,7 @@ def render(findings: Findings, shown: Illustrations, store: Store | None, most: 
         is_nan=math.isnan,
         errors=describe_error(labels),
         indistinguishable=INDISTINGUISHABLE[labels.question],
+        known=[name for name in ("owner", "licence") if any(getattr(each, name) for each in labels.source_about)],
     )
     return page
 

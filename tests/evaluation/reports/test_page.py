@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from imprint import DataError, MissingExtra, Sources, StoreError
+from imprint import About, DataError, MissingExtra, Sources, StoreError
 from imprint.evaluation import Illustrations, Preface, evaluate, list_effects, write_report
 from imprint.evaluation.subsets import Subsets
 from imprint.evaluation.truth import Truth
@@ -95,6 +95,21 @@ def test_the_page_loads_nothing_and_runs_nothing(tmp_path: Path, subsets: Subset
     assert "default-src 'none'" in page.source
     assert "prefers-color-scheme: dark" in page.source
     assert "width=device-width" in page.source
+
+
+def test_owners_are_shown_and_only_addresses_of_the_web_are_linked(tmp_path: Path) -> None:
+    result, truth = compared(SINGLES)
+    about = [About("Ann & co", "https://x.example/?a&b", "https://ann.example"), About("<b>", "javascript:x"), About()]
+    described = replace(result, labels=replace(result.labels, source_about=(*about, *about[2:] * 2)))
+    page, plain = reported(tmp_path, described, truth), reported(tmp_path, result, truth)
+    rows = page.table("source")
+    assert rows["times"][-3:-1] == ["Ann & co", "https://x.example/?a&b"] and rows["post"][-3:-1] == [
+        "<b>",
+        "javascript:x",
+    ]
+    assert page.addresses == {"#plot", "https://ann.example", "https://x.example/?a&b"}
+    assert all(link["rel"] == "noopener noreferrer nofollow" for link in page.named("a"))
+    assert "owner" not in plain.text and len(plain.table("source")["times"]) == len(rows["times"]) - 2
 
 
 HOSTILE = "<script>alert(1)</script>\"'\x1b[2J"

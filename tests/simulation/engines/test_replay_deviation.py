@@ -80,6 +80,23 @@ def test_weights_that_were_averaged_a_little_after_training_are_refused() -> Non
         replay(training, replace(run, states={**run.states, len(run.steps): averaged}))
 
 
+def test_a_loss_that_rounds_otherwise_than_the_tasks_is_named_where_losses_differ_by_as_much() -> None:
+    training = small()
+    end, run = training.run()
+    averaged = {name: 0.9 * tensor + 0.1 * run.state(0)[name] for name, tensor in end.items()}
+    for share, named in ((3e-5, True), (0.0, False)):
+
+        def rounded(model: nn.Module, batch: Any, share: float = share) -> Tensor:
+            return cross_entropy(model, batch) + share
+
+        model, states = copy.deepcopy(training.model), {**run.states, len(run.steps): averaged}
+        model.load_state_dict(averaged)
+        task, averaged_run = Task(model, loss=rounded), replace(run, states=states)
+        with pytest.raises(SimulationError, match="The steps agree with the recording") as refused:
+            simulate(task, training.data, SOURCES, run=averaged_run, progress=False)
+        assert ("train with task.loss" in str(refused.value)) == named
+
+
 @dataclass
 class Recorded:
     """A run under bfloat16 autocast, recorded."""

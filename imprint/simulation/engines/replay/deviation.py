@@ -16,7 +16,11 @@ from imprint.simulation.engines.replay.unperturbed import Unperturbed
 MATERIAL = 0.01  # of a removal's effect: by so much a replay may miss the recorded end without a word
 _EXPLAINED = 3.0  # times what a perturbed start does: more is no rounding, not even where it has grown to its limit
 _HALF = 20.0  # the same where training computed in half precision, whose rounding is as large as that perturbation
+<<<<<<< HEAD
 PRECISION, _PARTING, _CAUSES = "precision", "parting", "causes"  # remarks of the engine on a replay
+=======
+_ROUNDED = 2e-5  # relative difference of losses: more is not the rounding of one and the same sum in float32
+>>>>>>> main
 _ARRIVED = 1e-3  # of the distance the run travelled: an end that is missed by less is reached
 
 
@@ -65,7 +69,14 @@ def refuse_unexplained(found: Deviation, unperturbed: Unperturbed, repetition: R
 
 def _list_causes(agreement: Agreement) -> str:
     if agreement.parting is None:
-        return "weights that were averaged, restored or changed after the last recorded step."
+        otherwise = (
+            "a loss that training computed in another way than the task does, such as a cross-entropy along another "
+            "dimension, which rounds differently where the vocabulary is large (train with task.loss), or for "
+        )
+        return (
+            f"{otherwise * (agreement.worst > _ROUNDED)}weights that were averaged, restored or changed after the last "
+            "recorded step."
+        )
     return (
         "what changed during training and is not in the recording: a weight of the loss that was annealed, a teacher "
         "or averaged weights that the loss uses, gradients that hooks or callbacks changed, or data that changed."

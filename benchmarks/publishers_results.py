@@ -1,0 +1,281 @@
+"""Scores of every method, and how well they predict real removals: the tables of benchmarks/publishers.py.
+
+A rival comes in variants: checkpoints, dampings, ways to join passages. The variant is chosen on sets of presidents
+that are not compared on; for *expected*, where there are no such sets, on the ground truth itself, which favours the
+rival.
+"""
+
+import json
+import shutil
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from publishers_case import Case
+from safetensors.torch import load_file
+from torch import Tensor
+
+from imprint.benchmarking.example_gradients import multiply_gradients, sum_by_source
+from imprint.benchmarking.settings import minilm
+from imprint.evaluation import Truth
+from imprint.evaluation.lexical import bm25, characters, size_only, tf_idf
+from imprint.evaluation.similarity import source_similarity
+from imprint.statistics import Array, ceiling, centre, correlations, ranks
+from imprint.store.files import write, write_tensors
+
+DAMPINGS = (0.01, 0.1, 1.0, 10.0)
+RESAMPLES = 300
+EXACT = "replayed removals"
+
+
+@dataclass
+class Results:
+    """Figures as JSON, and the scores of each method, (queries, sources), in the folder of a case."""
+
+    folder: Path
+    found: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if self._figures.is_file():
+            self.found = json.loads(self._figures.read_text())
+
+    @property
+    def _figures(self) -> Path:
+        return self.folder / "results.json"
+
+    @contextmanager
+    def timed(self, what: str) -> Iterator[None]:
+        """Keep how many seconds something took."""
+        begin = time.monotonic()
+        yield
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        seconds = round(time.monotonic() - begin, 1)
+        self.found.setdefault("seconds", {})[what] = seconds
+        print(f"{what}: {seconds:.1f} s", flush=True)
+        self.keep()
+
+    def keep(self, **figures: Any) -> None:
+        """Keep figures."""
+        self.found.update(figures)
+        write(self._figures, lambda path: path.write_text(json.dumps(self.found, indent=1)))
+
+    @property
+    def scores(self) -> dict[str, Tensor]:
+        """The scores of each method, or of each variant as "method | variant"."""
+        place = self.folder / "scores.safetensors"
+        return load_file(place) if place.is_file() else {}
+
+    def add_scores(self, scores: Mapping[str, Tensor]) -> None:
+        """Keep scores beside those that are there."""
+        found = {name: each.detach().double().cpu().contiguous() for name, each in scores.items()}
+        write_tensors(self.folder / "scores.safetensors", {**self.scores, **found})
+
+
+def score_rivals(case: Case, results: Results) -> None:
+    """Score by words, by embeddings, by size, and by gradients at every checkpoint."""
+    members = case.sources.members
+    texts = [" ".join(case.documents.texts[index] for index in each.tolist()) for each in members]
+    asked, five = case.queries.texts, characters(5)
+    with results.timed("words"):
+        results.add_scores(
+            {
+                "BM25 | words": bm25(asked, texts),
+                "BM25 | 5 characters": bm25(asked, texts, five),
+                "TF-IDF | words": tf_idf(asked, texts),
+                "TF-IDF | 5 characters": tf_idf(asked, texts, five),
+                "size": size_only(asked, texts),
+            }
+        )
+    tuned, run = case.recorded()
+    kept: list[dict[str, Tensor]] = []
+    for step in run.checkpoints[1:]:
+        with results.timed(f"gradients at step {step}"):
+            found = multiply_gradients(tuned, run.state(step), case.documents.columns, case.queries.columns)
+            each = {"gradient product": found.dot, "gradient cosine": found.cosine}
+            each |= {f"TRAK, damping {damping:g}": found.trak(damping) for damping in DAMPINGS}
+            kept.append({name: sum_by_source(scores, members).double().cpu() for name, scores in each.items()})
+    results.add_scores(
+        {
+            **_name_variants(run.checkpoints[1:], kept),
+            **_name_variants(["all checkpoints"], [{name: sum(each[name] for each in kept) for name in kept[0]}]),  # type: ignore[misc]
+        }
+    )
+
+
+def score_embeddings(case: Case, results: Results) -> None:
+    """Score by the similarity of embeddings."""
+    with results.timed("embeddings"):
+        embed = minilm.load()
+        asked, passages = embed(case.queries.texts), embed(case.documents.texts)
+        results.add_scores(
+            {
+                "embeddings | mean": source_similarity(asked, passages, case.owners, "mean"),
+                "embeddings | nearest": source_similarity(asked, passages, case.owners, "max"),
+            }
+        )
+
+
+def score_ekfac(case: Case, results: Results) -> None:
+    """Score by EK-FAC influence functions at an early, a middling and the last checkpoint, with several dampings."""
+    from rivals_ekfac import EkFac
+
+    _, run = case.recorded()
+    for step in run.checkpoints[1::2] if len(run.checkpoints) > 3 else run.checkpoints[1:]:
+        model = case.wrap(0).eval()
+        model.load_state_dict(run.state(step), strict=False)
+        with results.timed(f"EK-FAC at step {step}"):
+            folder = case.folder / "ekfac"
+            factors = EkFac(model, case.documents.columns, folder=folder, device=case.device, batch=32)
+            for damping in DAMPINGS[:3]:
+                scores = factors.score(case.queries.columns, damping * factors.mean_eigenvalue)
+                name = f"EK-FAC | step {step}, damping {damping:g}"
+                results.add_scores({name: sum_by_source(scores.cpu(), case.sources.members)})
+            shutil.rmtree(folder)
+
+
+def _name_variants(steps: Any, kept: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+    named = {}
+    for step, scores in zip(steps, kept, strict=True):
+        where = f"step {step}" if isinstance(step, int) else step
+        for name, each in scores.items():
+            method, _, damping = name.partition(", ")
+            named[f"{method} | {where}{', ' * bool(damping)}{damping}"] = each
+    return named
+
+
+class Sets:
+    """Rank correlations of predicted with real effects of leaving out sets, per query; with 95% intervals.
+
+    Intervals resample queries and sets together: what a set does to all queries alike is one draw, not one per query.
+    """
+
+    def __init__(self, removed: Tensor, actual: Array, n: int) -> None:
+        """removed: (sets, sources), true where a set lacks a source. actual: effects, (runs, queries, sets)."""
+        self.removed, self.actual, self.n = removed.double(), actual, n
+        draw, (_, queries, sets) = np.random.default_rng(0), actual.shape
+        self.chosen = (
+            []
+            if not sets
+            else [(draw.integers(0, queries, queries), draw.integers(0, sets, sets)) for _ in range(RESAMPLES)]
+        )
+
+    @property
+    def ceiling(self) -> float:
+        """What a perfect predictor would reach, from the agreement of runs; NaN with one run."""
+        return ceiling(ranks(self.actual))
+
+    def correlate(self, scores: Tensor) -> dict[str, float]:
+        """Return the mean rank correlation with its interval, and the slope of real on predicted effects."""
+        predicted, truth = (-(scores @ self.removed.T) / self.n).numpy(), self.actual.mean(0)
+        value = _mean_correlation(predicted, truth)
+        resampled = [_mean_correlation(predicted[np.ix_(*each)], truth[np.ix_(*each)]) for each in self.chosen]
+        low, high = np.nanquantile(resampled, [0.025, 0.975])
+        away, rises = centre(predicted), centre(truth)
+        slope = float((away * rises).sum() / max(np.square(away).sum(), 1e-300))
+        return {"value": value, "low": float(low), "high": float(high), "slope": slope}
+
+
+def _mean_correlation(predicted: Array, truth: Array) -> float:
+    found = correlations(ranks(predicted), ranks(truth))
+    return float(np.nanmean(found)) if np.isfinite(found).any() else float("nan")
+
+
+def evaluate_methods(case: Case, results: Results) -> None:
+    """Compare every method with the ground truth that is there, and print tables."""
+    scores = results.scores
+    if (case.folder / "sets" / "truth.json").is_file():
+        results.keep(this_run=_compare_this_run(case, Truth.load(case.folder / "sets"), scores))
+        _show("this run: rank correlation over sets, per query", results.found["this_run"])
+    if (case.folder / "expected" / "truth.json").is_file():
+        results.keep(expected=_compare_expected(case, Truth.load(case.folder / "expected"), scores))
+        _show("expected: rank correlation, per query", results.found["expected"])
+
+
+def _compare_this_run(case: Case, truth: Truth, scores: Mapping[str, Tensor]) -> dict[str, Any]:
+    _, tuning = case.draw_sets()
+    removed, actual = _removed(truth), truth.effects.double().numpy()
+    sizes, passages = removed.sum(1), np.arange(len(case.passages))
+    tuned = Sets(removed[tuning], actual[:, :, tuning.numpy()][:, passages], truth.subsets.n)
+    chosen = _choose(tuned, scores, len(passages))
+    columns = {}
+    for drop in case.settings.drops:
+        those = (sizes == drop) & ~tuning
+        columns[f"{drop} dropped"] = Sets(removed[those], actual[:, passages][:, :, those.numpy()], truth.subsets.n)
+    rows = _tabulate(columns, chosen, {name: each[: len(passages)] for name, each in scores.items()})
+    if len(case.queries) > len(passages):
+        answers = slice(len(passages), None)
+        those = ~tuning
+        on = {"answers, all sets": Sets(removed[those], actual[:, answers][:, :, those.numpy()], truth.subsets.n)}
+        for name, found in _tabulate(on, chosen, {name: each[answers] for name, each in scores.items()}).items():
+            rows[name] |= found
+    for name in chosen:
+        rows[name]["own first"] = _own_first(scores[chosen[name]], case)
+        rows[name]["variant"] = chosen[name].partition(" | ")[2]
+    return rows
+
+
+def _compare_expected(case: Case, truth: Truth, scores: Mapping[str, Tensor]) -> dict[str, Any]:
+    removed, actual = _removed(truth), truth.effects.double().numpy()[:, : len(case.passages)]
+    single = removed.sum(1) == 1
+    compared = truth.runs - truth.runs // 2  # the other runs predict, together with the one of the trained model
+    columns = {
+        "without each": Sets(removed[single], actual[:compared, :, single.numpy()], truth.subsets.n),
+        "sets": Sets(removed[~single], actual[:compared, :, ~single.numpy()], truth.subsets.n),
+    }
+    columns = {name: sets for name, sets in columns.items() if len(sets.removed)}
+    passages = {name: each[: len(case.passages)] for name, each in scores.items()}
+    if EXACT in passages and compared < truth.runs:
+        replays = -truth.subsets.n * torch.from_numpy(actual[compared:, :, single.numpy()])
+        together = torch.cat([passages[EXACT][None], replays])
+        passages[f"replayed removals, mean of {len(together)} runs"] = together.mean(0)
+    rows = _tabulate(columns, _choose(list(columns.values())[-1], passages, len(case.passages)), passages)
+    own = torch.from_numpy(-actual[:compared, :, single.numpy()].mean(0))
+    rows["ground truth"] = {"own first": _own_first(own, case)}
+    rows["ceiling"] = {name: each.ceiling for name, each in columns.items()}
+    return rows
+
+
+def _removed(truth: Truth) -> Tensor:
+    """Return which sources each set lacks, (sets, sources), without the baseline."""
+    lacking = ~truth.subsets.membership()
+    return lacking[lacking.any(1)]
+
+
+def _choose(sets: Sets, scores: Mapping[str, Tensor], queries: int) -> dict[str, str]:
+    """Return the best variant of each method."""
+    best: dict[str, tuple[float, str]] = {}
+    for name, each in scores.items():
+        value = sets.correlate(each[:queries])["value"]
+        method = name.partition(" | ")[0]
+        best[method] = max(best.get(method, (-2.0, name)), (float(np.nan_to_num(value, nan=-1.0)), name))
+    return {method: name for method, (_, name) in best.items()}
+
+
+def _tabulate(columns: Mapping[str, Sets], chosen: Mapping[str, str], scores: Mapping[str, Tensor]) -> dict[str, Any]:
+    return {
+        method: {column: sets.correlate(scores[name]) for column, sets in columns.items()}
+        for method, name in chosen.items()
+    }
+
+
+def _own_first(scores: Tensor, case: Case) -> float:
+    """Return the share of held-out passages whose own president has the highest score."""
+    return float((scores[: len(case.passages)].argmax(1) == case.own).double().mean())
+
+
+def _show(title: str, rows: Mapping[str, Mapping[str, Any]]) -> None:
+    print(f"\n{title}")
+    for method, row in rows.items():
+        cells = [
+            f"{column}: {found['value']:.3f} [{found['low']:.3f}, {found['high']:.3f}] slope {found['slope']:.2f}"
+            if isinstance(found, dict)
+            else f"{column}: {found if isinstance(found, str) else format(found, '.3f')}"
+            for column, found in row.items()
+        ]
+        print(f"  {method:40} {'; '.join(cells)}", flush=True)

@@ -1,0 +1,160 @@
+"""Keeps what is known of the sources of a store in its folder: `about.json`.
+
+Owners and licences change while imprints stay what they are. So descriptions are no part of the manifest: changing one
+leaves the store's checksum, and with it its validation and every log that names the store, as they were. A signature
+does cover them. What the descriptions were before is kept in the same file, which is replaced as a whole.
+"""
+
+import json
+import logging
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+from imprint.about import NOTHING, About, read_about_values
+from imprint.errors import SourcesError, StoreError
+from imprint.sources import describe_sources
+from imprint.store.folder import locked, write_sealed
+from imprint.store.records import Count, read
+from imprint.store.values import Value, read_hashed
+
+if TYPE_CHECKING:
+    from imprint.store.reading import Store
+
+logger = logging.getLogger(__name__)
+ABOUT = "about.json"
+_SIGNATURE = "signature.json"  # of `imprint.store.signing`, which imports this module
+SCHEMA = 1
+_LONGEST = 64 << 20  # bytes
+_KEPT = 100  # changes
+_ROOM = 100  # bytes, for the checksum
+
+
+def read_about_record(value: Value) -> About:
+    """Read one description from a file."""
+    value.mapping()
+    try:
+        return read_about_values(value.content, value.field)
+    except SourcesError as error:
+        value.fail(str(error).rstrip("."))
+
+
+_Described = Annotated[About, read_about_record]
+
+
+@dataclass(frozen=True)
+class Change:
+    """What was known of some sources before their descriptions were changed at some time."""
+
+    time: str
+    before: dict[str, _Described]
+
+
+@dataclass(frozen=True)
+class Description:
+    """What is known of the sources of a store, by id, and how it came about: the last changes, the latest at the end.
+
+    forgotten: how many earlier changes are no longer kept.
+    """
+
+    about: dict[str, _Described]
+    changes: tuple[Change, ...] = ()
+    forgotten: int = 0
+
+    def of(self, ids: Sequence[str]) -> tuple[About, ...]:
+        """Return the descriptions of the sources with these ids; empty where nothing is known of any."""
+        found = tuple(self.about.get(identity, NOTHING) for identity in ids)
+        return found if any(found) else ()
+
+
+@dataclass(frozen=True)
+class _File:
+    schema: Count
+    description: Description
+
+
+def read_description(folder: Path, ids: Sequence[str]) -> tuple[Description, str | None]:
+    """Read the descriptions in the folder of a store, with the checksum of their file; None where there is none."""
+    file = folder / ABOUT
+    if not os.path.lexists(file):
+        return Description({}), None
+    if file.is_symlink():
+        raise StoreError(f"{file} is a link, and descriptions are a plain file: remove it.")
+    value, digest = read_hashed(file, _LONGEST)
+    schema = value.mapping().get("schema")
+    if schema is None or schema.whole(1) > SCHEMA:
+        found = "none" if schema is None else schema.content
+        raise StoreError(f"{file} has schema {found}, this version reads up to {SCHEMA}: upgrade imprint.")
+    try:
+        description = read(_File, value.unsealed()).description
+        known = set(ids)
+        if unknown := [identity for identity in description.about if identity not in known]:
+            value.fail(f"it describes {unknown[0]!r}, which is no source of the store")
+    except StoreError as error:
+        raise StoreError(f"{error} Delete {ABOUT}, and describe the store again.") from error
+    return description, digest
+
+
+def write_description(
+    folder: Path, ids: Sequence[str], names: Sequence[str], about: Mapping[str, About | Mapping[str, str]]
+) -> bool:
+    """Write new descriptions of some sources of a store beside the others; return whether any has changed.
+
+    Killed at any moment, the folder holds the descriptions from before or those from after.
+    """
+    describe_sources(about, ids, names)  # what is wrong is refused before anything is touched
+    with locked(folder):
+        before, _ = read_description(folder, ids)  # another process may have changed it since the store was opened
+        every = zip(ids, describe_sources(about, ids, names, before.of(ids)), strict=False)
+        now = {identity: each for identity, each in every if each}
+        changed = [name for name in {**before.about, **now} if before.about.get(name) != now.get(name)]
+        if not changed:
+            return False
+        was = {name: before.about.get(name, NOTHING) for name in changed}
+        changes = (*before.changes, Change(datetime.now(UTC).isoformat(timespec="seconds"), was))
+        forgotten = before.forgotten + max(0, len(changes) - _KEPT)
+        _write(folder, Description(now, changes[-_KEPT:], forgotten))
+        return True
+
+
+def describe_new(store: "Store", about: Sequence[About]) -> None:
+    """Describe the sources of a store that has just been simulated, or found finished, as the sources given for it are.
+
+    What a finished store says of its sources is left as it is: whoever described it last knew better than the script
+    that made it. A difference is logged, and so is a folder that cannot be written to: the imprints are there.
+    """
+    if not any(about) or tuple(about) == store.about:
+        return
+    if store.description_sha256 is None and not (store.path / _SIGNATURE).exists():
+        try:
+            store.describe(dict(zip(store.source_ids, about, strict=True)))
+        except StoreError as error:
+            logger.warning("the sources of %s are not described: %s", store.path, error)
+    else:
+        logger.warning(
+            "%s is complete, and describes its sources otherwise than given here: `imprint describe`, or "
+            "store.describe, changes that",
+            store.path,
+        )
+
+
+def _write(folder: Path, description: Description) -> None:
+    """Write the file. Where it would become too long to be read again, the earliest changes go first."""
+    while (size := _measure(description)) > _LONGEST:
+        count = len(description.changes)
+        if not count:
+            raise StoreError(
+                f"{folder / ABOUT} would have {size:,} bytes, and at most {_LONGEST:,} are allowed: describe fewer "
+                "sources, or in fewer words."
+            )
+        kept = description.changes[(count + 1) // 2 :]
+        description = replace(description, changes=kept, forgotten=description.forgotten + count - len(kept))
+    write_sealed(folder / ABOUT, asdict(_File(SCHEMA, description)))
+
+
+def _measure(description: Description) -> int:
+    """Return how many bytes the file of a description has, at most."""
+    return len(json.dumps(asdict(_File(SCHEMA, description)), indent=1)) + _ROOM
