@@ -32,11 +32,8 @@ from imprint.simulation.merging import merge
 from imprint.simulation.parts import simulate_part
 from imprint.simulation.runner import simulate
 from imprint.sources import Sources
-<<<<<<< HEAD
-from imprint.store.parts import Part
-=======
 from imprint.store.about_files import read_about
->>>>>>> main
+from imprint.store.parts import Part
 from imprint.store.reading import Store
 from imprint.task import Task
 
@@ -76,11 +73,8 @@ __all__ = [
     "combine",
     "compare",
     "drill_down",
-<<<<<<< HEAD
     "merge",
-=======
     "read_about",
->>>>>>> main
     "self_influence",
     "simulate",
     "simulate_part",

@@ -54,11 +54,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 _COMMANDS: tuple[Callable[..., None], ...] = (
-<<<<<<< HEAD
-    *(demo, check, simulate, merge, attribute, inside, suspects, inspect, verify, validate),
-=======
-    *(demo, check, simulate, attribute, inside, compare, suspects, inspect, describe, verify, validate),
->>>>>>> main
+    *(demo, check, simulate, merge, attribute, inside, compare, suspects, inspect, describe, verify, validate),
     *(export, retrain, evaluate, bench, sweep, keys, sign),
 )
 for command in _COMMANDS:

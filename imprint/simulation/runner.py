@@ -103,6 +103,7 @@ def simulate(
         return Writer(out, request, inputs.seen, check_choices)
 
     store, inputs = simulate_into(open_store, task, data, sources, plan, note=note, progress=progress, **given)
+    describe_new(store, sources.about)
     store.origin = {"task": task, "data": data, "sources": sources, "run": inputs.run, "collate_fn": collate_fn}
     if validate is not None:
         _validators[-1](store, validate, record=record, memory=memory, progress=progress)
@@ -148,22 +149,12 @@ def simulate_into(
         if batch_size is None:
             fit_batches(inputs, memory, engines.get(inputs.plan).rows_per_source(inputs.plan))
         request = inputs.request()
-<<<<<<< HEAD
         workspace = open_workspace(request, inputs)
         if workspace.finished is not None:
             return workspace.finished, inputs
         with _resumable(workspace):
             manifest = _fill(inputs, workspace, request, repeat, memory, note, progress)
             return workspace.finish(manifest), inputs
-=======
-        writer = Writer(out, request, inputs.seen, check_choices)
-        store = writer.finished or _fill(inputs, writer, request, repeat, memory, note, progress)
-    describe_new(store, sources.about)
-    store.origin = {"task": task, "data": data, "sources": sources, "run": recorded, "collate_fn": collate_fn}
-    if validate is not None:
-        _validators[-1](store, validate, record=record, memory=memory, progress=progress)
-    return store
->>>>>>> main
 
 
 _validators: list[Callable[..., object]] = []

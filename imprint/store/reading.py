@@ -19,11 +19,8 @@ from imprint.keys import PublicKey
 from imprint.plan import Question
 from imprint.store.checkpoint import Checkpoint, File
 from imprint.store.compatibility import Compatibility
-<<<<<<< HEAD
-from imprint.store.folder import PARTS
-=======
 from imprint.store.describing import read_description, write_description
->>>>>>> main
+from imprint.store.folder import PARTS
 from imprint.store.layouts import base_layout, basis_layout, imprints_layout, noise_layout
 from imprint.store.manifest import JOURNAL, LONGEST, MANIFEST, Manifest
 from imprint.store.opening import Files

@@ -16,11 +16,8 @@ from imprint.simulation.engines.replay.unperturbed import Unperturbed
 MATERIAL = 0.01  # of a removal's effect: by so much a replay may miss the recorded end without a word
 _EXPLAINED = 3.0  # times what a perturbed start does: more is no rounding, not even where it has grown to its limit
 _HALF = 20.0  # the same where training computed in half precision, whose rounding is as large as that perturbation
-<<<<<<< HEAD
-PRECISION, _PARTING, _CAUSES = "precision", "parting", "causes"  # remarks of the engine on a replay
-=======
 _ROUNDED = 2e-5  # relative difference of losses: more is not the rounding of one and the same sum in float32
->>>>>>> main
+PRECISION, _PARTING, _CAUSES = "precision", "parting", "causes"  # remarks of the engine on a replay
 _ARRIVED = 1e-3  # of the distance the run travelled: an end that is missed by less is reached
 
 
