@@ -26,6 +26,7 @@ from imprint.store.comparison import difference
 from imprint.store.folder import locked
 from imprint.store.layouts import find_misfit, imprints_layout
 from imprint.store.manifest import MANIFEST, SOURCES, Cost, Manifest
+from imprint.store.part_descriptions import describe_merged
 from imprint.store.part_writing import (
     PartRecord,
     SharedCheckpoint,
@@ -78,7 +79,9 @@ def merge(parts: Places, out: str | os.PathLike[str] | None = None, *, progress:
     with locked(target):
         manifest = merging.put_together(progress)
         write_manifest(target, manifest)
-        store = Store(target)
+    store = Store(target)
+    describe_merged(store, folders)
+    with locked(target):
         remove_parts(folders, target)
     return store
 
@@ -93,6 +96,7 @@ def _return_merged(folders: Sequence[PartsFolder], target: Path) -> Store:
                 f"{target} already holds a store, made otherwise than the parts in {folder.path}: {different}. Give "
                 "another folder with out=."
             )
+    describe_merged(store, folders)
     tidy_up(folders, target)
     return store
 

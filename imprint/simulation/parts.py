@@ -15,6 +15,7 @@ from imprint.simulation.recorded import Recorded, open_run, settle_states
 from imprint.simulation.runner import simulate_into
 from imprint.simulation.taking_over import check_choices
 from imprint.sources import Sources
+from imprint.store.part_descriptions import share_description
 from imprint.store.part_writing import PartWriter, SharedRequest
 from imprint.store.parts import Part, PartsFolder, Share
 from imprint.store.reading import Store
@@ -74,4 +75,6 @@ def simulate_part(
             logger.warning("part %s has no sources: there are only %d", share, len(sources))
         return PartWriter(out, share, request, inputs.seen, check_choices, len(sources))
 
-    return simulate_into(open_part, task, data, sources, plan, **options)[0]
+    made = simulate_into(open_part, task, data, sources, plan, **options)[0]
+    share_description(folder, sources)
+    return made

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from imprint import Part, Plan, Sources, Store, StoreError, Task, merge, simulate, simulate_part
+from imprint import About, Part, Plan, Sources, Store, StoreError, Task, merge, simulate, simulate_part
 from imprint.errors import PlanError, ReliabilityWarning
 from imprint.store.parts import PartsFolder, Share
 from tests.simulation.engines.trainings import Training, classification, mlp
@@ -411,3 +411,13 @@ def test_a_plan_that_is_chosen_automatically_is_that_of_the_first_part(tmp_path:
         patch.setattr(Plan, "auto", lambda *_, **__: pytest.fail("the plan is known"))
         simulate_part("2/2", task(), data(), plan="auto", out=tmp_path / "store", **given)
     assert len(merge(tmp_path / "store", progress=False)) == 6
+
+
+def test_the_merged_store_knows_whose_its_sources_are(tmp_path: Path) -> None:
+    sources = Sources.by_label([i % 6 for i in range(N)]).describe({"3": About(owner="The Times", licence="CC0")})
+    for number in (2, 1):
+        simulate_part(f"{number}/2", task(), data(), sources, TANGENT, out=tmp_path / "store", progress=False)
+    store = merge(tmp_path / "store", progress=False)
+    assert store.about == sources.about and store.about[3].owner == "The Times"
+    assert merge(tmp_path / "store", progress=False).about == sources.about
+    assert not (tmp_path / "store" / "parts").exists()
