@@ -1,12 +1,12 @@
 """Runs dattri's methods at early checkpoints of the same training runs.
 
-TracIn is a sum over checkpoints by definition, and TRAK averages over as many models as it is given. Of the other
-methods, as of these, every variant of `variants.py` is tried.
+TRAK averages over as many models as it is given, so it also gets those of all epochs together, and so do influence
+functions. TracIn is a sum over checkpoints by definition.
 """
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import Any
+from functools import partial
 
 import torch
 
@@ -25,8 +25,7 @@ def early_peers(bench: Bench, epochs: Sequence[int] = EPOCHS) -> dict[str, Metho
     if not kept:
         return {}
     return {
-        "TRAK-1, early": _trak(1, kept, halves=True),
-        "TRAK-10, early": _trak(10, kept, halves=True),
+        **{f"TRAK-{count}, early": _trak(count, kept, halves=True) for count in (1, 10, 50)},
         "TRAK, one run, early": _trak(1, kept, halves=False),
         "IF-CG, early": _influence(kept),
         "TracIn, one run, early": _tracin(kept),
@@ -62,29 +61,29 @@ def _trak(count: int, epochs: Epochs, halves: bool) -> Method:
 
 def _influence(epochs: Epochs) -> Method:
     """Define influence functions by conjugate gradients, with the dampings that are tried at the trained model."""
+    dampings = trained.DAMPINGS
 
     def score(bench: Bench, runs: Runs) -> Iterator[MethodScores]:
         wrapped = DattriTask(bench.protocol.build_task())
         train, queries = trained.make_loaders(bench, queries=trained.CG_BATCH)
-        for damping in trained.DAMPINGS:
 
-            def score_at(epoch: int, damping: float = damping) -> MethodScores:
-                attributor = IFAttributorCG(
-                    task=wrapped.dattri(wrapped.mean_loss, at_epoch(bench.protocol, runs, epoch)),
-                    device=wrapped.device,
-                    regularization=damping,
-                    **trained.CG,
-                )
-                found = trained.run_timed(attributor, wrapped, train, queries)
-                return replace(found, note=f"λ={damping:g}")
+        def score_at(damping: float, epoch: int) -> MethodScores:
+            attributor = IFAttributorCG(
+                task=wrapped.dattri(wrapped.mean_loss, at_epoch(bench.protocol, runs, epoch)),
+                device=wrapped.device,
+                regularization=damping,
+                **trained.CG,
+            )
+            return replace(trained.run_timed(attributor, wrapped, train, queries), note=f"λ={damping:g}")
 
-            yield from try_epochs(epochs, score_at)
+        for damping in dampings:
+            yield from try_epochs(epochs, partial(score_at, damping))
 
-    return Method(score, {"λ": trained.DAMPINGS, "epochs": epochs, **trained.CG})
+    return Method(score, {"λ": dampings, "epochs": epochs, **trained.CG})
 
 
 def _tracin(epochs: Epochs) -> Method:
-    """Define TracIn as published: the sum over checkpoints of one run. Its learning rate is constant here."""
+    """Define TracIn as published: the sum over checkpoints of a run, all trained with the same learning rate."""
 
     def score(bench: Bench, runs: Runs) -> Iterator[MethodScores]:
         states = [at_epoch(bench.protocol, runs, epoch)[0] for epoch in epochs]
@@ -99,7 +98,7 @@ def _products(epochs: Epochs, normalised: bool) -> Method:
 
     def score(bench: Bench, runs: Runs) -> Iterator[MethodScores]:
         for epoch in epochs:
-            states: list[Any] = at_epoch(bench.protocol, runs, epoch)
+            states = at_epoch(bench.protocol, runs, epoch)
             yield name_epochs(trained.multiply_gradients(bench, states, normalised), [epoch])
 
     return Method(score, {"normalised": normalised, "epochs": epochs})

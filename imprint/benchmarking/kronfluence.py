@@ -11,6 +11,7 @@ among them.
 
 import time
 from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -74,7 +75,7 @@ class Classification(KronfluenceTask):  # type: ignore[misc]  # kronfluence has 
 
 
 class _Fitted:
-    """The factors of one model, fitted when they are first needed and kept in a folder."""
+    """The factors of one model, kept in a folder, which dampings share."""
 
     def __init__(self, bench: Bench, state: Parameters, folder: Path) -> None:
         protocol = bench.protocol
@@ -126,16 +127,19 @@ class _Fitted:
 
 
 def _ekfac(epochs: Sequence[int]) -> Method:
+    dampings = DAMPINGS
+
     def score(bench: Bench, runs: Runs) -> Iterator[MethodScores]:
         with TemporaryDirectory() as folder:
             fitted = {
                 epoch: _Fitted(bench, at_epoch(bench.protocol, runs, epoch)[0], Path(folder, str(epoch)))
                 for epoch in epochs
             }
-            for damping in DAMPINGS:
-                if epochs[-1] == bench.protocol.epochs[-1]:
-                    yield fitted[epochs[-1]].score(damping)
-                else:
-                    yield from try_epochs(epochs, lambda epoch, damping=damping: fitted[epoch].score(damping))
 
-    return Method(score, {"dampings": DAMPINGS, "epochs": list(epochs)})
+            def score_at(damping: float | None, epoch: int) -> MethodScores:
+                return fitted[epoch].score(damping)
+
+            for damping in dampings:
+                yield from try_epochs(epochs, partial(score_at, damping))
+
+    return Method(score, {"dampings": dampings, "epochs": list(epochs)})

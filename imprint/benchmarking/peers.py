@@ -1,8 +1,8 @@
 """Runs dattri's implementations of published methods on the same trained models, data and queries as Imprint.
 
-`early.py` runs some of them at early checkpoints too. Settings are those of dattri's published benchmark. Where it takes
-the best of several values, so do we: the best on the ground truth itself, separately for each statistic, which favours
-the peer.
+`early.py` runs some of them at early checkpoints too. Settings are those of dattri's published benchmark. Where it
+takes the best of several values, so do we: the best on the ground truth itself, separately for each statistic, which
+favours the peer.
 """
 
 import time

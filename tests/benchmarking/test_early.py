@@ -19,8 +19,8 @@ from imprint.benchmarking.early import early_peers
 from imprint.benchmarking.peers import DattriTask, make_loaders, peers
 
 NAMES = (
-    *("TRAK-1, early", "TRAK-10, early", "TRAK, one run, early", "IF-CG, early"),
-    *("TracIn, one run, early", "Grad-Dot, early", "Grad-Cos, early"),
+    *("TRAK-1, early", "TRAK-10, early", "TRAK-50, early", "TRAK, one run, early"),
+    *("IF-CG, early", "TracIn, one run, early", "Grad-Dot, early", "Grad-Cos, early"),
 )
 
 

@@ -34,7 +34,7 @@ def test_it_scores_every_example_at_the_end_and_early(tmp_path: Path) -> None:
     runs = bench.states([0])
     (ended,) = methods["EK-FAC (kronfluence)"].score(bench, runs)
     second, third, mean = methods["EK-FAC (kronfluence), early"].score(bench, runs)
-    assert ended.note == "λ=0.1" and third.note == "epoch 3, λ=0.1"
+    assert ended.note == "epoch 6, λ=0.1" and third.note == "epoch 3, λ=0.1"
     assert mean.note == "mean of epochs 2, 3, λ=0.1"
     for found in (ended, second, third):
         assert found.scores.shape == (10, 60) and found.scores.isfinite().all()
