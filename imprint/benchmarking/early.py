@@ -13,7 +13,7 @@ import torch
 from imprint.benchmarking import peers as trained
 from imprint.benchmarking.bench import Bench, Method, Runs
 from imprint.benchmarking.comparison import MethodScores
-from imprint.benchmarking.peers import DattriTask, IFAttributorCG
+from imprint.benchmarking.peers import DattriTask
 from imprint.benchmarking.variants import EPOCHS, add_costs, at_epoch, early_epochs, name_epochs, try_epochs
 
 Epochs = tuple[int, ...]
@@ -68,12 +68,7 @@ def _influence(epochs: Epochs) -> Method:
         train, queries = trained.make_loaders(bench, queries=trained.CG_BATCH)
 
         def score_at(damping: float, epoch: int) -> MethodScores:
-            attributor = IFAttributorCG(
-                task=wrapped.dattri(wrapped.mean_loss, at_epoch(bench.protocol, runs, epoch)),
-                device=wrapped.device,
-                regularization=damping,
-                **trained.CG,
-            )
+            attributor = wrapped.influence(at_epoch(bench.protocol, runs, epoch), damping)
             return replace(trained.run_timed(attributor, wrapped, train, queries), note=f"λ={damping:g}")
 
         for damping in dampings:

@@ -110,6 +110,11 @@ class DattriTask:
             device=self.device,
         )
 
+    def influence(self, states: list[Parameters], damping: float) -> Any:
+        """Build dattri's influence function by conjugate gradients, which averages over models."""
+        task = self.dattri(self.mean_loss, states)
+        return IFAttributorCG(task=task, device=self.device, regularization=damping, **CG)
+
     def now(self) -> float:
         """Return the time after the device has finished its work."""
         if self.device.startswith("cuda"):
