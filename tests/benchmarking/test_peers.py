@@ -67,7 +67,7 @@ def test_each_scores_every_example(name: str, small: Bench) -> None:
     assert found.peak_bytes is not None and found.peak_bytes > 60 * 10 * 4
 
 
-@pytest.mark.parametrize(("name", "size"), [("TRAK-10", "TRAK_BATCH"), ("DataInf", "_DATAINF")])
+@pytest.mark.parametrize(("name", "size"), [("TRAK-10", "TRAK_BATCH"), ("IF-CG", "CG_BATCH"), ("DataInf", "_DATAINF")])
 def test_scores_do_not_depend_on_batches(name: str, size: str, small: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     whole = small.score(peers(small)[name], 0).scores
     monkeypatch.setattr(module, size, 7)
