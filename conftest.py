@@ -13,7 +13,9 @@ import pytest
 
 collect_ignore = []
 if not find_spec("dattri"):
-    collect_ignore += ["imprint/benchmarking/dattri.py", "imprint/benchmarking/peers.py"]
+    collect_ignore += [f"imprint/benchmarking/{name}.py" for name in ("dattri", "peers", "early")]
+if not find_spec("kronfluence"):
+    collect_ignore += ["imprint/benchmarking/kronfluence.py"]
 
 if not (find_spec("sqlalchemy") and find_spec("cryptography")):
     collect_ignore += ["imprint/credit", "tests/credit", "tests/cli/test_credit.py", "tests/test_keys.py"]

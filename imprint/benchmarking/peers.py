@@ -1,7 +1,8 @@
-"""Runs dattri's implementations of published methods on the same models, data and queries as Imprint.
+"""Runs dattri's implementations of published methods on the same trained models, data and queries as Imprint.
 
-Settings are those of dattri's published benchmark. Where it takes the best of several values, so do we: the best on the
-ground truth itself, separately for each statistic, which favours the peer.
+`early.py` runs some of them at early checkpoints too. Settings are those of dattri's published benchmark. Where it
+takes the best of several values, so do we: the best on the ground truth itself, separately for each statistic, which
+favours the peer.
 """
 
 import time
@@ -38,20 +39,23 @@ DAMPINGS = (1.0, 0.1, 0.01, 5e-3, 1e-3, 1e-4, 1e-5)
 STRENGTHS = (1.0, 0.1, 0.01, 1e-3, 1e-4)  # of the L2 regularisation in RPS
 _EXPLICIT = 10_000  # parameters; the Hessian of larger models is not inverted
 _TEN = 10  # runs over whose final models TracIn sums, as published
-_TRAK = 500  # examples in a batch; the scores do not depend on it
+TRAK_BATCH = 500  # examples; the scores do not depend on it
+CG_BATCH = 50  # queries, for each of which there are the activations of all examples; the scores do not depend on it
+CG = {"max_iter": 10}
 _DATAINF = 50  # queries in a batch; DataInf holds its square as many copies of the parameters
-_PROJECTION = {"proj_dim": 512, "proj_max_batch_size": 32, "proj_seed": 0}
+_NEXT_PROJECTION = 100_000  # dattri's step of the seed from one model to the next
+PROJECTION = {"proj_dim": 512, "proj_max_batch_size": 32, "proj_seed": 0}
 
 
 def peers(bench: Bench) -> dict[str, Method]:
     """Return the methods that a benchmark's model allows, by name."""
-    _loaders(bench)  # refuses unsuitable data before anything is trained
+    make_loaders(bench)  # refuses unsuitable data before anything is trained
     size = sum(p.numel() for p in bench.protocol.train.build().parameters())
     explicit: dict[str, Method] = {"IF explicit": _influence(IFAttributorExplicit)} if size <= _EXPLICIT else {}
     return {
         **{f"TRAK-{count}": _trak(count) for count in (1, 10, 50)},
         **explicit,
-        "IF-CG": _influence(IFAttributorCG, max_iter=10),
+        "IF-CG": _influence(IFAttributorCG, CG_BATCH, **CG),
         "IF-LiSSA": _lissa(recursion_depth=100, scaling=50),
         "IF-Arnoldi": _influence(IFAttributorArnoldi, max_iter=50, proj_dim=100),
         "DataInf": _influence(IFAttributorDataInf, _DATAINF),
@@ -96,14 +100,20 @@ class DattriTask:
 
         return AttributionTask(loss_func=loss_func, model=self.task.replica, checkpoints=states)
 
-    def trak(self, states: list[Parameters]) -> Any:
-        """Build dattri's TRAK attributor of some models."""
+    def trak(self, states: list[Parameters], first: int = 0) -> Any:
+        """Build dattri's TRAK attributor of some models; the projections are those of models from number `first` on."""
+        seed = PROJECTION["proj_seed"] + _NEXT_PROJECTION * first
         return TRAKAttributor(
             task=self.dattri(self.one_margin, states),
             correct_probability_func=self.one_probability,
-            projector_kwargs={**_PROJECTION, "device": self.device},
+            projector_kwargs={**PROJECTION, "proj_seed": seed, "device": self.device},
             device=self.device,
         )
+
+    def influence(self, states: list[Parameters], damping: float) -> Any:
+        """Build dattri's influence function by conjugate gradients, which averages over models."""
+        task = self.dattri(self.mean_loss, states)
+        return IFAttributorCG(task=task, device=self.device, regularization=damping, **CG)
 
     def now(self) -> float:
         """Return the time after the device has finished its work."""
@@ -119,7 +129,7 @@ def make_loader(columns: Batch, batch_size: int | None = None) -> DataLoader[Any
     return DataLoader(TensorDataset(*columns), batch_size=batch_size or len(columns[0]))
 
 
-def _loaders(bench: Bench, train: int | None = None, queries: int | None = None) -> tuple[Any, Any]:
+def make_loaders(bench: Bench, train: int | None = None, queries: int | None = None) -> tuple[Any, Any]:
     """Build loaders of the training data and of the queries, with these batch sizes."""
     data = bench.protocol.train.examples
     return make_loader(data.gather(torch.arange(len(data))), train), make_loader(bench.protocol.queries, queries)
@@ -128,7 +138,7 @@ def _loaders(bench: Bench, train: int | None = None, queries: int | None = None)
 def _trak(count: int) -> Method:
     def score(bench: Bench, runs: Runs) -> Iterator[MethodScores]:
         wrapped = DattriTask(bench.protocol.build_task())
-        train, queries = _loaders(bench, _TRAK, _TRAK)
+        train, queries = make_loaders(bench, TRAK_BATCH, TRAK_BATCH)
         attributor = wrapped.trak([kept[-1] for kept in runs])
         begin = wrapped.now()
         attributor.cache(train)
@@ -136,26 +146,31 @@ def _trak(count: int) -> Method:
         scores = attributor.attribute(queries)
         yield MethodScores(scores.detach().T, ready - begin, wrapped.now() - ready)
 
-    return Method(score, dict(_PROJECTION), count, halves=True)
+    return Method(score, dict(PROJECTION), count, halves=True)
 
 
 def _tracin(count: int, normalised: bool) -> Method:
     def score(bench: Bench, runs: Runs) -> Iterator[MethodScores]:
-        wrapped, states = DattriTask(bench.protocol.build_task()), [kept[-1] for kept in runs]
-        train, queries = _loaders(bench)
-        attributor = TracInAttributor(
-            task=wrapped.dattri(wrapped.one_loss, states),
-            weight_list=torch.full((len(states),), 1e-3),
-            normalized_grad=normalised,
-            projector_kwargs={**_PROJECTION, "device": wrapped.device},
-            device=wrapped.device,
-        )
-        attributor.projector_kwargs = None  # otherwise it would project to 512 dimensions
-        begin = wrapped.now()
-        scores = attributor.attribute(train, queries)
-        yield MethodScores(scores.T, 0.0, wrapped.now() - begin)
+        yield multiply_gradients(bench, [kept[-1] for kept in runs], normalised)
 
     return Method(score, {"normalised": normalised}, count)
+
+
+def multiply_gradients(bench: Bench, states: list[Parameters], normalised: bool) -> MethodScores:
+    """Multiply the gradients of queries and examples, summed over some models."""
+    wrapped = DattriTask(bench.protocol.build_task())
+    train, queries = make_loaders(bench)
+    attributor = TracInAttributor(
+        task=wrapped.dattri(wrapped.one_loss, states),
+        weight_list=torch.full((len(states),), 1e-3),
+        normalized_grad=normalised,
+        projector_kwargs={**PROJECTION, "device": wrapped.device},
+        device=wrapped.device,
+    )
+    attributor.projector_kwargs = None  # otherwise it would project to 512 dimensions
+    begin = wrapped.now()
+    scores = attributor.attribute(train, queries)
+    return MethodScores(scores.T, 0.0, wrapped.now() - begin)
 
 
 def _influence(kind: Any, queries_at_once: int | None = None, **options: Any) -> Method:
@@ -212,15 +227,16 @@ def _try_values(
 
     def score(bench: Bench, runs: Runs) -> Iterator[MethodScores]:
         wrapped = DattriTask(bench.protocol.build_task())
-        train, queries = _loaders(bench, queries=queries_at_once)
+        train, queries = make_loaders(bench, queries=queries_at_once)
         for value in values:
-            found = _run_timed(build(wrapped, runs[0][-1], value), wrapped, train, queries)
+            found = run_timed(build(wrapped, runs[0][-1], value), wrapped, train, queries)
             yield replace(found, note=f"{name}={value:g}")
 
     return Method(score, {name: values, **key})
 
 
-def _run_timed(attributor: Any, wrapped: DattriTask, train: Any, queries: Any) -> MethodScores:
+def run_timed(attributor: Any, wrapped: DattriTask, train: Any, queries: Any) -> MethodScores:
+    """Let an attributor of dattri prepare and score, and take the time."""
     begin = wrapped.now()
     attributor.cache(train)
     ready = wrapped.now()

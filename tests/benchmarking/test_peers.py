@@ -67,7 +67,7 @@ def test_each_scores_every_example(name: str, small: Bench) -> None:
     assert found.peak_bytes is not None and found.peak_bytes > 60 * 10 * 4
 
 
-@pytest.mark.parametrize(("name", "size"), [("TRAK-10", "_TRAK"), ("DataInf", "_DATAINF")])
+@pytest.mark.parametrize(("name", "size"), [("TRAK-10", "TRAK_BATCH"), ("IF-CG", "CG_BATCH"), ("DataInf", "_DATAINF")])
 def test_scores_do_not_depend_on_batches(name: str, size: str, small: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     whole = small.score(peers(small)[name], 0).scores
     monkeypatch.setattr(module, size, 7)
@@ -113,7 +113,7 @@ def test_scores_that_are_not_finite_are_said_to_be_so(small: Bench, monkeypatch:
     def broken(*_: Any) -> MethodScores:
         return MethodScores(torch.full((10, 60), torch.nan), 0, 0)
 
-    monkeypatch.setattr(module, "_run_timed", broken)
+    monkeypatch.setattr(module, "run_timed", broken)
     found = small.compare({"broken": peers(small)["IF-Arnoldi"]}, [0])
     assert "| broken | undefined |" in found.to_markdown()
     values = json.loads(json.dumps(found.to_json(), allow_nan=False))["methods"]["broken"]

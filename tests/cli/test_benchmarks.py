@@ -56,13 +56,29 @@ def test_a_benchmark_that_cannot_be_made_is_refused_at_once(
 def test_peers_are_asked_for(
     command: Command, empty: Path, small_digits: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from imprint.benchmarking import peers
+    from imprint.benchmarking import early, peers
 
-    cheap = ("TracIn", "Grad-Dot")
-    every = peers.peers
+    cheap, cheap_early = ("TracIn", "Grad-Dot"), ("Grad-Dot, early",)
+    every, every_early = peers.peers, early.early_peers
     monkeypatch.setattr(peers, "peers", lambda bench: {name: every(bench)[name] for name in cheap})
+    monkeypatch.setattr(early, "early_peers", lambda bench: {name: every_early(bench)[name] for name in cheap_early})
+    monkeypatch.setattr("imprint.cli.commands.bench.find_spec", lambda name: None)
+    run = command("bench", "digits", "--runs", 1, "--peers", "-o", "bench/digits", "--json")
+    assert set(run.values["methods"]) == {"Imprint", *cheap, *cheap_early}
+    assert "kronfluence is not installed, so its EK-FAC is left out" in run.err
+
+
+@pytest.mark.skipif(not (find_spec("dattri") and find_spec("kronfluence")), reason="a package is not installed")
+def test_peers_have_kronfluence_where_it_is_installed(
+    command: Command, empty: Path, small_digits: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from imprint.benchmarking import early, kronfluence, peers
+
+    monkeypatch.setattr(peers, "peers", lambda bench: {})
+    monkeypatch.setattr(early, "early_peers", lambda bench: {})
+    monkeypatch.setattr(kronfluence, "DAMPINGS", (None,))
     found = command("bench", "digits", "--runs", 1, "--peers", "-o", "bench/digits", "--json").values
-    assert set(found["methods"]) == {"Imprint", *cheap}
+    assert set(found["methods"]) == {"Imprint", "EK-FAC (kronfluence)", "EK-FAC (kronfluence), early"}
 
 
 METHOD = """

@@ -1,5 +1,6 @@
 """Implements `imprint bench` and `imprint sweep`: compare methods, and settings, against the same ground truth."""
 
+from importlib.util import find_spec
 from json import dumps
 from pathlib import Path
 from typing import Annotated
@@ -32,7 +33,14 @@ LeaveOneOut = Annotated[
 def bench(
     setting: SettingName,
     out: OutPath,
-    peers: Annotated[bool, typer.Option("--peers", help="Also run the methods of dattri.")] = False,
+    peers: Annotated[
+        bool,
+        typer.Option(
+            "--peers",
+            help="Also run the methods of dattri, and of kronfluence if it is installed, at the trained model and "
+            "at early checkpoints.",
+        ),
+    ] = False,
     runs: Annotated[int, typer.Option(min=1, help="How many training runs each method is scored on.")] = 3,
     ten: Annotated[bool, typer.Option("--ten", help="Also score Imprint on ten runs together.")] = False,
     path: Annotated[
@@ -75,9 +83,7 @@ def bench(
                 raise ConfigurationError(f"{setting} has no plan for a path: omit --path.")
             methods["Imprint, path"] = paths(benchmark.protocol.path, 0)
         if peers:
-            from imprint.benchmarking.peers import peers as others
-
-            methods |= others(benchmark)
+            methods |= _find_peers(benchmark)
         methods |= {name: custom(name, *load_function(name)) for name in method or ()}
         with benchmark.alone():
             found = benchmark.compare(methods, range(runs), loo)
@@ -90,6 +96,23 @@ def bench(
     else:
         console.print(Markdown(text))
         errors.print(f"Written to {escape_markup(out)}: results.md, results.png, results.json.", soft_wrap=True)
+
+
+def _find_peers(benchmark: Bench) -> dict[str, Method]:
+    """Return the methods of other packages at the trained model and at early checkpoints."""
+    from imprint.benchmarking.early import early_peers
+    from imprint.benchmarking.peers import peers
+
+    methods = peers(benchmark) | early_peers(benchmark)
+    if not find_spec("kronfluence"):
+        errors.print(
+            "kronfluence is not installed, so its EK-FAC is left out: docs/command-line.md says how to install it.",
+            soft_wrap=True,
+        )
+        return methods
+    from imprint.benchmarking.kronfluence import kronfluence_peers
+
+    return methods | kronfluence_peers(benchmark)
 
 
 def sweep(
