@@ -365,9 +365,19 @@ def show_progress(console: Console, label: str) -> Iterator[bool | Advance]:
         TimeRemainingColumn(),
     )
     with Progress(*columns, console=console, transient=True) as bar:
-        line = bar.add_task(label, total=None)
+        yield _Line(bar, label)
 
-        def advance(done: int, total: int, /) -> None:
-            bar.update(line, completed=done, total=total)
 
-        yield advance
+class _Line:
+    """Shows how far a computation is, and before anything counts what it is doing."""
+
+    def __init__(self, bar: Progress, label: str) -> None:
+        self._bar, self._label, self._line, self._done = bar, label, bar.add_task(label, total=None), 0
+
+    def __call__(self, done: int, total: int, /) -> None:
+        more = {"description": self._label} if done != self._done else {}
+        self._done = done
+        self._bar.update(self._line, completed=done, total=total, **more)
+
+    def announce(self, phase: str, /) -> None:
+        self._bar.update(self._line, description=escape(f"{self._label}: {phase}"))

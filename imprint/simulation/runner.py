@@ -236,7 +236,8 @@ class _Work:
         if settings.weight == 0:
             return Checkpoint.planned(settings)
         state, files = self.inputs.state(index), CheckpointFiles(self.writer, index)
-        engine = engines.at_checkpoint(self.inputs, index, state, self.memory, files, self.bar.advance)
+        hears = self.bar.advance, self.bar.announce
+        engine = engines.at_checkpoint(self.inputs, index, state, self.memory, files, *hears)
         settled = self.writer.settled(index)
         if settled is None:
             engine.settle()

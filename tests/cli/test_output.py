@@ -9,6 +9,7 @@ from rich.console import Console
 from imprint import Plan
 from imprint.benchmarking.settings import digits
 from imprint.cli.terminal import show_progress
+from imprint.runtime.progress import Announcing
 from tests.cli.commands import MODEL, Command
 
 
@@ -70,6 +71,9 @@ def test_a_terminal_is_shown_a_bar_and_a_log_gets_lines() -> None:
     shown = StringIO()
     with show_progress(Console(file=shown, force_terminal=True, width=100), "simulating") as advance:
         assert callable(advance)
+        assert isinstance(advance, Announcing)
+        advance.announce("measuring, step 2 of [5]")
+        assert "simulating: measuring, step 2 of [5]" in shown.getvalue()
         advance(3, 12)
     assert "simulating" in shown.getvalue() and "3/12" in shown.getvalue()
     with show_progress(Console(file=StringIO()), "simulating") as advance:
