@@ -8,7 +8,7 @@ import torch
 from transformers import default_data_collator
 
 import imprint
-from imprint import Recording, Sources, StoreError
+from imprint import Recording, StoreError
 from imprint.language import Documents, recording, task
 from tests.language.models import LABELS, TEXTS, gpt2, tokenizer
 from tests.language.test_recording import record
@@ -19,7 +19,7 @@ def test_a_finished_recording_is_refused_when_it_is_attached(tmp_path: Path) -> 
     record(gpt2().float(), tmp_path)
     again = make_trainer(gpt2().float(), tmp_path)
     train = again.train
-    with pytest.raises(StoreError, match=r"holds a finished recording.*do not train.*run=imprint\.Recording\('.*run'\)"):
+    with pytest.raises(StoreError, match=r"holds a finished recording.*do not train.*imprint\.Recording\('.*run'\)"):
         recording.attach(again, tmp_path / "run")
     assert again.train == train  # nothing is attached
     again.train()

@@ -209,8 +209,8 @@ def test_the_time_left_waits_until_it_means_something() -> None:
 
 def test_a_function_that_listens_is_told_of_phases() -> None:
     class Told:
-        phases: list[str] = []
-        counts: list[int] = []
+        def __init__(self) -> None:
+            self.phases, self.counts = list[str](), list[int]()
 
         def __call__(self, done: int, total: int, /) -> None:
             self.counts.append(done)
