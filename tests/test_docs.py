@@ -144,7 +144,7 @@ def _messages() -> list[Message]:
                 calls = _calls().get(name, [])
                 texts = {_text(node.args[0], {**known, **_told(function, call)}) for call in calls} or {shared}
                 if ast.unparse(node.func) in LOGS:
-                    texts = {re.sub(r"%[-+.\d]*[sdgfr]", HOLE, text) for text in texts}
+                    texts = {re.sub(r"%[-+.\d]*[sdgfr]", HOLE, text).replace("%%", "%") for text in texts}
                 found += [Message(text, shared) for text in sorted(texts)]
     return found
 

@@ -279,6 +279,9 @@ def _render_mean(credits: list[Credit], title: str = "effect of removal, mean ov
 
 def render_words(words: "TokenAttribution", source: str | None, top: Top) -> RenderableType:
     """Render the first sources of a completion, and its words shaded by what one of them contributes."""
+    from imprint.language.words import explain_words
+
+    rated = words.rate_words(source or words.strongest)
     return Group(
         _render_mean(top[0], "effect of removal, whole completion"),
         cell(words.labels.unit[0].upper() + words.labels.unit[1:], "italic"),
@@ -286,8 +289,8 @@ def render_words(words: "TokenAttribution", source: str | None, top: Top) -> Ren
         _render_standing(words.labels),
         *(cell(line, "italic") for line in describe_error(words.labels)),
         words.shade(source),
-        cell("Word by word: " + ", ".join(f"{word.strip()} {value:+.2g}" for word, value in words.words(source))),
-        *map(cell, explain_marks(top[0])),
+        cell("Word by word: " + ", ".join(f"{word.text.strip()} {word.format()}" for word in rated)),
+        *map(cell, dict.fromkeys([*explain_marks(top[0]), *explain_words(words.labels, rated)])),
         *_render_warnings(words.labels.warnings),
     )
 
@@ -378,9 +381,19 @@ def show_progress(console: Console, label: str) -> Iterator[bool | Advance]:
         TimeRemainingColumn(),
     )
     with Progress(*columns, console=console, transient=True) as bar:
-        line = bar.add_task(label, total=None)
+        yield _Line(bar, label)
 
-        def advance(done: int, total: int, /) -> None:
-            bar.update(line, completed=done, total=total)
 
-        yield advance
+class _Line:
+    """Shows how far a computation is, and before anything counts what it is doing."""
+
+    def __init__(self, bar: Progress, label: str) -> None:
+        self._bar, self._label, self._line, self._done = bar, label, bar.add_task(label, total=None), 0
+
+    def __call__(self, done: int, total: int, /) -> None:
+        phase = None if done == self._done else self._label  # None leaves it as it is
+        self._done = done
+        self._bar.update(self._line, completed=done, total=total, description=phase)
+
+    def announce(self, phase: str, /) -> None:
+        self._bar.update(self._line, description=escape(f"{self._label}: {phase}"))

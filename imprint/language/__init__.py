@@ -8,19 +8,24 @@ from imprint.language.chats import Conversations, Instructions
 from imprint.language.data import Completions, Documents
 from imprint.language.packed import Packed, PackedRun
 from imprint.language.tokens import TokenAttribution, token_scores
+from imprint.language.words import Credited, Word
+from imprint.language.words_page import render_page
 
 __all__ = [
     "CheckpointCallback",
     "Completions",
     "Conversations",
+    "Credited",
     "Documents",
     "Instructions",
     "LanguageTask",
     "Packed",
     "PackedRun",
     "TokenAttribution",
+    "Word",
     "aim",
     "recording",
+    "render_page",
     "task",
     "token_scores",
 ]

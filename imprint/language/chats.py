@@ -18,11 +18,11 @@ from imprint.language.data import (
     Tokens,
     check_length,
     check_texts,
-    pad_rows,
     refuse_loss,
     refuse_tokenizer,
     split_completion,
 )
+from imprint.language.padding import pad_rows, warn_of_padding
 from imprint.runtime.notices import Notices
 
 Message = Mapping[str, Any]
@@ -58,6 +58,7 @@ class _Answers(Examples):
             weight = 1.0 if loss == "sum" else 1 / sum(learnt)
             rows.append(tokens[:length])
             weights.append([weight * each for each in learnt])
+        warn_of_padding(rows, "cuts off the ends of longer ones, so leave those out", lambda size, length: 1)
         self.columns, self.documents = pad_rows(rows, weights), torch.arange(len(rows))
         self.warnings, self._rows, self._tokenizer, self._count = notices.messages, rows, tokenizer, len(rows)
 

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from imprint.compat import has_values
 from imprint.errors import DataError, TaskError
+from imprint.language.padding import pad_rows, warn_of_padding
 from imprint.runtime.notices import Notices
 from imprint.sources import Sources
 
@@ -76,12 +77,13 @@ class Documents(Examples):
     """Training texts, cut into windows of at most `length` tokens.
 
     Each window but the first of a document begins with the last token of the one before, so that every token but a
-    document's first is predicted exactly once.
+    document's first is predicted exactly once: T tokens make ⌈(T − 1)/(length − 1)⌉ windows.
 
-    length: by default the tokenizer's context, at most 1,024.
-    loss: "mean", so that every document counts the same whatever its length, or "sum" over its tokens, as a Trainer
-        weighs them. With "sum", gradients are larger than a Trainer's by the number of learnt tokens per example:
-        divide its learning rate by that.
+    length: by default the tokenizer's context, at most 1,024. All rows are as long as the longest, so one long text
+        makes all work slower; where most is padding, the log says so.
+    loss: of `columns`: "mean", so that every document counts the same whatever its length, or "sum" over its tokens, as
+        a Trainer weighs them. With "sum", gradients are larger than a Trainer's by the number of learnt tokens per
+        example: divide its learning rate by that. `rows`, and replays of a run on them, are the same for both.
     """
 
     def __init__(
@@ -110,6 +112,7 @@ class Documents(Examples):
                 rows.append(window)
                 weights.append([0.0] + [weight] * (len(window) - 1))
                 owners.append(index)
+        warn_of_padding(rows, "cuts longer texts into windows", lambda size, length: -(-(size - 1) // (length - 1)))
         self.columns = pad_rows(rows, weights)
         self._tokenizer = tokenizer
         self.documents = torch.tensor(owners)
@@ -321,15 +324,6 @@ def _runs_together(prompt: str, completion: str) -> bool:
 def _in_spaced_word(character: str) -> bool:
     script = unicodedata.name(character, "").split(" ")[0].split("-")[0]
     return character.isalnum() and script not in _WITHOUT_SPACES
-
-
-def pad_rows(rows: list[Tokens], weights: list[list[float]]) -> dict[str, Tensor]:
-    """Return rows of different lengths as columns, filled up on the right with token 0 of weight 0."""
-    length = max(map(len, rows))
-    return {
-        "input_ids": torch.tensor([row + [0] * (length - len(row)) for row in rows]),
-        "weights": torch.tensor([row + [0.0] * (length - len(row)) for row in weights]),
-    }
 
 
 def read_columns(batch: Any) -> tuple[Tensor, Tensor]:

@@ -17,6 +17,8 @@ from torch import Tensor
 from imprint.errors import DataError, MissingExtra, PlanError, ReliabilityWarning
 from imprint.language.numbering import NumberedCollator, NumberedData, take_indices
 from imprint.language.trainers import count_normaliser, refuse_data, refuse_settings
+from imprint.recording.folder import refuse_finished
+from imprint.recording.header import RECORD, read_header
 from imprint.recording.reading import Recording
 from imprint.recording.records import Clipping
 from imprint.recording.seeding import keep_random_state
@@ -46,11 +48,15 @@ def attach(trainer: Any, folder: str | os.PathLike[str], *, every: int | None = 
     A training that is resumed, `trainer.train(resume_from_checkpoint=...)`, goes on recording in the same folder. The
     recording ends with the last step, also if the Trainer then loads its best checkpoint. Random numbers of each
     micro-batch are drawn from a seed of its own; those of the loader stay the Trainer's.
+
+    A folder with a finished recording is refused: `imprint.Recording(folder)` opens it, without a Trainer.
     """
     if TrainerCallback is object:
         raise MissingExtra("language.recording.attach", "language")
     if not hasattr(trainer, "training_step") or not hasattr(trainer, "callback_handler"):
         raise PlanError(f"attach takes a Trainer of transformers, got a {type(trainer).__name__}.")
+    if (Path(folder) / RECORD).exists():
+        refuse_finished(Path(folder), read_header(Path(folder)))
     for callback in list(trainer.callback_handler.callbacks):
         if isinstance(callback, TrainerRecorder):
             callback.detach()

@@ -1,10 +1,12 @@
 """Which words of a completion each source moved: scores per token, in the terminal and as a page."""
 
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 from html import escape
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor
 
 from imprint.attribution.labels import Labels
@@ -14,9 +16,11 @@ from imprint.attribution.result import Attribution
 from imprint.attribution.top import describe_warnings, explain_marks
 from imprint.attribution.uncertainty import ERROR, LACKING, describe_error, explain_errors
 from imprint.display import for_terminal
-from imprint.errors import TaskError
+from imprint.errors import ReadoutError, TaskError
 from imprint.language.causal import LanguageTask
 from imprint.language.data import Completions, Tokenizer
+from imprint.language.words import Credited, Word, describe_total, explain_words, find_words
+from imprint.language.words_page import explain_shades, find_largest, render_page, shade
 from imprint.readout.reader import Reader
 from imprint.sources import find_source
 from imprint.store.reading import Store
@@ -25,9 +29,6 @@ from imprint.validation.record import find_verdict
 
 if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions, Group, RenderResult
-
-_RAISES, _LOWERS = (33, 102, 172), (178, 24, 43)  # what a source makes likelier, and less likely
-_LISTED = 12  # sources in the table of a page
 
 
 @dataclass(frozen=True)
@@ -60,94 +61,133 @@ class TokenAttribution:
     @property
     def completion(self) -> Attribution:
         """The attribution of the whole completion, as of one query: the sum over its tokens."""
-        noise = None if self.noise_changes is None else self.noise_changes.sum(1, keepdim=True)
-        replicates = tuple(each.change(lambda values: values.sum(1, keepdim=True)) for each in self.replicates)
-        return Attribution(self.labels, self.scores.sum(0, keepdim=True), noise_changes=noise, replicates=replicates)
+        return self._add_up([(0, len(self.tokens))])
+
+    @property
+    def of_words(self) -> Attribution:
+        """The attribution of each word of the completion, as of one query each: the sums over their tokens."""
+        return self._add_up(find_words(self.tokens))
+
+    def _add_up(self, spans: Sequence[tuple[int, int]]) -> Attribution:
+        """Add up the tokens of each span, which become the queries of an attribution."""
+        belongs = self.scores.new_zeros(len(spans), len(self.tokens), dtype=torch.float64)
+        for row, (begin, end) in enumerate(spans):
+            belongs[row, begin:end] = 1
+
+        def add_up(values: Tensor) -> Tensor:
+            return (belongs @ values.double()).to(values.dtype)
+
+        noise = None if self.noise_changes is None else add_up(self.noise_changes.T).T
+        replicates = tuple(each.change(add_up) for each in self.replicates)
+        return Attribution(self.labels, add_up(self.scores), noise_changes=noise, replicates=replicates)
+
+    @property
+    def strongest(self) -> str:
+        """The id of the source that moves the completion most, whichever way."""
+        return self.labels.source_ids[int(self.scores.sum(0).abs().argmax())]
+
+    @property
+    def most_helpful(self) -> str:
+        """The id of the source that helps the completion most; where none helps, the least harmful."""
+        return self.labels.source_ids[int(self.scores.sum(0).argmax())]
+
+    def credited(self, k: int = 5, source: str | None = None) -> Credited:
+        """Return the k words that a source makes likelier most, with their size and standard error.
+
+        source: an id or a name; by default the source that helps the completion most. If no source makes it likelier,
+            that one has no words.
+
+        Words whose contribution is not distinguishable from 0 are among them and marked: where nothing is known of the
+        errors, none is.
+        """
+        if k < 1:
+            raise ReadoutError(f"credited lists at least 1 word, got k={k}.")
+        chosen = self.most_helpful if source is None else source
+        total = self.total(chosen)
+        helps = source is not None or total.contribution > 0
+        words = [word for word in self.rate_words(chosen) if word.contribution > 0 and helps]
+        first = sorted(words, key=lambda word: -word.contribution)[:k]
+        return Credited(self.labels, self.name_source(chosen), total, tuple(first))
+
+    def total(self, source: str) -> Word:
+        """Return the whole completion with what a source contributes to it."""
+        return self._rate(self.completion, ["".join(self.tokens)], source)[0]
+
+    def rate_words(self, source: str) -> list[Word]:
+        """Return the completion in words, each with what a source contributes, and how sure that is."""
+        texts = ["".join(self.tokens[begin:end]) for begin, end in find_words(self.tokens)]
+        return self._rate(self.of_words, texts, source)
+
+    def _rate(self, result: Attribution, texts: Sequence[str], source: str) -> list[Word]:
+        place = self._index(source)
+        errors, marks = result.standard_error, result.distinguishable
+        contributions = (result.scores[:, place] / self.labels.n).tolist()
+        sure = [None] * len(texts) if errors is None else errors[:, place].tolist()
+        distinct = [None] * len(texts) if marks is None else marks[:, place].tolist()
+        return list(map(Word, texts, contributions, sure, distinct))
 
     def words(self, source: str | None = None) -> list[tuple[str, float]]:
         """Return the completion in words, each with what the source contributes to its log-probability.
 
-        source: an id or a name; by default the source that moves the completion most. A source's contribution is the
+        source: an id or a name; by default the source that helps the completion most. A source's contribution is the
             opposite of its removal effect. Words are the tokens up to the next that begins with a space.
         """
-        contributions = (self.scores[:, self._index(source)] / self.labels.n).tolist()
-        words: list[tuple[str, float]] = []
-        for token, value in zip(self.tokens, contributions, strict=True):
-            if not words or (token[:1].isspace() and words[-1][0].strip()):
-                words.append((token, value))
-            else:
-                words[-1] = words[-1][0] + token, words[-1][1] + value
-        return words
+        return [(word.text, word.contribution) for word in self.rate_words(source or self.most_helpful)]
 
     def name_source(self, source: str | None = None) -> str:
         """Return the name of a source, by its id or name; by default of the one that moves the completion most."""
-        return self.labels.source_names[self._index(source)]
+        return self.labels.source_names[self._index(source or self.strongest)]
 
-    def _index(self, source: str | None) -> int:
-        if source is None:
-            return int(self.scores.sum(0).abs().argmax())
+    def _index(self, source: str) -> int:
         return find_source(source, self.labels.source_ids, self.labels.source_names)
 
     def __repr__(self) -> str:
         tokens, sources = self.scores.shape
-        credits = self.completion.top(3)[0]
+        credits, credited = self.completion.top(min(3, sources))[0], self.credited(3)
         top = ", ".join(f"{for_terminal(credit.name)} {credit.format_effect()}" for credit in credits)
+        words = ", ".join(f"{for_terminal(word.text.strip())} {word.format()}" for word in credited)
+        likelier = [f"  likelier because of {for_terminal(credited.name)}: {words}"] * bool(words)
         head = f"TokenAttribution: {tokens} tokens × {sources} sources"
-        about = (for_terminal(self.labels.unit), self.labels.meaning)
-        notes = (*explain_marks(credits), *describe_error(self.labels), *describe_warnings(self.labels))
-        return "\n".join((head, *about, f"  completion: {top}", *notes))
+        labels, marks = self.labels, [*explain_marks(credits), *explain_words(self.labels, credited.words)]
+        about = (for_terminal(labels.unit), labels.meaning, labels.standing, *describe_error(labels))
+        notes = (*dict.fromkeys(marks), *describe_warnings(labels))
+        return "\n".join((head, *about, f"  completion: {top}", *likelier, *notes))
 
     def __rich_console__(self, console: "Console", options: "ConsoleOptions") -> "RenderResult":
+        from rich.text import Text
+
         yield self.shade()
+        yield Text(for_terminal(self.labels.standing), style="italic")
 
     def shade(self, source: str | None = None) -> "Group":
         """Return the completion for a terminal, its words shaded by what a source contributes.
 
-        source: an id or a name; by default the source that moves the completion most.
+        source: an id or a name; by default the source that moves the completion most, whichever way: the first line
+            says whether it makes the completion likelier.
         """
         from rich.console import Group
         from rich.text import Text
 
-        words = self.words(source)
-        largest = _largest(words)
-        legend = Text(for_terminal(_legend(self, self._index(source), largest)), style="italic")
+        chosen = source or self.strongest
+        words = self.rate_words(chosen)
+        largest = find_largest(words)
+        told = f"{self.name_source(chosen)} {describe_total(self.total(chosen))}. {explain_shades(largest)}"
+        legend = Text(for_terminal(told), style="italic")
         shown = Text("\n".join(map(for_terminal, self.prompt.split("\n"))), style="dim")
-        for word, value in words:
-            red, green, blue = _shade(value, largest)
-            style = f"black on rgb({red},{green},{blue})"
-            lead = len(word) - len(word.lstrip())  # the space before a word stays as it is
-            shown.append(word[:lead]).append(for_terminal(word[lead:]), style=style)
+        for word in words:
+            red, green, blue = shade(word.contribution, largest)
+            style, text = f"black on rgb({red},{green},{blue})", word.text
+            lead = len(text) - len(text.lstrip())  # the space before a word stays as it is
+            shown.append(text[:lead]).append(for_terminal(text[lead:]), style=style)
         return Group(legend, shown)
 
     def to_html(self, source: str | None = None) -> str:
         """Return a page: the completion shaded by what a source contributes, and the first sources in a table.
 
-        source: an id or a name; by default the source that moves the completion most.
+        source: an id or a name; by default the source that moves the completion most, whichever way: the heading says
+            whether it makes the completion likelier. `render_page` shows several completions.
         """
-        index = self._index(source)
-        words = self.words(source)
-        largest = _largest(words)
-        body = "".join(_span(word, value, largest) for word, value in words)
-        credits = self.completion.top(_LISTED)[0]
-        rows = "".join(
-            f"<tr><td>{escape(c.name)}</td><td>{c.format_effect()}{c.format_error(' ± ')}</td></tr>" for c in credits
-        )
-        standing = self.labels.standing
-        notes = (standing, *explain_marks(credits), *describe_error(self.labels), *describe_warnings(self.labels))
-        bar = ", ".join(f"rgb{_shade(step, 1.0)}" for step in (-1.0, -0.5, 0.0, 0.5, 1.0))
-        return _PAGE.format(
-            name=escape(self.labels.source_names[index]),
-            legend=escape(_legend(self, index, largest)),
-            low=f"{-largest:+.2g}",
-            high=f"{largest:+.2g}",
-            bar=bar,
-            prompt=escape(self.prompt),
-            body=body,
-            unit=escape(self.labels.unit),
-            meaning=escape(self.labels.meaning),
-            rows=rows,
-            notes="".join(f'<p class="unit">{escape(note)}</p>' for note in notes),
-        )
+        return render_page([self], source)
 
     def _repr_html_(self) -> str:
         return f'<iframe style="width:100%;height:24em;border:0" srcdoc="{escape(self.to_html())}"></iframe>'
@@ -215,62 +255,3 @@ def _texts(tokenizer: Tokenizer, tokens: list[int]) -> list[str]:
         texts.append(whole[len(seen) :] if whole.startswith(seen) else "")
         seen = whole if whole.startswith(seen) else seen
     return texts
-
-
-def _largest(words: list[tuple[str, float]]) -> float:
-    return max((abs(value) for _, value in words), default=0.0)
-
-
-def _shade(value: float, largest: float) -> tuple[int, int, int]:
-    """Return white at 0, the full colour of the sign at the largest value."""
-    strength = min(1.0, abs(value) / largest) if largest else 0.0
-    red, green, blue = ((round(255 - 0.75 * strength * (255 - c))) for c in (_RAISES if value > 0 else _LOWERS))
-    return red, green, blue
-
-
-def _legend(result: TokenAttribution, index: int, largest: float) -> str:
-    name = result.labels.source_names[index]
-    return (
-        f"What {name} contributes to the log-probability of each word, in nats: blue is likelier because of it, red "
-        f"less likely; the strongest shade is ±{largest:.2g}."
-    )
-
-
-def _span(word: str, value: float, largest: float) -> str:
-    lead = len(word) - len(word.lstrip())
-    red, green, blue = _shade(value, largest)
-    shaded = f'<span style="background:rgb({red},{green},{blue})" title="{value:+.3g}">{escape(word[lead:])}</span>'
-    return escape(word[:lead]) + (shaded if word[lead:] else "")
-
-
-_PAGE = """<!doctype html>
-<html lang="en">
-<head>
-<meta charset="utf-8">
-<meta name="viewport" content="width=device-width">
-<title>{name}: word by word</title>
-<style>
-body {{ font: 1rem/1.6 system-ui, sans-serif; max-width: 46rem; margin: 2rem auto; padding: 0 1rem }}
-body {{ color: #222; background: #fff }}
-.text {{ white-space: pre-wrap; overflow-wrap: anywhere }}
-.prompt {{ color: #666 }}
-.text span[title] {{ border-radius: 3px; padding: 1px 0 }}
-.scale {{ display: flex; gap: .6rem; align-items: center; font-size: .85rem }}
-.scale i {{ flex: 0 0 12rem; height: .8rem; background: linear-gradient(to right, {bar}) }}
-table {{ border-collapse: collapse; font-size: .9rem }}
-.unit {{ margin: 1.5rem 0 .3rem; color: #666; font-size: .9rem }}
-td {{ border-top: 1px solid #ddd; padding: .2rem .8rem .2rem 0 }}
-td + td {{ text-align: right; font-variant-numeric: tabular-nums }}
-</style>
-</head>
-<body>
-<h1>{name}</h1>
-<p>{legend}</p>
-<p class="scale"><span>{low}</span><i></i><span>{high} nats</span></p>
-<p class="text"><span class="prompt">{prompt}</span>{body}</p>
-<p class="unit">All of the completion: {unit}<br>{meaning}</p>
-<table>{rows}</table>
-{notes}
-</body>
-</html>
-"""

@@ -40,6 +40,16 @@ def choose_interval(steps: int) -> int:
     return interval
 
 
+def refuse_finished(path: Path, header: Header) -> None:
+    """Refuse to record into a folder whose recording is finished; say how to go on from it."""
+    if header.finished:
+        raise StoreError(
+            f"{path} holds a finished recording, which is not written to again. To go on from it, do not train: give "
+            f"simulate run=imprint.Recording({str(path)!r}), with the data and the collate_fn of that training. To "
+            "record another training, give a new folder, or delete this one."
+        )
+
+
 class RecordingFolder:
     """Writes the files of a recording; one process at a time.
 
@@ -57,10 +67,7 @@ class RecordingFolder:
             self.header = read_header(path) if (path / RECORD).exists() else None
             self.entries: list[Entry] = []
             if self.header is not None:
-                if self.header.finished:
-                    raise StoreError(
-                        f"{path} holds a finished recording: read it with imprint.Recording, or give a new folder."
-                    )
+                refuse_finished(path, self.header)
                 self.entries = read_journal(path, self.header.groups, self.header.n)
         except BaseException:
             self._lock.release()

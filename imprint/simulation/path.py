@@ -19,12 +19,14 @@ class Hooks:
 
     advance, skip: called with the number of rows that made a step, or had made it in an earlier run.
     first: whether these are the first sources of a checkpoint, with which an engine measures what it measures once.
+    announce: called with what is done while no row of a source makes a step.
     """
 
     advance: Callable[[int], None] = lambda rows: None
     skip: Callable[[int], None] = lambda rows: None
     snapshot: Snapshot | None = None
     first: bool = False
+    announce: Callable[[str], None] = lambda phase: None
 
 
 def follow(

@@ -90,7 +90,8 @@ class Work:
         return engine, engine.prepare()
 
     def _engine(self, index: int, state: Parameters, files: CheckpointFiles) -> Engine:
-        return engines.at_checkpoint(self.inputs, index, state, self.memory, files, self.bar.advance)
+        hears = self.bar.advance, self.bar.announce
+        return engines.at_checkpoint(self.inputs, index, state, self.memory, files, *hears)
 
     def _conclude(self, engine: Engine, shards: "list[_Shard]") -> Measured:
         """Add to what was measured what all imprints say, where they are all here."""

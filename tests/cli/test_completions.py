@@ -85,6 +85,16 @@ def test_words_add_up_to_the_completion(command: Command, tmp_path: Path) -> Non
     assert "<!doctype html>" in page and "word by word" in page
 
 
+def test_words_of_several_completions_are_shown_and_written_to_one_page(command: Command, tmp_path: Path) -> None:
+    line = (*ASK, "--prompt", "a dog", "--completion", " barks", "--tokens")
+    found = command(*line, "--json").values["completions"]
+    assert [[word for word, _ in each["words"]] for each in found] == [[" sails", " on"], [" barks"]]
+    shown = command(*line, "--out", tmp_path / "words.html")
+    assert shown.out.count("Word by word: ") == 2
+    page = (tmp_path / "words.html").read_text()
+    assert page.count("<!doctype html>") == 1 and page.count("<section>") == 2
+
+
 @pytest.mark.parametrize(
     ("line", "says"),
     [
@@ -92,7 +102,6 @@ def test_words_add_up_to_the_completion(command: Command, tmp_path: Path) -> Non
         ("--tokens", "--tokens needs a --completion to attribute."),
         ("--completion a --queries model.py:queries", "give --queries or --completion, not both."),
         ("--prompt a --completion b --completion c", "in the same order: there are 1 and 2."),
-        ("--completion b --completion c --tokens", "--tokens shows one --completion at a time, got 2."),
         ("--completion b --source log", "--source chooses whose words are shaded: it goes with --tokens."),
         ("--completion b --out x.html", "--out must end in .csv or .safetensors (or .html, with --tokens), got x.html"),
         ("--completion b --tokens --out x.csv", "--out must end in .html, with --tokens, got x.csv."),

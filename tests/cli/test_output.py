@@ -9,6 +9,7 @@ from rich.console import Console
 from imprint import Plan
 from imprint.benchmarking.settings import digits
 from imprint.cli.terminal import show_progress
+from imprint.runtime.progress import Announcing
 from tests.cli.commands import MODEL, Command
 
 
@@ -74,3 +75,13 @@ def test_a_terminal_is_shown_a_bar_and_a_log_gets_lines() -> None:
     assert "simulating" in shown.getvalue() and "3/12" in shown.getvalue()
     with show_progress(Console(file=StringIO()), "simulating") as advance:
         assert advance is True
+
+
+def test_a_bar_names_what_is_done_until_something_counts() -> None:
+    for counted, named in ((0, True), (3, False)):
+        shown = StringIO()
+        with show_progress(Console(file=shown, force_terminal=True, width=100), "simulating") as advance:
+            assert isinstance(advance, Announcing) and callable(advance)
+            advance.announce("measuring, step 2 of [5]")
+            advance(counted, 12)
+        assert ("simulating: measuring, step 2 of [5]" in shown.getvalue().rsplit("\r", 2)[-2]) == named

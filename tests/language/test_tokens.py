@@ -2,6 +2,7 @@
 
 import re
 from dataclasses import replace
+from html.parser import HTMLParser
 from io import StringIO
 from pathlib import Path
 from typing import Any
@@ -10,9 +11,9 @@ import pytest
 import torch
 from rich.console import Console
 
-from imprint import SourcesError, Store, TaskError, attribute
+from imprint import DataError, ReadoutError, SourcesError, Store, TaskError, attribute
 from imprint.attribution.labels import Labels
-from imprint.language import Completions, LanguageTask, TokenAttribution, task, token_scores
+from imprint.language import Completions, LanguageTask, TokenAttribution, render_page, task, token_scores
 from tests.language.models import documents, gpt2, tokenizer
 from tests.language.test_task import simulated
 
@@ -165,3 +166,86 @@ def test_a_tokenizer_that_is_not_the_tasks_is_refused() -> None:
     assert len(token_scores(made, store, "the ship", " sails", tokenizer()).tokens) > 0
     with pytest.raises(TaskError, match="this tokenizer is not the one that the task was made with"):
         token_scores(made, store, "the ship", " sails", tokenizer(bos_token="<s>"))
+
+
+def test_without_a_source_words_are_those_of_the_source_that_helps() -> None:
+    found = replace(shown(), scores=torch.tensor([[-10.0, 4.0], [-20.0, 2.0], [-30.0, -1.0], [0.0, 0.0]]))
+    assert (found.strongest, found.most_helpful) == ("a", "b")
+    assert found.words() == found.words("Beta") != found.words("a")
+    credited = found.credited()
+    assert credited.name == "Beta" and [word.text for word in credited] == [" one", " two"]
+    assert [word.contribution for word in credited] == pytest.approx([0.4, 0.1])
+    assert len(found.credited(1)) == 1 and found.credited(1)[0] == credited[0]
+    assert len(found.credited(source="a")) == 0 and "less likely (-6 nats); words" in repr(found.credited(source="a"))
+    assert repr(credited).startswith(
+        "Beta makes this completion likelier (+0.5 nats); words that it makes likelier: on"
+    )
+    with pytest.raises(ReadoutError, match="credited lists at least 1 word, got k=0"):
+        found.credited(0)
+
+
+def test_nobody_is_credited_where_no_source_helps() -> None:
+    found = replace(shown(), scores=torch.tensor([[-10.0, 4.0], [0.0, -6.0], [0.0, 0.0], [0.0, 0.0]]))
+    assert found.most_helpful == "b" and found.credited().words == ()
+    assert [word.text for word in found.credited(source="b")] == [" one"]  # which was asked for
+    assert "likelier because of" not in repr(found)
+
+
+def test_words_within_the_noise_of_a_run_are_marked() -> None:
+    """Noise moves the two tokens of "two" in opposite ways, so that the word is surer than either."""
+    moved = torch.tensor([[0.6, 2.0, -1.9, 0.0], [-0.6, -2.0, 1.9, 0.0]])
+    found = replace(shown(question="this_run", removes=True), noise_changes=moved)
+    one, two, last = found.rate_words("a")
+    assert (one.distinguishable, two.distinguishable, last.distinguishable) == (False, True, False)
+    assert two.standard_error == pytest.approx(0.1) and one.format() == "+1~"
+    credited = found.credited()
+    assert [word.format() for word in credited] == ["+1~", "+1"]
+    for text in (repr(credited), repr(found), found.to_html()):
+        assert "~ not distinguishable from 0: less than twice the change" in text
+    assert all(word.distinguishable is None for word in shown().rate_words("a"))
+
+
+def test_all_that_is_shown_says_whether_it_was_validated_and_which_way_a_source_moves() -> None:
+    hurts = replace(shown(), scores=-shown().scores)
+    console = Console(record=True, width=200, file=StringIO())
+    console.print(hurts)
+    for text in (repr(hurts), console.export_text(), hurts.to_html(), repr(hurts.credited())):
+        assert "not validated: these effects were not compared" in text
+    console.print(hurts)
+    for text in (console.export_text(), hurts.to_html()):
+        assert re.search(r"Alpha(>|&gt;) (&|&amp;) co makes this completion less likely \(-2 nats\)", text)
+    assert "makes this completion likelier (+2 nats)" in shown().to_html()
+
+
+class _Tags(HTMLParser):
+    """Checks that every tag is closed where it was opened."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.seen: list[str] = []
+
+    def handle_starttag(self, tag: str, attrs: Any) -> None:
+        self.seen.append(tag)
+        if tag != "meta":
+            self.open.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+
+def test_several_completions_are_one_valid_page_that_says_once_what_they_share() -> None:
+    page = render_page([shown(), replace(shown(), prompt="Another", scores=-shown().scores), shown()])
+    tags = _Tags()
+    tags.feed(page)
+    tags.close()
+    assert tags.open == [] and [tags.seen.count(tag) for tag in ("html", "body", "h1", "section", "h2")] == [
+        *(1, 1, 1, 3, 3)
+    ]
+    assert "<h1>3 completions</h1>" in page and "Another" in page
+    assert page.count("not validated") == 1 and page.count("expected: mean over trainings") == 1
+    assert page.count("makes this completion less likely") == 1
+    mixed = render_page([shown(), shown(warnings=("take care",))])
+    assert mixed.count("warning: take care") == 1 and mixed.index("take care") < mixed.rindex("</section>")
+    with pytest.raises(DataError, match="there are no completions to show"):
+        render_page([])

@@ -315,7 +315,7 @@ def test_folders_that_hold_something_else_or_a_finished_recording_are_refused(tm
     with pytest.raises(StoreError, match="holds something else: give a new folder for the recording"):
         train(tmp_path / "other")
     train(tmp_path / "run")[1].finish()
-    with pytest.raises(StoreError, match=r"holds a finished recording: read it with imprint\.Recording"):
+    with pytest.raises(StoreError, match=r"holds a finished recording.*run=imprint\.Recording"):
         train(tmp_path / "run")
 
 

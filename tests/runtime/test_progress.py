@@ -155,3 +155,71 @@ def test_a_function_is_told_of_a_skip_too() -> None:
     bar.skip(3)
     bar.advance()
     assert told == [3, 4]
+
+
+def test_what_is_done_before_anything_counts_is_named() -> None:
+    stream = _Terminal()
+    bar, clock = _bar(stream)
+    for step in range(1, 4):
+        clock.now += 5
+        bar.announce(f"repeating the run as it was, step {step} of 3")
+    assert stream.getvalue().endswith("\rsimulating: repeating the run as it was, step 3 of 3, 0:15 elapsed\033[K")
+    clock.now += 10
+    bar.advance(50)
+    shown = stream.getvalue().rsplit("\r", 1)[1]
+    assert shown.startswith("simulating: 25% of 200 steps, 5/s, 0:25 elapsed, 0:30 left")  # of the ten seconds alone
+
+
+def test_a_phase_after_units_is_named_beside_them_until_the_next_unit() -> None:
+    stream = _Terminal()
+    bar, clock = _bar(stream)
+    clock.now += 10
+    bar.advance(100)
+    clock.now += 1
+    bar.announce("beginning 5 runs at once")
+    assert stream.getvalue().rsplit("\r", 1)[1].startswith("simulating: 50% of 200 steps, beginning 5 runs at once, 0:")
+    clock.now += 1
+    bar.advance(1)
+    assert "beginning" not in stream.getvalue().rsplit("\r", 1)[1]
+
+
+def test_slow_work_shows_how_long_a_unit_takes() -> None:
+    for seconds, each in ((4, "4 s each"), (90, "1:30 each"), (1, "1 s each"), (0.4, "2.5/s"), (0.01, "100/s")):
+        stream = _Terminal()
+        bar, clock = _bar(stream, 1000)
+        for _ in range(600):
+            clock.now += seconds
+            bar.advance()
+        assert f", {each}," in stream.getvalue().rsplit("\r", 1)[1]
+        assert " 0/s" not in stream.getvalue()
+
+
+def test_the_time_left_waits_until_it_means_something() -> None:
+    """After minutes of preparation, a first unit says little; later ones are timed without that preparation."""
+    stream = _Terminal()
+    bar, clock = _bar(stream, 1000)
+    clock.now += 600
+    bar.advance()
+    assert "left" not in stream.getvalue()
+    for _ in range(40):
+        clock.now += 1
+        bar.advance()
+    assert "1 s each, 10:40 elapsed, 15:59 left" in stream.getvalue().rsplit("\r", 1)[1]
+
+
+def test_a_function_that_listens_is_told_of_phases() -> None:
+    class Told:
+        def __init__(self) -> None:
+            self.phases, self.counts = list[str](), list[int]()
+
+        def __call__(self, done: int, total: int, /) -> None:
+            self.counts.append(done)
+
+        def announce(self, phase: str, /) -> None:
+            self.phases.append(phase)
+
+    told = Told()
+    bar = Progress("simulating", 5, "steps", told)
+    bar.announce("measuring")
+    bar.advance(2)
+    assert (told.phases, told.counts) == (["measuring"], [2])

@@ -53,7 +53,7 @@ def attribute(
     prompt: PromptTexts = None,
     completion: CompletionTexts = None,
     tokens: Annotated[
-        bool, typer.Option("--tokens", help="Show which words of the one --completion a source moved.")
+        bool, typer.Option("--tokens", help="Show which words of each --completion a source moved.")
     ] = False,
     source: Annotated[
         str | None,
@@ -121,14 +121,14 @@ def attribute(
         objects = Objects(given)
         options: Any = {"readout": readout, "memory": given.memory}
         if tokens and completion:
-            words = _score_words(objects, opened, (prompt or [""])[0], completion[0], options)
+            words = _score_words(objects, opened, prompt or [""] * len(completion), completion, options)
         else:
             options |= {"by": by, "batch_size": batch_size, "progress": advance}
             asked = ask(objects, prompt, completion) if completion else None
             result, labels = _score(objects, opened, asked, options)
     order: Any = by
     if tokens:
-        _show_words(words, source, words.completion.top(top, order), out, json)
+        _show_words(words, source, [each.completion.top(top, order) for each in words], out, json)
         return
     first = result.top(top, order)
     if out is not None:
@@ -141,11 +141,9 @@ def attribute(
 
 
 def _check_words(completions: list[str] | None, tokens: bool, source: str | None) -> None:
-    """Refuse to show words of no completion, or of several."""
+    """Refuse to show words of no completion."""
     if tokens and not completions:
         raise ConfigurationError("--tokens needs a --completion to attribute.")
-    if tokens and completions and len(completions) > 1:
-        raise ConfigurationError(f"--tokens shows one --completion at a time, got {len(completions)}.")
     if source is not None and not tokens:
         raise ConfigurationError("--source chooses whose words are shaded: it goes with --tokens.")
 
@@ -164,26 +162,34 @@ def _score(
 
 
 def _score_words(
-    objects: Objects, store: imprint.Store, prompt: str, completion: str, options: dict[str, Any]
-) -> "TokenAttribution":
+    objects: Objects, store: imprint.Store, prompts: list[str], completions: list[str], options: dict[str, Any]
+) -> "list[TokenAttribution]":
     from imprint.language import token_scores
 
     task: Any = objects.task
-    return token_scores(task, store, prompt, completion, find_tokenizer(objects), **options)
+    tokenizer, pairs = find_tokenizer(objects), zip(prompts, completions, strict=True)
+    return [token_scores(task, store, *pair, tokenizer, **options) for pair in pairs]
 
 
 def _show_words(
-    words: "TokenAttribution", source: str | None, first: imprint.Top, out: Path | None, json: bool
+    words: "list[TokenAttribution]", source: str | None, firsts: list[imprint.Top], out: Path | None, json: bool
 ) -> None:
-    """Show or write the words of a completion, and its first sources."""
-    shaded = words.words(source)
+    """Show or write the words of each completion, and its first sources."""
+    from imprint.language import render_page
+
+    shaded = [each.words(source or each.strongest) for each in words]
     if out is not None:
-        write(out, lambda path: path.write_text(words.to_html(source), encoding="utf-8"))
+        write(out, lambda path: path.write_text(render_page(words, source), encoding="utf-8"))
         errors.print(f"written to [bold]{escape_markup(out)}[/bold]")
     if json:
-        typer.echo(dumps({**first.to_json(), "shaded_by": words.name_source(source), "words": shaded}))
-    else:
-        console.print(render_words(words, source, first))
+        found = [
+            {**first.to_json(), "shaded_by": each.name_source(source), "words": listed}
+            for each, first, listed in zip(words, firsts, shaded, strict=True)
+        ]
+        typer.echo(dumps(found[0] if len(found) == 1 else {"completions": found}))
+        return
+    for each, first in zip(words, firsts, strict=True):
+        console.print(render_words(each, source, first))
 
 
 def _write_scores(result: imprint.Attribution, labels: Sequence[str], out: Path) -> None:

@@ -39,7 +39,7 @@ class Work:
 
     first: whether no other checkpoint comes before it.
     files: of the checkpoint, for what outlives a killed run; None where nothing is to be kept.
-    advance: called with the work that is done, in the engine's unit.
+    advance: called with the work that is done, in the engine's unit; `announce` with what is done before it.
     run: the recorded training run that ends at this checkpoint; None for engines that do without.
     """
 
@@ -52,6 +52,7 @@ class Work:
     files: CheckpointFiles | None = None
     advance: Callable[[int], None] = lambda amount: None
     run: Run | None = None
+    announce: Callable[[str], None] = lambda phase: None
 
 
 @dataclass(frozen=True)
@@ -330,11 +331,13 @@ def at_checkpoint(
     memory: int | str | None = None,
     files: CheckpointFiles | None = None,
     advance: Callable[[int], None] = lambda amount: None,
+    announce: Callable[[str], None] = lambda phase: None,
 ) -> Engine:
     """Make the engine of a plan ready for one of its checkpoints."""
     descent, stored = inputs.descent(index, state), DTYPES[inputs.stored_as]
     first, settings = index == inputs.first, inputs.settings[index]
-    return get(inputs.plan)(Work(index, settings, descent, stored, first, memory, files, advance, inputs.run))
+    work = Work(index, settings, descent, stored, first, memory, files, advance, inputs.run, announce)
+    return get(inputs.plan)(work)
 
 
 def join(chunks: list[Chunk]) -> Chunk:

@@ -229,6 +229,32 @@ def count_calls(calls: list[int]) -> Advance:
     return lambda done, total, /: calls.append(done)
 
 
+class Listener:
+    """Hears what a replay does before and beside its rows."""
+
+    def __init__(self) -> None:
+        self.phases: list[str] = []
+
+    def __call__(self, done: int, total: int, /) -> None: ...
+
+    def announce(self, phase: str, /) -> None:
+        self.phases.append(phase)
+
+
+@pytest.mark.parametrize("stacked", [True, False])
+def test_a_replay_names_what_it_does_while_no_source_makes_a_step(stacked: bool, tmp_path: Path) -> None:
+    training, heard = replace(TRAININGS["stacked"](), steps=8), Listener()
+    _, run = training.run()
+    replay(training, run, Plan(engine="replay", stacked=stacked), progress=heard)
+    assert heard.phases[0] == "trying whether runs can be replayed together"
+    repeated = [phase for phase in heard.phases if phase.startswith("repeating the run as it was")]
+    assert repeated == [f"repeating the run as it was, step {step} of 8" for step in range(1, 9)]
+    assert heard.phases[9] == "measuring how many sources fit into memory"
+    perturbed = "replaying the run from a slightly perturbed start, step 8 of 8"
+    assert heard.phases.count(perturbed) == (0 if stacked else 2)
+    assert any(phase.startswith("beginning ") for phase in heard.phases) == stacked
+
+
 @pytest.mark.usefixtures("snapshots_at_every_step")
 @pytest.mark.parametrize(
     ("start", "killed"), [(0, [7]), pytest.param(25, [7, 8, 20], marks=pytest.mark.wide)], ids=["whole", "late"]

@@ -50,7 +50,7 @@ class _Routing(Training):
 
     def repetition(self, run: Any, begin: int = 0) -> Any:
         repetition = super().repetition(run, begin)
-        return replace(repetition, routes=replay_unperturbed(repetition, lambda: None, lambda end: 0.0).routes)
+        return replace(repetition, routes=replay_unperturbed(repetition, lambda phase: None, lambda end: 0.0).routes)
 
 
 def test_a_run_without_a_source_finds_its_own_missing_gradients() -> None:

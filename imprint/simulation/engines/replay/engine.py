@@ -13,11 +13,13 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cached_property, partial
+from itertools import count
 from statistics import median
 from typing import ClassVar
 
 import torch
 
+from imprint.display import count_of
 from imprint.errors import SimulationError
 from imprint.plan import EngineRules, Plan, Settings
 from imprint.recording.records import Run
@@ -133,6 +135,7 @@ class Replay(Engine):
 
     def choose_way(self) -> None:
         """Find out how rows can be replayed."""
+        self.work.announce("trying whether runs can be replayed together")
         with as_recorded(self.run.circumstances):
             self._way = find_way(self.repetition, stacks=self.plan.stacked)
             self._unkept = find_unkept_state(self.repetition, twice=self._way.leaves_out)
@@ -158,14 +161,23 @@ class Replay(Engine):
     def _replay_unperturbed(self, snapshot: Snapshot | None = None) -> Unperturbed:
         return replay_unperturbed(
             self.repetition,
-            advance=lambda: self.work.advance(0),
+            hear=self._hear_step,
             compare=lambda end: self.effects.change(self._displaced(end)),
             snapshot=snapshot,
         )
 
+    def _hear_step(self, name: str) -> None:
+        """Tell of a step that belongs to no source."""
+        self.work.announce(name)
+        self.work.advance(0)
+
     def measure_start_lost(self, late_snapshot: Snapshot | None = None, snapshot: Snapshot | None = None) -> float:
         """Return how much of a removal's effect a later start loses: rms change of F over the rms effect."""
-        few, hear = self.descent.sources.spread(_SPREAD), lambda rows: self.work.advance(0)
+        few, made = self.descent.sources.spread(_SPREAD), count(1)
+
+        def hear(rows: int) -> None:
+            self._hear_step(f"measuring what a later start loses, step {next(made):,}")
+
         late = self._replay(self.repetition, Lineup(few), Hooks(hear, snapshot=late_snapshot))
         early = self._replay(self.repetition_from(0), Lineup(few), Hooks(hear, snapshot=snapshot))
         changes, effects = [], []
@@ -180,6 +192,9 @@ class Replay(Engine):
         """Replay the run without each of some sources; with the first ones, from slightly perturbed starts too."""
         stacked, sources = self.way.one_by_one is None, descent.sources
         lineup = Lineup(sources, self.plan.seed if hooks.first else None, control=hooks.first and stacked)
+        if stacked:
+            self.work.announce(f"beginning {count_of(len(lineup.rows), 'run')} at once")
+        hooks = replace(hooks, announce=self.work.announce)
         ends = [self._displaced(end) for end in self._replay(self.repetition, lineup, hooks)]
         own, others = ends[: len(sources)], ends[len(sources) :]
         effects = [self.effects.change(e, members) for e, members in zip(own, sources.members, strict=True)]
@@ -278,6 +293,7 @@ class Replay(Engine):
 
     def rows_that_fit(self, before: int | None = None) -> int:
         """Return how many sources fit the memory budget together, beside the other rows of the first chunk."""
+        self.work.announce("measuring how many sources fit into memory")
         sources, device = self.descent.sources, self.descent.data.device
         allowed = budget(self.work.memory, device)
         if self.way.one_by_one is not None:  # only the ends of rows, and their differences, are there at once

@@ -129,8 +129,10 @@ def replay_one_by_one(repetition: Repetition, lineup: Lineup, hooks: Hooks, *, l
         excluded: Excluded = np.zeros(repetition.run.n, dtype=bool)
         excluded[rows.without[index]] = True
 
-        def hear(number: int, seen: Seen, counts: bool = index < len(lineup.sources)) -> None:
-            hooks.advance(int(counts))
+        def hear(number: int, seen: Seen, index: int = index) -> None:
+            if index >= len(lineup.sources):
+                hooks.announce(f"replaying {rows.names[index]}, {repetition.describe_step(number)}")
+            hooks.advance(int(index < len(lineup.sources)))
 
         training = Training(repetition, excluded, leaves_out=leaves_out)
         load_tensors(training.model, starts[index])

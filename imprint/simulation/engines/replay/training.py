@@ -56,6 +56,10 @@ class Repetition:
         """The numbers of the steps that are repeated."""
         return range(self.begin, len(self.run.steps))
 
+    def describe_step(self, number: int) -> str:
+        """Say the how manieth of the repeated steps one is."""
+        return f"step {number + 1 - self.begin:,} of {len(self.steps):,}"
+
     @property
     def regulariser(self) -> Callable[[nn.Module], Tensor] | None:
         """What the run added to its losses."""

@@ -34,13 +34,13 @@ class Unperturbed:
 
 def replay_unperturbed(
     repetition: Repetition,
-    advance: Callable[[], None],
+    hear: Callable[[str], None],
     compare: Callable[[Parameters], float],
     snapshot: Snapshot | None = None,
 ) -> Unperturbed:
     """Replay a run as it was; refuse one that is not the recorded one.
 
-    advance: called at every step.
+    hear: called at every step, with its name.
     compare: returns by how much F differs between an end and the recorded one.
     """
     agreement, training, missing = Agreement(repetition), Training(repetition), _Missing(repetition)
@@ -49,13 +49,13 @@ def replay_unperturbed(
         agreement.restore(left.tensors)
         missing.restore(left.tensors)
 
-    def hear(number: int, seen: Seen) -> None:
+    def add(number: int, seen: Seen) -> None:
         agreement.add(number, seen)
         missing.add(number, seen)
-        advance()
+        hear(f"repeating the run as it was, {repetition.describe_step(number)}")
 
     keeping = Keeping(snapshot, left=left, beside=lambda: {**agreement.pack(), **missing.pack()})
-    follow(training, keeping, hear, watch=Watch(("the unperturbed replay",)), measure=True)
+    follow(training, keeping, add, watch=Watch(("the unperturbed replay",)), measure=True)
     missed, deviation = compare_end(repetition, training.state(), agreement), compare(training.state())
     logger.info(
         "the unperturbed replay misses the recorded end by %.2g of the distance travelled, and F there by %.2g "
