@@ -71,8 +71,9 @@ $(VENV)/.report: $(VENV)/.torch pyproject.toml
 	$(PIP) --editable ".[report]"
 	touch $@
 
-$(VENV)/.test: $(VENV)/.torch pyproject.toml requirements/test.txt
+$(VENV)/.test: $(VENV)/.torch pyproject.toml requirements/test.txt requirements/kronfluence.txt
 	$(PIP) --editable ".[all]" --requirement requirements/test.txt
+	$(PIP) --no-deps --requirement requirements/kronfluence.txt
 	touch $@
 
 $(VENV)/.docs: $(VENV)/.torch pyproject.toml requirements/docs.txt

@@ -7,11 +7,11 @@
 run and replays it without each president. It compares the sums of these removals, and every rival, with replays
 without sets of two, three and four presidents (*this run*), and with replays of other seeds (*expected*). What is
 finished is kept in the folder and not done again. `glance` shows how calm the fine-tune is at some learning rates.
-`report` makes the tables again. `--small` runs everything on a tiny random model, in seconds. docs/publishers.md
-tells what came out.
+`report` makes the tables again. `--small` runs everything on a tiny random model, in seconds.
 """
 
 import argparse
+import sys
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -19,14 +19,14 @@ from typing import Any
 
 import torch
 from publishers_case import Case, Settings
-from publishers_results import Results, evaluate_methods, score_ekfac, score_embeddings, score_rivals
+from publishers_results import Results, evaluate_methods, score_bergson, score_ekfac, score_embeddings, score_rivals
 from torch import Tensor
 
 from imprint import Attribution, Plan, Sources, attribute, simulate
 from imprint.evaluation import Subsets, Truth, replay_run, replay_seeds
 from imprint.tensors.vectors import root_mean_square
 
-STAGES = ("tune", "removals", "sets", "rivals", "ekfac", "embeddings", "expected", "path", "derivative")
+STAGES = ("tune", "removals", "sets", "rivals", "ekfac", "embeddings", "expected", "path", "derivative", "bergson")
 
 
 def tune(case: Case, results: Results) -> None:
@@ -124,7 +124,7 @@ def _mean(values: dict[str, float]) -> float:
     return sum(values.values()) / len(values)
 
 
-def run(case: Case, results: Results, stages: Sequence[str]) -> None:
+def run(case: Case, results: Results, stages: Sequence[str], bergson: str = "") -> None:
     """Do the stages that are asked for, and keep the scores of every method; then make the tables."""
     results.keep(settings=asdict(case.settings), examples=len(case.documents.documents), device=_describe(case.device))
     if "tune" in stages:
@@ -145,6 +145,8 @@ def run(case: Case, results: Results, stages: Sequence[str]) -> None:
         results.add_scores({"path imprints": follow_path(case, results).scores})
     if "derivative" in stages:
         results.add_scores({"derivative of the run": differentiate(case, results)})
+    if "bergson" in stages:
+        score_bergson(case, results, bergson)
     evaluate_methods(case, results)
 
 
@@ -159,7 +161,8 @@ def main() -> None:
     parser.add_argument("--models", type=Path, help="the folder with the expanded model; by default in --out")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--small", action="store_true", help="a tiny random model, to see that it runs")
-    parser.add_argument("--stages", nargs="+", choices=STAGES, default=STAGES)
+    parser.add_argument("--stages", nargs="+", choices=STAGES, default=STAGES[:-1])
+    parser.add_argument("--bergson", help="the Python that has bergson, for the stage of that name")
     parser.add_argument("--rates", nargs="+", type=float, default=[2e-4, 5e-4, 1e-3], help="learning rates of a glance")
     plain: dict[str, Any] = asdict(Settings())
     for name, value in plain.items():
@@ -177,7 +180,7 @@ def main() -> None:
     elif given.command == "glance":
         glance(case, results, given.rates)
     else:
-        run(case, results, given.stages if given.command == "run" else [])
+        run(case, results, given.stages if given.command == "run" else [], given.bergson or sys.executable)
 
 
 if __name__ == "__main__":

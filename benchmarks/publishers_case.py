@@ -1,8 +1,9 @@
 """The fine-tune that benchmarks/publishers.py looks into: SmolLM2, 16 presidents, held-out passages, and questions."""
 
 import copy
+import functools
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -64,6 +65,21 @@ class Settings:
     path_steps: int = 40
 
 
+def _in_precision(train: Callable[..., Any]) -> Callable[..., Any]:
+    """Have a training of a case compute matrix products as its settings say."""
+
+    @functools.wraps(train)
+    def trained(case: "Case", *given: Any) -> Any:
+        before = torch.get_float32_matmul_precision()
+        torch.set_float32_matmul_precision(case.settings.precision)
+        try:
+            return train(case, *given)
+        finally:
+            torch.set_float32_matmul_precision(before)
+
+    return trained
+
+
 @dataclass
 class Case:
     """The model, the passages of every president, and what is asked.
@@ -110,12 +126,6 @@ class Case:
         return Documents([passage.text for passage in self.addresses.train], self.tokenizer)
 
     @cached_property
-    def owners(self) -> list[int]:
-        """The number of the president of each training passage."""
-        names = self.sources.names
-        return [names.index(passage.president) for passage in self.addresses.train]
-
-    @cached_property
     def sources(self) -> Sources:
         return self.documents.sources([passage.president for passage in self.addresses.train])
 
@@ -153,11 +163,10 @@ class Case:
 
     # --- the fine-tune
 
+    @_in_precision
     def tune(self, seed: int, folder: Path) -> RunRecorder:
         """Fine-tune the model from a seed, and record the run."""
         s, columns = self.settings, self.columns_on_device
-        before = torch.get_float32_matmul_precision()
-        torch.set_float32_matmul_precision(s.precision)
         model = self.wrap(seed).train()
         loss = task(model, self.tokenizer).loss  # the one that replays compute, to the last bit
         optimiser = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=s.lr, weight_decay=0.0)
@@ -172,7 +181,6 @@ class Case:
                 optimiser.step()
             rates.step()
         run.finish()
-        torch.set_float32_matmul_precision(before)
         return run
 
     @cached_property
@@ -197,6 +205,7 @@ class Case:
             self.__dict__["found"] = task(model.eval(), self.tokenizer), run
         return self.__dict__["found"]  # type: ignore[no-any-return]
 
+    @_in_precision
     def train_again(self, weights: Mapping[int, float]) -> Parameters:
         """Make the recorded run again by plain training, with some examples at another weight; return its end."""
         tuned, run = self.recorded()

@@ -20,7 +20,7 @@ from publishers_case import Case
 from safetensors.torch import load_file
 from torch import Tensor
 
-from imprint.benchmarking.example_gradients import multiply_gradients, sum_by_source
+from imprint.benchmarking.gradients import multiply_gradients, sum_by_source
 from imprint.benchmarking.settings import minilm
 from imprint.evaluation import Truth
 from imprint.evaluation.lexical import bm25, characters, size_only, tf_idf
@@ -115,8 +115,8 @@ def score_embeddings(case: Case, results: Results) -> None:
         asked, passages = embed(case.queries.texts), embed(case.documents.texts)
         results.add_scores(
             {
-                "embeddings | mean": source_similarity(asked, passages, case.owners, "mean"),
-                "embeddings | nearest": source_similarity(asked, passages, case.owners, "max"),
+                "embeddings | mean": source_similarity(asked, passages, case.sources, "mean"),
+                "embeddings | nearest": source_similarity(asked, passages, case.sources, "max"),
             }
         )
 
@@ -137,6 +137,25 @@ def score_ekfac(case: Case, results: Results) -> None:
                 name = f"EK-FAC | step {step}, damping {damping:g}"
                 results.add_scores({name: sum_by_source(scores.cpu(), case.sources.members)})
             shutil.rmtree(folder)
+
+
+def score_bergson(case: Case, results: Results, python: str) -> None:
+    """Score by SOURCE along the run, in the environment of bergson's own that `python` is the interpreter of."""
+    from rivals_bergson import Checkpoint, source
+
+    _, run = case.recorded()
+    checkpoints = []
+    for step in run.checkpoints[2::2] if len(run.checkpoints) > 3 else run.checkpoints[1:]:
+        model = case.wrap(0).eval()
+        model.load_state_dict(run.state(step), strict=False)
+        moments = {name: kept["exp_avg_sq"] for name, kept in run.optimiser_state(step).tensors.items()}
+        checkpoints.append(Checkpoint(model, step, moments))
+    rate = sum(step.groups[0]["lr"] for step in run.steps) / len(run.steps)
+    for damping in DAMPINGS[1:3]:
+        with results.timed(f"SOURCE with damping {damping:g}"):
+            known = (checkpoints, case.documents.columns, case.queries.columns, damping)
+            scores = source(*known, lr=rate, folder=case.folder / "bergson", python=python)
+            results.add_scores({f"SOURCE | damping {damping:g}": sum_by_source(scores, case.sources.members)})
 
 
 def _name_variants(steps: Any, kept: list[dict[str, Tensor]]) -> dict[str, Tensor]:

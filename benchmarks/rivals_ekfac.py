@@ -1,36 +1,26 @@
-"""Scores by EK-FAC influence functions, computed by kronfluence 1.0, for a language model fine-tuned with LoRA.
+"""Scores by EK-FAC influence functions, computed by kronfluence, for a language model that was fine-tuned with LoRA.
 
-The influence of an example goes through the adapter's Linear layers (lora_A and lora_B); each is a block of its own,
-as always in kronfluence. Columns are those of `imprint.language`: `input_ids` and `weights`, both (rows, length), where
-weights[i, t] is the weight of predicting token t of row i from the tokens before it.
-
-`benchmarks/publishers.py` calls this. kronfluence asks for torchvision but never imports it, and installs without:
-
-    pip install --no-deps kronfluence==1.0.1 einops opt_einsum einconv
+The adapter's Linear layers (lora_A and lora_B) are what the influence of an example goes through, and every layer is a
+block of its own, as kronfluence does it. Columns are those of `imprint.language`: `input_ids` and `weights`, both
+(rows, length), where weights[i, t] is the weight of predicting token t of row i from the tokens before it.
 """
-
-# mypy: disable-error-code="import-not-found,import-untyped", allow-subclassing-any
 
 import copy
 from pathlib import Path
 from typing import Any
 
 import torch
-from kronfluence.analyzer import Analyzer, prepare_model
-from kronfluence.arguments import FactorArguments, ScoreArguments
-from kronfluence.task import Task
-from kronfluence.utils.state import State
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from imprint.benchmarking.ekfac import Factors, Task
+
 Columns = dict[str, Tensor]
-_NAME = "ekfac"  # of the factors and of the scores, in the folder
 
 
 class EkFac:
-    """Holds the factors of a model's curvature on its training examples, and scores queries with any damping.
+    """Scores queries at a PEFT model with a LoRA adapter, which stays as it is.
 
-    model: a PEFT model with a LoRA adapter; kronfluence works on a copy of it.
     batch: how many examples, or queries, go through the model at once.
     folder: where kronfluence keeps factors and scores; those of an earlier call are overwritten.
     """
@@ -38,72 +28,31 @@ class EkFac:
     def __init__(
         self, model: Any, train: Columns, *, folder: str | Path, device: str = "cpu", batch: int = 16, seed: int = 0
     ) -> None:
-        self._train, self._batch = train, batch
+        self._examples = len(train["input_ids"])
         task = _LanguageModelling(_adapter_layers(model), seed)
-        State._reset_state()  # kronfluence keeps the first device of a process otherwise
-        self._analyzer = Analyzer(
-            analysis_name=_NAME,
-            model=prepare_model(copy.deepcopy(model).to(device), task),
-            task=task,
-            cpu=torch.device(device).type == "cpu",
-            disable_tqdm=True,
-            output_dir=str(folder),
-        )
-        self._analyzer.fit_all_factors(
-            factors_name=_NAME,
-            dataset=_Rows(train),
-            per_device_batch_size=batch,
-            factor_args=FactorArguments(strategy="ekfac"),  # the true Fisher: labels are drawn from the model
-            overwrite_output_dir=True,
-        )
+        known = (copy.deepcopy(model), task, _Rows(train), Path(folder), torch.device(device), batch)
+        self._factors = Factors(*known)
 
     @property
     def mean_eigenvalue(self) -> float:
         """The mean eigenvalue of the curvature of one example's loss, over all parameters: a unit for dampings."""
-        found = self._analyzer.load_lambda_matrices(factors_name=_NAME)
-        counts = found["num_lambda_processed"]
-        values = torch.cat([(each.double() / counts[name]).flatten() for name, each in found["lambda_matrix"].items()])
-        return float(values.mean())
+        return self._factors.mean_eigenvalue
 
     def score(self, queries: Columns, damping: float | None = None) -> Tensor:
-        """Return ∇f(query)ᵀ (G + damping)⁻¹ ∇loss(example) / examples with its sign turned, (queries, examples).
+        """Return the predicted rise of each query's log-likelihood when an example counts twice, (queries, examples).
 
-        f is the query's log-likelihood, and G the mean Gauss-Newton matrix of the examples' losses. A score is thus
-        the predicted rise of f when the example counts twice in the mean loss.
-        damping: what is added to every eigenvalue; None takes a tenth of the mean eigenvalue of each layer, as
-            kronfluence advises.
+        damping: what is added to every eigenvalue; None takes a tenth of the mean eigenvalue of each layer.
         """
-        train = _Rows(self._train)
-        self._analyzer.compute_pairwise_scores(
-            scores_name=_NAME,
-            factors_name=_NAME,
-            query_dataset=_Rows(queries),
-            train_dataset=train,
-            per_device_query_batch_size=self._batch,
-            per_device_train_batch_size=self._batch,
-            score_args=ScoreArguments(
-                damping_factor=damping,
-                query_gradient_accumulation_steps=len(queries["input_ids"]),  # one pass over the training examples
-            ),
-            overwrite_output_dir=True,
-        )
-        found: Tensor = self._analyzer.load_pairwise_scores(scores_name=_NAME)["all_modules"]
-        if not found.isfinite().all():
+        found = -self._factors.score(_Rows(queries), len(queries["input_ids"]), damping).double() / self._examples
+        if not bool(found.isfinite().all()):
             raise ValueError(
-                f"EK-FAC with damping {damping} gave scores that are not finite: a layer without any gradient has no "
-                "eigenvalues to damp by. Give a positive damping, or a model whose adapter has been trained."
+                "EK-FAC's scores are not finite: where no gradient reaches a layer, as with an adapter that is not "
+                "trained yet, a share of its mean eigenvalue is 0. Give a positive damping."
             )
-        return -found.double() / len(train)
+        return found
 
 
-def ekfac(
-    model: Any, train: Columns, queries: Columns, damping: float | None, device: str, folder: str | Path
-) -> Tensor:
-    """Return EK-FAC scores with one damping, (queries, examples): positive where more weight raises the likelihood."""
-    return EkFac(model, train, folder=folder, device=device).score(queries, damping)
-
-
-class _LanguageModelling(Task):
+class _LanguageModelling(Task):  # type: ignore[misc]  # kronfluence has no types
     """Tells kronfluence what the loss of an example and the measurement of a query are."""
 
     def __init__(self, layers: list[str], seed: int) -> None:

@@ -82,7 +82,7 @@ def _tracin(epochs: Epochs) -> Method:
 
     def score(bench: Bench, runs: Runs) -> Iterator[MethodScores]:
         states = [at_epoch(bench.protocol, runs, epoch)[0] for epoch in epochs]
-        found = trained.multiply_gradients(bench, states, normalised=False)
+        found = trained.score_by_tracin(bench, states, normalised=False)
         yield replace(found, note=f"sum of epochs {', '.join(map(str, epochs))}")
 
     return Method(score, {"normalised": False, "epochs": epochs, "sum": True})
@@ -94,6 +94,6 @@ def _products(epochs: Epochs, normalised: bool) -> Method:
     def score(bench: Bench, runs: Runs) -> Iterator[MethodScores]:
         for epoch in epochs:
             states = at_epoch(bench.protocol, runs, epoch)
-            yield name_epochs(trained.multiply_gradients(bench, states, normalised), [epoch])
+            yield name_epochs(trained.score_by_tracin(bench, states, normalised), [epoch])
 
     return Method(score, {"normalised": normalised, "epochs": epochs})

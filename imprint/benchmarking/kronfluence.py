@@ -1,9 +1,4 @@
-"""Runs EK-FAC influence functions by the package kronfluence, at the trained model and at early checkpoints.
-
-kronfluence requires torchvision without ever importing it, and so is in no extra. It runs without:
-
-    pip install accelerate einconv einops opt-einsum
-    pip install --no-deps kronfluence
+"""Runs EK-FAC influence functions by kronfluence (`ekfac.py`), at the trained model and at early checkpoints.
 
 Settings are its defaults. The best of several dampings counts, as for dattri's methods, and its own rule for one is
 among them.
@@ -21,22 +16,13 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import TensorDataset
 
+from imprint.benchmarking import ekfac
 from imprint.benchmarking.bench import Bench, Method, Runs
 from imprint.benchmarking.comparison import MethodScores
 from imprint.benchmarking.variants import EPOCHS, at_epoch, early_epochs, try_epochs
-from imprint.errors import ConfigurationError, DataError
+from imprint.errors import DataError
 from imprint.model.measures import MEASURES
 from imprint.task import Parameters, Task
-
-try:
-    from kronfluence.analyzer import Analyzer, prepare_model
-    from kronfluence.arguments import FactorArguments, ScoreArguments
-    from kronfluence.task import Task as KronfluenceTask
-except ImportError as error:
-    raise ConfigurationError(
-        f"EK-FAC by kronfluence cannot be imported ({error}): pip install accelerate einconv einops opt-einsum, and "
-        "then pip install --no-deps kronfluence (it requires torchvision, but runs without)."
-    ) from error
 
 DAMPINGS = (None, 1.0, 0.1, 0.01, 5e-3, 1e-3, 1e-4, 1e-5)  # None: a tenth of each layer's mean eigenvalue
 _BATCH = 500  # examples; the scores do not depend on it
@@ -53,7 +39,7 @@ def kronfluence_peers(bench: Bench, epochs: Sequence[int] = EPOCHS) -> dict[str,
     return found | ({"EK-FAC (kronfluence), early": _ekfac(early)} if early else {})
 
 
-class Classification(KronfluenceTask):  # type: ignore[misc]  # kronfluence has no types
+class Classification(ekfac.Task):  # type: ignore[misc]  # kronfluence has no types
     """A classifier in kronfluence's form: summed losses, and the margin as what is measured of a query."""
 
     def __init__(self, task: Task) -> None:
@@ -75,49 +61,25 @@ class Classification(KronfluenceTask):  # type: ignore[misc]  # kronfluence has 
 
 
 class _Fitted:
-    """The factors of one model, kept in a folder, which dampings share."""
+    """The factors of one model of a benchmark."""
 
     def __init__(self, bench: Bench, state: Parameters, folder: Path) -> None:
-        protocol = bench.protocol
-        device = protocol.train.examples.device
-        model = protocol.train.build().to(device)
+        protocol, data = bench.protocol, bench.protocol.train.examples
+        model = protocol.train.build().to(data.device)
         model.load_state_dict(state)
         task = Classification(protocol.train.task_of(model))
-        data = protocol.train.examples
-        self._train = TensorDataset(*data.gather(torch.arange(len(data))))
-        self._queries = TensorDataset(*protocol.queries)
-        self._device = device
-        self._analyzer = Analyzer(
-            "ekfac",
-            prepare_model(model, task),
-            task,
-            cpu=device.type == "cpu",
-            disable_tqdm=True,
-            log_level=40,
-            output_dir=str(folder),
-        )
+        train = TensorDataset(*data.gather(torch.arange(len(data))))
+        self._queries, self._device = TensorDataset(*protocol.queries), data.device
         begin = self._now()
-        self._analyzer.fit_all_factors(
-            "factors", self._train, per_device_batch_size=_BATCH, factor_args=FactorArguments(strategy="ekfac")
-        )
+        self._factors = ekfac.Factors(model, task, train, folder, data.device, _BATCH)
         self.took = self._now() - begin
 
     def score(self, damping: float | None) -> MethodScores:
         """Score all examples on all queries with one damping."""
         begin = self._now()
-        self._analyzer.compute_pairwise_scores(
-            "scores",
-            "factors",
-            self._queries,
-            self._train,
-            per_device_query_batch_size=_BATCH,
-            per_device_train_batch_size=_BATCH,
-            score_args=ScoreArguments(damping_factor=damping),
-            overwrite_output_dir=True,
-        )
-        scores = self._analyzer.load_pairwise_scores("scores")["all_modules"]
+        scores = self._factors.score(self._queries, len(self._queries), damping)
         note = "λ by its rule" if damping is None else f"λ={damping:g}"
-        return MethodScores(scores.float().cpu(), self.took, self._now() - begin, note=note)
+        return MethodScores(scores.float(), self.took, self._now() - begin, note=note)
 
     def _now(self) -> float:
         """Return the time after the device has finished its work."""

@@ -151,12 +151,12 @@ def _trak(count: int) -> Method:
 
 def _tracin(count: int, normalised: bool) -> Method:
     def score(bench: Bench, runs: Runs) -> Iterator[MethodScores]:
-        yield multiply_gradients(bench, [kept[-1] for kept in runs], normalised)
+        yield score_by_tracin(bench, [kept[-1] for kept in runs], normalised)
 
     return Method(score, {"normalised": normalised}, count)
 
 
-def multiply_gradients(bench: Bench, states: list[Parameters], normalised: bool) -> MethodScores:
+def score_by_tracin(bench: Bench, states: list[Parameters], normalised: bool) -> MethodScores:
     """Multiply the gradients of queries and examples, summed over some models."""
     wrapped = DattriTask(bench.protocol.build_task())
     train, queries = make_loaders(bench)

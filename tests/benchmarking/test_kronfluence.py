@@ -94,6 +94,8 @@ def test_data_of_another_form_is_refused(tmp_path: Path) -> None:
 
 def test_without_kronfluence_it_is_said_how_to_install_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "kronfluence.analyzer", None)
-    monkeypatch.delitem(sys.modules, "imprint.benchmarking.kronfluence", raising=False)
+    for name in ("kronfluence", "ekfac"):
+        monkeypatch.delitem(sys.modules, f"imprint.benchmarking.{name}", raising=False)
+    monkeypatch.delattr("imprint.benchmarking.ekfac", raising=False)
     with pytest.raises(ConfigurationError, match="pip install --no-deps kronfluence"):
         importlib.import_module("imprint.benchmarking.kronfluence")

@@ -7,6 +7,8 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import load_file
 
 from tests.conftest import require
 
@@ -34,4 +36,6 @@ def test_every_method_is_compared_with_removals_that_no_rival_was_tuned_on(
     assert {"BM25", "TF-IDF", "TRAK", "gradient product", "size"} < set(found["this_run"])
     assert found["this_run"]["TRAK"]["variant"].startswith(("step", "all checkpoints"))
     assert "replayed removals, mean of 2 runs" in found["expected"]
-    assert abs(ours["2 dropped"]["value"] - derivative["2 dropped"]["value"]) < 0.5
+    scores = load_file(tmp_path / "scores.safetensors")
+    removed, slope = (scores[name].flatten() for name in ("replayed removals", "derivative of the run"))
+    assert torch.corrcoef(torch.stack([removed, slope]))[0, 1] > 0.8  # two ways to weigh the same sources less

