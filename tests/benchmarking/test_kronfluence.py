@@ -15,6 +15,7 @@ from imprint.benchmarking.bench import Bench
 from imprint.data import Data
 from tests.benches import little_digits, toy
 
+pytestmark = pytest.mark.wide
 needs_kronfluence = pytest.mark.skipif(not find_spec("kronfluence"), reason="kronfluence is not installed")
 
 

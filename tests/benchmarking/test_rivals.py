@@ -23,6 +23,7 @@ import rivals_ekfac
 from rivals_bergson import Checkpoint
 from rivals_ekfac import EkFac
 
+pytestmark = pytest.mark.wide
 Columns = dict[str, Tensor]
 WORDS, LENGTH = 23, 10
 
