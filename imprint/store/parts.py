@@ -335,9 +335,12 @@ def place_file(source: Path, place: Path, *, link: bool) -> bool:
 
 
 def _link(source: Path, place: Path) -> bool:
-    """Give a file another name; return False where the file system cannot."""
+    """Give a file another name; return False where the file system cannot, and of a link, which may lead anywhere."""
     try:
         os.link(source, place, follow_symlinks=False)
     except (OSError, NotImplementedError):
+        return False
+    if place.is_symlink():  # another name of the link, not of the file; what it leads to may go with the parts
+        place.unlink()
         return False
     return True
