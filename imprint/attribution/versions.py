@@ -171,13 +171,17 @@ def _correlate(effects: Pair) -> Array:
 
 
 def _overlap(effects: Pair, k: int) -> Array:
-    """Return which part of the k sources with the largest effects of a query both versions have in common."""
+    """Return which part of the k sources with the largest effects of a query both versions have in common.
+
+    Of sources that tie for the last places, such as those without any effect, each counts with its probability to get
+    one by lot. By their order, which is the same in both versions, they would all be in common.
+    """
     best = []
-    for each in effects:
-        listed = np.zeros(each.shape, dtype=bool)
-        np.put_along_axis(listed, np.argsort(-np.abs(each), axis=1, kind="stable")[:, :k], True, axis=1)
-        best.append(listed)
-    return np.asarray((best[0] & best[1]).sum(1) / k)
+    for each in np.abs(effects[0]), np.abs(effects[1]):
+        cut = np.partition(each, -k, axis=1)[:, -k, None]
+        above, tied = each > cut, each == cut
+        best.append(above + tied * (k - above.sum(1, keepdims=True)) / tied.sum(1, keepdims=True))
+    return np.asarray((best[0] * best[1]).sum(1) / k)
 
 
 def _leave_out_runs(one: Attribution, other: Attribution, difference: Attribution) -> list[list[Pair]]:
@@ -270,6 +274,11 @@ def _find_run_levels(
         return [], f"The noise of both versions must be known; {'; '.join(lacking) or error}."
     if any(each.over != "runs" for each in mean.replicates):
         return [], f"Runs with other seeds are needed on both sides ({error})."
+    for place, result in (("first", one), ("second", other)):
+        if any(len(set(each.names)) < len(each) for each in result.replicates):
+            return [], f"Several runs of the {place} version have the same checkpoints, and are no other draws."
+    if not any(bool(each.variance.any()) for each in mean.replicates):
+        return [], f"The runs do not differ at all, as those of one and the same seed ({error})."
     levels = [((each.variance[0] / n**2).numpy(), each.freedom) for each in mean.replicates]
     return levels, f"{asked}; {error}"
 

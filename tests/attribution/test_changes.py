@@ -302,3 +302,33 @@ def test_holm_rejects_what_the_steps_by_hand_reject() -> None:
                 break
             rejected.add(place)
         assert {i for i, value in enumerate(adjust_by_holm(p)) if value <= 0.05} == rejected
+
+
+@pytest.mark.parametrize("place", ["first", "second"])
+def test_a_run_that_was_given_twice_is_no_second_draw(place: str) -> None:
+    """What it does by chance, both of its copies do: every source would differ beyond noise."""
+    copied, usual = version(0, names="aa"), later(0)
+    copied = replace(copied, replicates=(copied.replicates[0].change(torch.zeros_like),))
+    found = compare(*((copied, usual) if place == "first" else (usual, copied)))
+    assert found.threshold is None and not found.gained and not found.lost
+    assert f"Several runs of the {place} version have the same checkpoints" in found.noise
+
+
+def test_runs_without_any_spread_say_nothing_about_other_seeds() -> None:
+    """Two files of one seed may have other hashes. For a single query, the last digit would be beyond noise."""
+    one, other = (
+        make_repeated(torch.stack([runs, runs]), names=names)
+        for runs, names in ((-N * TRUTH, "ab"), (1e-9 - N * TRUTH, "cd"))
+    )
+    for query in (slice(None), [0]):
+        found = compare(one[query], other[query])
+        assert found.threshold is None and not found.gained and not found.lost and "do not differ" in found.noise
+
+
+def test_sources_without_any_effect_are_in_common_by_chance_only() -> None:
+    """Ties would all be broken by the order of sources, which is the same in both versions."""
+    nothing = [make_result(torch.zeros(QUERIES, 3), fingerprints={"store": name}) for name in "st"]
+    found = compare(*nothing, k=1)
+    assert found.overlap.value == pytest.approx(found.chance)
+    few = torch.tensor([[9.0, 0, 0]] * QUERIES), torch.tensor([[0, 9.0, 0]] * QUERIES)
+    assert compare(*(make_result(scores) for scores in few), k=2).overlap.value == pytest.approx((0.5 + 0.5 + 0.25) / 2)
