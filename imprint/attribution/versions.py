@@ -343,7 +343,48 @@ def _warn(first: Attribution, second: Attribution, common: int) -> list[str]:
             found.append(f"both results are of {words}, so that there are no two versions to compare.")
             break
     found += [*_warn_of_plans(one, other), *_warn_of_models(one, other)]
+    found += [*_warn_of_queries(first, second), *_warn_of_numbers(one, other)]
     return [*found, *(f"first: {text}" for text in one.warnings), *(f"second: {text}" for text in other.warnings)]
+
+
+def _warn_of_queries(first: Attribution, second: Attribution) -> list[str]:
+    """Say where the queries may be others in each version, or are fewer than they seem."""
+    found = []
+    if not all(result.labels.fingerprints.get("queries") for result in (first, second)):
+        found.append(
+            "a mean or a selection of queries does not say of which queries it is: make sure that they are the same in "
+            "both versions."
+        )
+    pairs = zip(first.scores, second.scores, strict=True)
+    rows = [_round(one) + _round(other) for one, other in pairs if one.any() or other.any()]
+    if repeated := len(rows) - len(set(rows)):
+        found.append(
+            f"{repeated} of {count_of(len(first), 'query', 'queries')} have the effects of another one, as the same "
+            "query asked again has: errors over queries are too small."
+        )
+    return found
+
+
+def _round(scores: Tensor) -> bytes:
+    """Return the first digits of a query's scores, which the same query asked again mostly has too."""
+    mantissa, exponent = torch.frexp(scores.double())
+    return mantissa.mul(1 << 16).round().numpy().tobytes() + exponent.numpy().tobytes()
+
+
+def _warn_of_numbers(one: Labels, other: Labels) -> list[str]:
+    """Say where sources are matched by the places of examples, which may be of others in each version's data."""
+    numbered = (
+        set(labels.source_sizes) == {1} and all(each.isdecimal() for each in labels.source_ids)
+        for labels in (one, other)
+    )
+    before, now = (labels.fingerprints.get("data") or {} for labels in (one, other))
+    changed_data = any(value is not None and now.get(name) not in (None, value) for name, value in before.items())
+    if not ((one.n != other.n or changed_data) and all(numbered)):
+        return []
+    return [
+        "sources are single examples, matched by their numbers, and the versions have other training data: make sure "
+        "that a number is the same example in both, or give sources ids of their own."
+    ]
 
 
 def _warn_of_plans(one: Labels, other: Labels) -> list[str]:

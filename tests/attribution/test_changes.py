@@ -332,3 +332,39 @@ def test_sources_without_any_effect_are_in_common_by_chance_only() -> None:
     assert found.overlap.value == pytest.approx(found.chance)
     few = torch.tensor([[9.0, 0, 0]] * QUERIES), torch.tensor([[0, 9.0, 0]] * QUERIES)
     assert compare(*(make_result(scores) for scores in few), k=2).overlap.value == pytest.approx((0.5 + 0.5 + 0.25) / 2)
+
+
+def test_queries_that_may_be_others_are_warned_of() -> None:
+    """A mean, or a selection, has no fingerprint of its queries by which others would be refused."""
+    one, other = version(0), later(0)
+    with pytest.raises(ReadoutError, match="different queries"):
+        compare(one, replace(other, labels=replace(other.labels, fingerprints={"queries": "others"})))
+    words = "does not say of which queries it is"
+    assert not any(words in text for text in compare(one, other).warnings)
+    for chosen in ((one.mean(), other.mean()), (one[:5], other[:5])):
+        assert any(words in text for text in compare(*chosen).warnings)
+
+
+def test_queries_that_are_asked_again_are_warned_of() -> None:
+    one, other = (replace(each, replicates=()) for each in (version(0), later(0)))
+    again = (replace(each[[0, 1] * 12], queries=tuple(range(QUERIES))) for each in (one, other))
+    assert any("22 of 24 queries have the effects of another one" in text for text in compare(*again).warnings)
+    assert not any("another one" in text for text in compare(one, other).warnings)
+
+
+def test_examples_that_are_matched_by_number_are_warned_of_where_the_data_differ() -> None:
+    ids = tuple(map(str, range(SOURCES)))
+
+    def numbered(data: str | None, result: Attribution, **changes: Any) -> Attribution:
+        prints = {"queries": "q", "data": {"all": data, "sampled": data}}
+        return replace(result, labels=replace(result.labels, source_ids=ids, fingerprints=prints, **changes))
+
+    def warns(*pair: Attribution) -> bool:
+        return any("matched by their numbers" in text for text in compare(*pair).warnings)
+
+    one, other = version(0), later(0)
+    assert warns(numbered("a", one), numbered("b", other))
+    assert not warns(numbered("a", one), numbered("a", other))
+    assert not warns(numbered("a", one), numbered(None, other))
+    assert not warns(numbered("a", one, source_sizes=(2,) * SOURCES), numbered("b", other, source_sizes=(2,) * SOURCES))
+    assert not warns(one, other)
