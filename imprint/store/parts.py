@@ -256,6 +256,10 @@ def require_parts(folders: Sequence[PartsFolder], target: Path, content: str) ->
     names = {path.name for path in target.iterdir() if not is_leftover(path)} if target.is_dir() else set()
     if foreign := sorted(name for name in names if not _MERGED.fullmatch(name)):
         raise StoreError(f"{target} holds something else ({foreign[0]}): give a new folder for {content}.")
+    beside = [target / name for name in names if name != PARTS]
+    inside = (path for folder in beside if folder.is_dir() and not folder.is_symlink() for path in folder.iterdir())
+    if link := next((path for path in (*beside, *inside) if path.is_symlink()), None):
+        raise StoreError(f"{link} is a link, and {content} is written to plain folders and files: remove it.")
 
 
 def remove_parts(folders: Sequence[PartsFolder], target: Path) -> None:
