@@ -343,7 +343,7 @@ def _warn(first: Attribution, second: Attribution, common: int) -> list[str]:
             found.append(f"both results are of {words}, so that there are no two versions to compare.")
             break
     found += [*_warn_of_plans(one, other), *_warn_of_models(one, other)]
-    found += [*_warn_of_queries(first, second), *_warn_of_numbers(one, other)]
+    found += [*_warn_of_queries(first, second), *_warn_of_numbers(one, other), *_warn_of_groups(one, other)]
     return [*found, *(f"first: {text}" for text in one.warnings), *(f"second: {text}" for text in other.warnings)]
 
 
@@ -384,6 +384,19 @@ def _warn_of_numbers(one: Labels, other: Labels) -> list[str]:
     return [
         "sources are single examples, matched by their numbers, and the versions have other training data: make sure "
         "that a number is the same example in both, or give sources ids of their own."
+    ]
+
+
+def _warn_of_groups(one: Labels, other: Labels) -> list[str]:
+    """Say where sources of one id are sums over as many sources in one version, and over others in the other."""
+    sums = [dict(zip(labels.source_ids, labels.counts.tolist(), strict=True)) for labels in (one, other)]
+    apart = [identity for identity, count in sums[0].items() if sums[1].get(identity, count) != count]
+    if not apart:
+        return []
+    counts = " and ".join(str(each[apart[0]]) for each in sums)
+    return [
+        f"{count_of(len(apart), 'source')} are sums of other numbers of effects in each version, such as {apart[0]!r} of "
+        f"{counts}: these may be other groups{', and removals do not add up' * (one.removes or other.removes)}."
     ]
 
 

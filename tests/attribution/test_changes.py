@@ -368,3 +368,12 @@ def test_examples_that_are_matched_by_number_are_warned_of_where_the_data_differ
     assert not warns(numbered("a", one), numbered(None, other))
     assert not warns(numbered("a", one, source_sizes=(2,) * SOURCES), numbered("b", other, source_sizes=(2,) * SOURCES))
     assert not warns(one, other)
+
+
+def test_groups_of_one_name_and_other_members_are_warned_of() -> None:
+    groups = {"x": ["s0", "s1"], "y": ["s2"], "z": ["s3", "s4"]}
+    one, other = version(0).group(groups), later(0).group(groups)
+    words = "2 sources are sums of other numbers of effects in each version, such as 'x' of 2 and 1"
+    assert not any("sums of other" in text for text in compare(one, other).warnings)
+    regrouped = later(0).group({"x": ["s0"], "y": ["s2", "s1"], "z": ["s5", "s4"]})
+    assert any(words in text for text in compare(one, regrouped).warnings)
