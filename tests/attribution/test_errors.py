@@ -280,6 +280,6 @@ def test_files_of_schema_4_know_no_owners_and_everything_else(tmp_path: Path) ->
     ],
 )
 def test_runs_without_weight_add_no_degrees_of_freedom(shares: tuple[float, ...], freedom: int) -> None:
-    """Ten runs of which two have nearly all of the weight are two draws: with nine degrees, 30% of claims were false."""
+    """Runs of which two have nearly all of the weight are two draws: with nine degrees, 30% of claims were false."""
     result = make_repeated(torch.randn(len(shares), 2, 3), shares)
     assert result.replicates[0].freedom == freedom
