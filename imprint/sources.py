@@ -1,5 +1,6 @@
 """Defines sources, the units of credit: named and possibly overlapping sets of training examples."""
 
+from collections import Counter
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -276,9 +277,13 @@ def describe_sources(
             f"{type(about).__name__}. imprint.read_about reads them from a file."
         )
     places, found = {identity: place for place, identity in enumerate(ids)}, list(known) or [NOTHING] * len(ids)
+    counts = Counter(names)
+    called = {name: place for place, name in enumerate(names) if counts[name] == 1}
     seen: dict[int, str] = {}
     for key, value in about.items():
-        place = places[key] if key in places else find_source(str(key), ids, names)
+        place = places.get(key, called.get(key))
+        if place is None:
+            place = find_source(str(key), ids, names)  # which says what is wrong with it
         if place in seen:
             raise SourcesError(f"source {ids[place]!r} is described twice, as {seen[place]!r} and as {key!r}.")
         seen[place], found[place] = key, read_about_values(value, f"source {key!r}")

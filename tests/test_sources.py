@@ -1,5 +1,6 @@
 """Sources: from labels, groups and masks, with overlaps, to example weights."""
 
+import time
 from typing import Any
 
 import numpy as np
@@ -119,3 +120,13 @@ def test_the_text_of_many_sources_is_short() -> None:
     shown = repr(Sources.per_example(1000))
     assert shown.startswith("Sources(1000: '0' (1)") and shown.endswith("…)")
     assert len(shown) < 100
+
+
+def test_many_sources_are_described_by_name_in_no_time() -> None:
+    count = 30_000
+    each = [[number] for number in range(count)]
+    sources = Sources.groups(dict(enumerate(each)), {number: f"name {number}" for number in range(count)})
+    started = time.perf_counter()
+    described = sources.describe({f"name {number}": {"owner": str(number)} for number in range(count)})
+    assert time.perf_counter() - started < 5  # it was 16 seconds, and four times as long for twice as many
+    assert described.about[count - 1].owner == str(count - 1)

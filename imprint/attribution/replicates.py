@@ -5,9 +5,11 @@ imprint is shared by all queries: the error of a mean over queries is found from
 error of one query divided by √queries. Sums over sources and differences of results are found likewise.
 
 With shares w of k runs that vary alike, x̄ = Σ w x has the variance Σw²/(1 − Σw²) · Σ w (x − x̄)², which for equal shares
-is s²/k, and Student's t has k − 1 degrees of freedom. Of two independent results the variances add up.
+is s²/k, and Student's t has k − 1 degrees of freedom; if few runs have most of the weight, it has fewer. Of two
+independent results the variances add up.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
@@ -54,8 +56,12 @@ class Replicates:
 
     @property
     def freedom(self) -> int:
-        """The degrees of freedom of the variance."""
-        return len(self) - 1
+        """The degrees of freedom of the variance, by Satterthwaite's rule, rounded down: k − 1 for equal shares.
+
+        The sum of squares is x'(W − ww')x for independent x, and its degrees are (tr A)²/tr A² with A = W − ww'.
+        """
+        square, cube = (sum(share**power for share in self.shares) for power in (2, 3))
+        return max(1, math.floor((1 - square) ** 2 / (square - 2 * cube + square**2) + 1e-9))
 
     def leave_out(self, scores: Tensor) -> list[Tensor]:
         """Return the mean scores without each run in turn, from those of all runs."""

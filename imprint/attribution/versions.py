@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from imprint.about import About
+from imprint.attribution.cautions import list_warnings
 from imprint.attribution.changes import Change, Changes, Stability, name_direction
 from imprint.attribution.comparing import check_comparable
 from imprint.attribution.labels import Labels
@@ -41,10 +42,7 @@ from imprint.statistics import (
     ranks,
     student_quantile,
 )
-from imprint.store.fingerprint import changed
-from imprint.validation.verdict import QUERIES
 
-_RANKED = 5  # fewer sources have ranks that agree by chance
 _CALIBRATION = "calibration"
 _SAME = 1e-9  # correlations that differ by less are equal
 Pair = tuple[Array, Array]
@@ -96,7 +94,7 @@ def compare(first: Attribution, second: Attribution, *, k: int = 5, level: float
         threshold=_find_threshold(levels, 1 - level),
         level=level,
         about={**_list_about(one.labels), **_list_about(other.labels)},
-        warnings=tuple(_warn(first, second, len(common))),
+        warnings=tuple(list_warnings(first, second, len(common))),
     )
 
 
@@ -171,13 +169,17 @@ def _correlate(effects: Pair) -> Array:
 
 
 def _overlap(effects: Pair, k: int) -> Array:
-    """Return which part of the k sources with the largest effects of a query both versions have in common."""
+    """Return which part of the k sources with the largest effects of a query both versions have in common.
+
+    Of sources that tie for the last places, such as those without any effect, each counts with its probability to get
+    one by lot. By their order, which is the same in both versions, they would all be in common.
+    """
     best = []
-    for each in effects:
-        listed = np.zeros(each.shape, dtype=bool)
-        np.put_along_axis(listed, np.argsort(-np.abs(each), axis=1, kind="stable")[:, :k], True, axis=1)
-        best.append(listed)
-    return np.asarray((best[0] & best[1]).sum(1) / k)
+    for each in np.abs(effects[0]), np.abs(effects[1]):
+        cut = np.partition(each, -k, axis=1)[:, -k, None]
+        above, tied = each > cut, each == cut
+        best.append(above + tied * (k - above.sum(1, keepdims=True)) / tied.sum(1, keepdims=True))
+    return np.asarray((best[0] * best[1]).sum(1) / k)
 
 
 def _leave_out_runs(one: Attribution, other: Attribution, difference: Attribution) -> list[list[Pair]]:
@@ -270,6 +272,11 @@ def _find_run_levels(
         return [], f"The noise of both versions must be known; {'; '.join(lacking) or error}."
     if any(each.over != "runs" for each in mean.replicates):
         return [], f"Runs with other seeds are needed on both sides ({error})."
+    for place, result in (("first", one), ("second", other)):
+        if any(len(set(each.names)) < len(each) for each in result.replicates):
+            return [], f"Several runs of the {place} version have the same checkpoints, and are no other draws."
+    if not any(bool(each.variance.any()) for each in mean.replicates):
+        return [], f"The runs do not differ at all, as those of one and the same seed ({error})."
     levels = [((each.variance[0] / n**2).numpy(), each.freedom) for each in mean.replicates]
     return levels, f"{asked}; {error}"
 
@@ -318,55 +325,3 @@ def _find_alone(mine: Attribution, theirs: Attribution) -> tuple[str, ...]:
 def _list_about(labels: Labels) -> dict[str, About]:
     pairs = zip(labels.source_ids, labels.source_about, strict=False)
     return {identity: about for identity, about in pairs if about}
-
-
-def _warn(first: Attribution, second: Attribution, common: int) -> list[str]:
-    """Return what to know before believing a comparison."""
-    found, one, other = [], first.labels, second.labels
-    if len(first) < QUERIES:
-        found.append(
-            f"{count_of(len(first), 'query', 'queries')} say little about others: compare on at least {QUERIES}."
-        )
-    if common < _RANKED:
-        found.append(f"the ranks of {common} sources agree by chance: compare at least {_RANKED} sources.")
-    for name, words in (("store", "the same store"), ("model", "the same model")):
-        if one.fingerprints.get(name) is not None and one.fingerprints[name] == other.fingerprints.get(name):
-            found.append(f"both results are of {words}, so that there are no two versions to compare.")
-            break
-    found += [*_warn_of_plans(one, other), *_warn_of_models(one, other)]
-    return [*found, *(f"first: {text}" for text in one.warnings), *(f"second: {text}" for text in other.warnings)]
-
-
-def _warn_of_plans(one: Labels, other: Labels) -> list[str]:
-    """Say where effects may differ in size because their imprints were simulated otherwise."""
-    before, now = (labels.fingerprints.get("plan") for labels in (one, other))
-    found = []
-    if isinstance(before, dict) and isinstance(now, dict):
-        apart = [name for name in {**before, **now} if before.get(name) != now.get(name) and name != "seed"]
-        if apart:
-            found.append(
-                f"the versions were simulated with other plans, which differ in {name_some(apart, 5)}: effects may "
-                "differ in size because of that alone."
-            )
-    if one.removes != other.removes:
-        found.append("the effects of one version are finite removals, those of the other derivatives: sizes differ.")
-    return found
-
-
-def _warn_of_models(one: Labels, other: Labels) -> list[str]:
-    """Say where effects may differ because of what they are measured through, and not because of the sources."""
-    parameters = [labels.fingerprints.get("parameters") for labels in (one, other)]
-    if None not in parameters and parameters[0] != parameters[1]:
-        lists = [set(each) for each in parameters if each is not None]
-        alone = sorted(lists[0] ^ lists[1])
-        what = f"such as {name_some(alone, 3)}" if alone else "of other shapes"
-        return [
-            f"the versions have imprints of different parameters, {what}: effects may differ because of that alone."
-        ]
-    before, now = (labels.fingerprints.get("measures", []) for labels in (one, other))
-    if before and now and None not in parameters and (different := changed("the measurement of query", before, now)):
-        return [
-            f"both measure {one.measure!r}, but at the same parameters {different}: either the functions differ, or "
-            "the models do in parameters that are not attributed."
-        ]
-    return []

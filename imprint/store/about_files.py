@@ -15,7 +15,7 @@ from imprint.about import FIELDS, About, read_about_values
 from imprint.display import name_some, suggest_names
 from imprint.errors import SourcesError, StoreError
 from imprint.store.files import refuse_unreadable
-from imprint.store.values import Value, read_json
+from imprint.store.values import Value, read_json, shown
 
 _LONGEST = 64 << 20  # bytes
 _SOURCE = "source"
@@ -73,11 +73,11 @@ def _collect(rows: Iterable[tuple[str, Mapping[str, Any]]], file: Path) -> dict[
             raise SourcesError(f"{file}, {place} has unknown columns: {more}")
         source = row.get(_SOURCE)
         if not isinstance(source, str) or not source.strip():
-            raise SourcesError(f"{file}, {place} must name its source, in a column {_SOURCE!r}; got {source!r}.")
+            raise SourcesError(f"{file}, {place} must name its source, in a column {_SOURCE!r}; got {shown(source)}.")
         if source in found:
-            raise SourcesError(f"{file}, {place} describes source {source!r} again: give one row for each source.")
+            raise SourcesError(f"{file}, {place} describes source {shown(source)} again: give one row for each source.")
         try:
-            found[source] = read_about_values({k: v for k, v in row.items() if k != _SOURCE}, f"source {source!r}")
+            found[source] = read_about_values({k: v for k, v in row.items() if k != _SOURCE}, f"source {shown(source)}")
         except SourcesError as error:
             raise SourcesError(f"{file}, {place}: {error}") from error
     if not found:
@@ -123,7 +123,7 @@ def _read_rows(value: Value) -> Iterable[tuple[str, Mapping[str, Any]]]:
     if isinstance(content, dict):
         for source, item in value.mapping().items():
             yield (
-                f"source {source!r}",
+                f"source {shown(source)}",
                 {**{name: each.content for name, each in item.mapping().items()}, _SOURCE: source},
             )
         return
@@ -189,6 +189,7 @@ def _read_text(value: Value, names: tuple[str, ...]) -> str:
         for name in names:
             found = value.mapping().get(name) if name.startswith("@") else _get(value, name)
             if found is not None and found.content != value.content:
-                inner = found.items()[0] if isinstance(found.content, list) and found.content else found
-                return _read_text(inner, names)
+                if isinstance(found.content, list) and found.content:  # the first of perhaps millions
+                    found = Value(found.content[0], found.file, f"{found.field}[0]")
+                return _read_text(found, names)
     return value.refuse(f"a text, or an object with {' or '.join(names)}")

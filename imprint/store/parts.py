@@ -256,6 +256,10 @@ def require_parts(folders: Sequence[PartsFolder], target: Path, content: str) ->
     names = {path.name for path in target.iterdir() if not is_leftover(path)} if target.is_dir() else set()
     if foreign := sorted(name for name in names if not _MERGED.fullmatch(name)):
         raise StoreError(f"{target} holds something else ({foreign[0]}): give a new folder for {content}.")
+    beside = [target / name for name in names if name != PARTS]
+    inside = (path for folder in beside if folder.is_dir() and not folder.is_symlink() for path in folder.iterdir())
+    if link := next((path for path in (*beside, *inside) if path.is_symlink()), None):
+        raise StoreError(f"{link} is a link, and {content} is written to plain folders and files: remove it.")
 
 
 def remove_parts(folders: Sequence[PartsFolder], target: Path) -> None:
@@ -335,9 +339,12 @@ def place_file(source: Path, place: Path, *, link: bool) -> bool:
 
 
 def _link(source: Path, place: Path) -> bool:
-    """Give a file another name; return False where the file system cannot."""
+    """Give a file another name; return False where the file system cannot, and of a link, which may lead anywhere."""
     try:
         os.link(source, place, follow_symlinks=False)
     except (OSError, NotImplementedError):
+        return False
+    if place.is_symlink():  # another name of the link, not of the file; what it leads to may go with the parts
+        place.unlink()
         return False
     return True

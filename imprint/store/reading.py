@@ -24,7 +24,7 @@ from imprint.store.folder import PARTS
 from imprint.store.layouts import base_layout, basis_layout, imprints_layout, noise_layout
 from imprint.store.manifest import JOURNAL, LONGEST, MANIFEST, Manifest
 from imprint.store.opening import Files
-from imprint.store.signing import check_signature, warn_unsigned
+from imprint.store.signing import check_signature, warn_changed, warn_unsigned
 from imprint.store.values import read_hashed
 from imprint.task import Functional, Parameters, Task
 from imprint.tensors.rows import Rows
@@ -123,6 +123,8 @@ class Store:
         An empty description removes what was known, and sources that are not named keep theirs. Imprints, validation
         and the checksum of the store stay as they are. A signature covers descriptions: sign the store again.
         """
+        if self.signed is None:
+            warn_changed(self.path, self.description_sha256)
         changed = write_description(self.path, self.source_ids, self.source_names, about)
         self.signed = None if changed else self.signed
         self._read_description()

@@ -115,6 +115,28 @@ def warn_unsigned(folder: Path) -> None:
         logger.warning("%s was signed before its sources were described: sign it again (`imprint sign`)", folder)
 
 
+def warn_changed(folder: Path, digest: str | None) -> None:
+    """Say that descriptions, by their checksum, are not those that a store was signed with.
+
+    Signing the store again, as is advised after a change, would cover somebody else's change too. The signature is not
+    checked: that takes the key, and a store that was opened with it refuses such descriptions.
+    """
+    file = folder / SIGNATURE
+    try:
+        if not file.is_file():
+            return
+        content = read_json(file, _LONGEST).record("content", "signature")["content"].text()
+        about = parsed(content.encode(), file).mapping()
+    except StoreError:
+        return
+    if (about["description"].content if "description" in about else None) != digest:
+        logger.warning(
+            "%s: what it says of its sources (%s) was changed after it was signed, and before it is described now: "
+            "look at all of it before you sign it again",
+            *(folder, ABOUT),
+        )
+
+
 def _hash(file: Path) -> str | None:
     """Return the checksum of a regular file; None if there is nothing in its place. A pipe would block."""
     try:

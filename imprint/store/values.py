@@ -82,7 +82,7 @@ class Value:
         return {name: Value(content[name], self.file, f"{within}{name}") for name in names}
 
     def _inner(self, key: str) -> str:
-        return f"{self.field}[{shown(key)}]" if self.field else key
+        return f"{self.field}[{shown(key)}]" if self.field else clipped(key, 60)  # every value inside repeats it
 
     def texts(self) -> tuple[str, ...]:
         return self._every(lambda item: isinstance(item, str), "a text")

@@ -85,6 +85,41 @@ def test_parts_whose_seal_is_broken_are_refused(parts: Path, tmp_path: Path) -> 
         merge(folder, progress=False)
 
 
+LINKED = (
+    "1-of-2/checkpoint-000/base.safetensors",
+    "2-of-2/checkpoint-001/imprints-00005.safetensors",
+    "1-of-2/sources.json",
+)
+
+
+@pytest.mark.parametrize("file", [*LINKED, "shared/checkpoint-000/basis.safetensors"])
+def test_links_in_parts_become_files_of_the_store(file: str, parts: Path, tmp_path: Path) -> None:
+    """Whoever moved files to another disk, or removed duplicates, has links there; merging removes the parts."""
+    folder = Path(shutil.copytree(parts, tmp_path / "store"))
+    place = folder / "parts" / file
+    place.rename(place.parent / "elsewhere")
+    place.symlink_to("elsewhere")
+    merge(folder, progress=False)
+    assert not any(path.is_symlink() for path in folder.rglob("*"))
+    Store(folder).verify()
+
+
+@pytest.mark.parametrize("name", ["checkpoint-000", "checkpoint-000/base.safetensors", "sources.json"])
+def test_nothing_is_written_through_links_in_the_folder_of_the_store(name: str, parts: Path, tmp_path: Path) -> None:
+    """They may lead to another store, whose files have the same names."""
+    folder, other = Path(shutil.copytree(parts, tmp_path / "store")), tmp_path / "other"
+    other.mkdir()
+    (other / "base.safetensors").write_text("of another store")
+    place = folder / name
+    place.parent.mkdir(exist_ok=True)
+    place.symlink_to(other if name == "checkpoint-000" else other / "base.safetensors")
+    with pytest.raises(StoreError, match="is a link"):
+        merge(folder, progress=False)
+    assert [path.read_text() for path in other.iterdir()] == ["of another store"]
+    place.unlink()
+    merge(folder, progress=False).verify()
+
+
 def test_unchanged_parts_are_merged(parts: Path, tmp_path: Path) -> None:
     folder = Path(shutil.copytree(parts, tmp_path / "store"))
     merge(folder, progress=False)

@@ -302,3 +302,78 @@ def test_holm_rejects_what_the_steps_by_hand_reject() -> None:
                 break
             rejected.add(place)
         assert {i for i, value in enumerate(adjust_by_holm(p)) if value <= 0.05} == rejected
+
+
+@pytest.mark.parametrize("place", ["first", "second"])
+def test_a_run_that_was_given_twice_is_no_second_draw(place: str) -> None:
+    """What it does by chance, both of its copies do: every source would differ beyond noise."""
+    copied, usual = version(0, names="aa"), later(0)
+    copied = replace(copied, replicates=(copied.replicates[0].change(torch.zeros_like),))
+    found = compare(*((copied, usual) if place == "first" else (usual, copied)))
+    assert found.threshold is None and not found.gained and not found.lost
+    assert f"Several runs of the {place} version have the same checkpoints" in found.noise
+
+
+def test_runs_without_any_spread_say_nothing_about_other_seeds() -> None:
+    """Two files of one seed may have other hashes. For a single query, the last digit would be beyond noise."""
+    one, other = (
+        make_repeated(torch.stack([runs, runs]), names=names)
+        for runs, names in ((-N * TRUTH, "ab"), (1e-9 - N * TRUTH, "cd"))
+    )
+    for query in (slice(None), [0]):
+        found = compare(one[query], other[query])
+        assert found.threshold is None and not found.gained and not found.lost and "do not differ" in found.noise
+
+
+def test_sources_without_any_effect_are_in_common_by_chance_only() -> None:
+    """Ties would all be broken by the order of sources, which is the same in both versions."""
+    nothing = [make_result(torch.zeros(QUERIES, 3), fingerprints={"store": name}) for name in "st"]
+    found = compare(*nothing, k=1)
+    assert found.overlap.value == pytest.approx(found.chance)
+    few = torch.tensor([[9.0, 0, 0]] * QUERIES), torch.tensor([[0, 9.0, 0]] * QUERIES)
+    assert compare(*(make_result(scores) for scores in few), k=2).overlap.value == pytest.approx((0.5 + 0.5 + 0.25) / 2)
+
+
+def test_queries_that_may_be_others_are_warned_of() -> None:
+    """A mean, or a selection, has no fingerprint of its queries by which others would be refused."""
+    one, other = version(0), later(0)
+    with pytest.raises(ReadoutError, match="different queries"):
+        compare(one, replace(other, labels=replace(other.labels, fingerprints={"queries": "others"})))
+    words = "does not say of which queries it is"
+    assert not any(words in text for text in compare(one, other).warnings)
+    for chosen in ((one.mean(), other.mean()), (one[:5], other[:5])):
+        assert any(words in text for text in compare(*chosen).warnings)
+
+
+def test_queries_that_are_asked_again_are_warned_of() -> None:
+    one, other = (replace(each, replicates=()) for each in (version(0), later(0)))
+    again = (replace(each[[0, 1] * 12], queries=tuple(range(QUERIES))) for each in (one, other))
+    assert any("22 of 24 queries have the effects of another one" in text for text in compare(*again).warnings)
+    assert not any("another one" in text for text in compare(one, other).warnings)
+
+
+def test_examples_that_are_matched_by_number_are_warned_of_where_the_data_differ() -> None:
+    ids = tuple(map(str, range(SOURCES)))
+
+    def numbered(data: str | None, result: Attribution, **changes: Any) -> Attribution:
+        prints = {"queries": "q", "data": {"all": data, "sampled": data}}
+        return replace(result, labels=replace(result.labels, source_ids=ids, fingerprints=prints, **changes))
+
+    def warns(*pair: Attribution) -> bool:
+        return any("matched by their numbers" in text for text in compare(*pair).warnings)
+
+    one, other = version(0), later(0)
+    assert warns(numbered("a", one), numbered("b", other))
+    assert not warns(numbered("a", one), numbered("a", other))
+    assert not warns(numbered("a", one), numbered(None, other))
+    assert not warns(numbered("a", one, source_sizes=(2,) * SOURCES), numbered("b", other, source_sizes=(2,) * SOURCES))
+    assert not warns(one, other)
+
+
+def test_groups_of_one_name_and_other_members_are_warned_of() -> None:
+    groups = {"x": ["s0", "s1"], "y": ["s2"], "z": ["s3", "s4"]}
+    one, other = version(0).group(groups), later(0).group(groups)
+    words = "2 sources are sums of other numbers of effects in each version, such as 'x' of 2 and 1"
+    assert not any("sums of other" in text for text in compare(one, other).warnings)
+    regrouped = later(0).group({"x": ["s0"], "y": ["s2", "s1"], "z": ["s5", "s4"]})
+    assert any(words in text for text in compare(one, regrouped).warnings)

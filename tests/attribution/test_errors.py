@@ -267,3 +267,19 @@ def test_files_of_schema_4_know_no_owners_and_everything_else(tmp_path: Path) ->
     assert loaded.standard_error is not None and loaded.details == {}
     loaded.save(tmp_path / "again.safetensors")
     assert Attribution.load(tmp_path / "again.safetensors").labels == loaded.labels
+
+
+@pytest.mark.parametrize(
+    ("shares", "freedom"),
+    [
+        ((1 / 7,) * 7, 6),
+        ((0.5, 0.5), 1),
+        ((0.98, 0.02), 1),
+        ((0.4, 0.4, 0.1, 0.1), 2),
+        ((0.496, 0.496, *(0.001,) * 8), 1),
+    ],
+)
+def test_runs_without_weight_add_no_degrees_of_freedom(shares: tuple[float, ...], freedom: int) -> None:
+    """Runs of which two have nearly all of the weight are two draws: with nine degrees, 30% of claims were false."""
+    result = make_repeated(torch.randn(len(shares), 2, 3), shares)
+    assert result.replicates[0].freedom == freedom

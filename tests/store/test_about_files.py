@@ -1,6 +1,7 @@
 """Owners and licences come from tables and from Croissant files, which anybody may have written."""
 
 import json
+import tracemalloc
 from pathlib import Path
 from typing import Any
 
@@ -156,3 +157,14 @@ def test_a_file_that_is_too_large_is_not_read(tmp_path: Path) -> None:
             file.truncate((64 << 20) + 1)
         with pytest.raises(ImprintError, match="at most 67,108,864 are expected"):
             read_about(tmp_path / name)
+
+
+def test_a_small_file_takes_little_memory_and_a_short_message(tmp_path: Path) -> None:
+    """The name of the outer object must not be repeated for every value inside."""
+    file = write(tmp_path, {"k" * 1_000_000: {f"a{i}": "" for i in range(2_000)}})
+    tracemalloc.start()
+    with pytest.raises(ImprintError, match="unknown columns") as error:
+        read_about(file)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 100e6 and len(str(error.value)) < 1000

@@ -226,3 +226,16 @@ def test_scores_do_not_depend_on_it(store: Store) -> None:
     after = attribute(task(), store, DATA, progress=False)
     assert torch.equal(before.scores, after.scores)
     assert before.labels.fingerprints == after.labels.fingerprints
+
+
+def test_what_somebody_else_changed_is_not_signed_unnoticed(
+    store: Store, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The advice to sign again would otherwise put the owner's signature under a forged owner."""
+    private, _ = make_keys(tmp_path / "credit")
+    store.describe({"a": TIMES})
+    sign_store(Store(store.path), private)
+    Store(store.path).describe({"b": TIMES})
+    assert "look at all of it" not in caplog.text
+    Store(store.path).describe({"c": TIMES})
+    assert "was changed after it was signed, and before it is described now" in caplog.text
