@@ -1,6 +1,7 @@
 """Parts of a store or of a ground truth that several processes make, and the folder in which they meet.
 
     runs/news/parts/
+      shared/plan/ …              the plan, where it was chosen automatically
       shared/request/ …           what the parts are of, and how many there are
       shared/checkpoint-000/ …    how all of them simulate a checkpoint
       3-of-8/ …                   what one part has made; no other process writes there
@@ -29,6 +30,7 @@ from imprint.store.values import Value, read_json
 
 SHARED = "shared"
 REQUEST = "request"
+PLAN = "plan"
 PART = "part.json"  # written last into the folder of a part
 MOST = 100_000  # parts
 _SECONDS = 120
@@ -215,6 +217,11 @@ class PartsFolder:
         """Read a file of plain values that is shared under a name; None where none is, so far."""
         place = self.shared / name / file
         return read_json(place) if place.exists() else None
+
+    def withdraw(self, name: str) -> None:
+        """Remove what was shared under a name, if nothing else was."""
+        if self.shared.is_dir() and [path.name for path in self.shared.iterdir()] == [name]:
+            shutil.rmtree(self.shared / name, ignore_errors=True)
 
     def remove(self) -> None:
         """Remove all parts at once: a process that is killed meanwhile leaves nothing that looks like parts."""

@@ -58,6 +58,15 @@ def test_an_automatic_plan_is_that_of_the_first_part(
     assert len(Store("store")) == 3
 
 
+def test_a_field_that_another_part_was_not_given_is_refused(command: Command, empty: Path) -> None:
+    (empty / "model.py").write_text(MODEL)
+    given = ("simulate", "model.py:task", "-p", "auto", "--out", "store", "--part")
+    assert command(*given, "1/3").code == 0
+    refused = command(*given, "2/3", "-p", "weight=0.5")
+    assert refused.code == 1 and "the plan's weight was [1.0], is 0.5" in refused.err
+    assert command(*given, "2/3").code == 0
+
+
 def test_parts_of_a_ground_truth_are_merged(command: Command, empty: Path) -> None:
     (empty / "model.py").write_text(TRAINED)
     given = ("retrain", "model.py:train", "--kind", "sources", "--out", "truth")
