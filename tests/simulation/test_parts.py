@@ -12,6 +12,7 @@ import torch
 
 from imprint import About, Part, Plan, Sources, Store, StoreError, Task, merge, simulate, simulate_part
 from imprint.errors import PlanError, ReliabilityWarning
+from imprint.runtime.memory import budget
 from imprint.store.parts import PartsFolder, Share
 from tests.simulation.engines.trainings import Training, classification, mlp
 from tests.simulation.killing import (
@@ -134,8 +135,10 @@ def test_parts_that_begin_at_the_same_time_agree(made: Made, tmp_path: Path, mon
     assert contents(merge(tmp_path / "store", progress=False).path) == contents(made(plan))
 
 
+@pytest.mark.parametrize("memory", ["30kB", None])
+@pytest.mark.parametrize("late", [False, True])
 def test_a_part_that_settled_otherwise_takes_over_what_was_shared_first(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    late: bool, memory: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """As on a machine with less memory, which would divide the sources otherwise."""
     publish, raced = PartsFolder.publish, list[str]()
@@ -146,8 +149,14 @@ def test_a_part_that_settled_otherwise_takes_over_what_was_shared_first(
             part(tmp_path / "store", "2/2", memory="1GB")
         return publish(self, name, fill)
 
-    monkeypatch.setattr(PartsFolder, "publish", race)
-    part(tmp_path / "store", "1/2")  # which would take two at a time
+    if late:
+        part(tmp_path / "store", "2/2", memory="1GB")
+    else:
+        monkeypatch.setattr(PartsFolder, "publish", race)
+    monkeypatch.setattr("imprint.simulation.sizing.budget", lambda given, device: budget(given or "30kB", device))
+    with caplog.at_level(logging.WARNING):
+        part(tmp_path / "store", "1/2", memory=memory)  # which would take two at a time, and still does
+    assert caplog.text.count("simulating 2 sources at once instead of 3") == 2  # at each checkpoint
     store = merge(tmp_path / "store", progress=False)
     assert store.checkpoints[0].choices.rows_per_file == 3
 
