@@ -13,7 +13,7 @@ import sysconfig
 import traceback
 import zlib
 from collections.abc import Callable
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -31,7 +31,9 @@ from imprint.plan import Plan, engine_for
 from imprint.runtime.threads import set_threads
 from imprint.simulation.recorded import open_run, settle_states
 from imprint.sources import Sources
+from imprint.store.parts import PartsFolder, Share
 from imprint.store.request import DTYPES
+from imprint.store.shared_plan import agree_on_plan
 from imprint.task import Task
 
 _SOURCES_WANTED = "the sources (or per-example)"
@@ -39,10 +41,13 @@ _TYPE_NAMES = {"task": "an imprint.Task", "sources": "an imprint.Sources", "plan
 
 
 class Objects:
-    """The objects that an experiment names, loaded on first use."""
+    """The objects that an experiment names, loaded on first use.
 
-    def __init__(self, experiment: Experiment) -> None:
-        self.experiment = experiment
+    share: the part that is simulated; all of them have the same automatic plan.
+    """
+
+    def __init__(self, experiment: Experiment, share: Share | None = None) -> None:
+        self.experiment, self._share = experiment, share
         if experiment.task is None:
             raise ConfigurationError(
                 "no task is named: give an import string such as my_model.py:task, or a built-in setting "
@@ -161,7 +166,8 @@ class Objects:
         chosen: list[str] = []
         if given.pop("auto", False):
             options = {"collate_fn": self.collate_fn, **self._given("batch_size", "hash_data")}
-            base = Plan.auto(self.task, self.data, self.sources, self.checkpoints, run=self.run, **options)
+            known = (self.task, self.data, self.sources, self.checkpoints)
+            base = self._agree(partial(Plan.auto, *known, run=self.run, **options))
             default = vars(Plan())
             chosen = [name for name, value in vars(base).items() if value != default[name] and name not in given]
         try:
@@ -170,6 +176,13 @@ class Objects:
             if not chosen:
                 raise
             raise PlanError(f"{error} (Chosen by auto: {', '.join(chosen)}.)") from error
+
+    def _agree(self, choose: Callable[[], Plan]) -> Plan:
+        """Choose a plan, or take over the one that another part has chosen."""
+        share, out = self._share, self.experiment.out
+        if share is None or out is None:
+            return choose()
+        return agree_on_plan(PartsFolder(out), share, self.task, self.sources, choose)
 
     @property
     def training(self) -> dict[str, Any]:

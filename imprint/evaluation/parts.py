@@ -78,15 +78,15 @@ class TruthPart:
         return groups[share.start : share.stop]
 
     def _return_merged(self, folder: PartsFolder) -> Part:
-        """Say that a folder has all models; refuse one that was begun without parts."""
+        """Say that a folder has all models; refuse one that lacks some, which are added without parts."""
         files = TruthFolder(folder.out)
         kept = files.read_request()
         files.compare(kept, self.request)
         there = sum(model < self._total for model in files.read_values(kept))
         if there < self._total:
             raise StoreError(
-                f"{folder.out} holds ground truth that is made without parts ({there} of {self._total} models are "
-                "there): call retrain, or give another folder."
+                f"{folder.out} already holds ground truth ({there} of {self._total} models are there): the others are "
+                "trained without parts, by retrain; or give another folder."
             )
         return Part(self.share, folder.out, self._total, self._total, "model", self.share.of)
 
@@ -183,9 +183,10 @@ def merge_truth(
     are removed once it is complete, those in other folders stay. The same call again returns the ground truth.
     """
     folders, target = find_target(parts, out)
-    if (target / TRUTH).is_file():
+    merged = (target / TRUTH).is_file()
+    require_parts(folders, target, "ground truth", merged=merged)
+    if merged:
         return _return_merged(folders, target)
-    require_parts(folders, target, "ground truth")
     of, about = _read_same(folders)
     finished = find_finished(folders, of)
     _refuse_gaps(finished, about)

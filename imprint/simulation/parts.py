@@ -2,6 +2,7 @@
 
 import logging
 import os
+from functools import partial
 from typing import Any, Literal, TypedDict, Unpack
 
 import torch
@@ -11,15 +12,16 @@ from imprint.errors import PlanError
 from imprint.plan import Checkpoints, Plan
 from imprint.runtime.progress import Advance
 from imprint.simulation.inputs import Inputs
-from imprint.simulation.recorded import Recorded, open_run, settle_states
+from imprint.simulation.recorded import Recorded
 from imprint.simulation.runner import simulate_into
 from imprint.simulation.taking_over import check_choices
 from imprint.sources import Sources
 from imprint.store.part_descriptions import share_description
-from imprint.store.part_writing import PartWriter, SharedRequest
+from imprint.store.part_writing import PartWriter
 from imprint.store.parts import Part, PartsFolder, Share
 from imprint.store.reading import Store
 from imprint.store.request import Request
+from imprint.store.shared_plan import agree_on_plan
 from imprint.task import Task
 
 logger = logging.getLogger(__name__)
@@ -66,15 +68,13 @@ def simulate_part(
     share, folder = Share.parse(part), PartsFolder(out)
     if refused := {"validate", "record"} & options.keys():
         raise PlanError(f"a part has not all sources, so {min(refused)}= is for the merged store: imprint.validate.")
-    if plan == "auto" and (shared := SharedRequest.find(folder)) is not None:
-        plan, recorded = shared.request.plan, open_run(options.get("run"))
-        options["run"], options["checkpoints"] = settle_states(plan, recorded, options.get("checkpoints"), task)
 
     def open_part(request: Request, inputs: Inputs) -> PartWriter:
-        if not share.of_chunks(len(sources)):
-            logger.warning("part %s has no sources: there are only %d", share, len(sources))
         return PartWriter(out, share, request, inputs.seen, check_choices, len(sources))
 
-    made = simulate_into(open_part, task, data, sources, plan, **options)[0]
+    agree = partial(agree_on_plan, folder, share, task, sources)
+    made = simulate_into(open_part, task, data, sources, plan, agree=agree, **options)[0]
+    if made.count == 0:
+        logger.warning("part %s has no sources: the other parts have all %d", share, len(sources))
     share_description(folder, sources)
     return made

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
@@ -128,10 +129,12 @@ def simulate_into(
     hash_data: HashData = "all",
     note: Any = None,
     progress: bool | Advance = True,
+    agree: Callable[[Callable[[], Plan]], Plan] = lambda choose: choose(),
 ) -> tuple[Made, Inputs]:
     """Simulate what belongs to a folder, a store or a part of one; return what it then is, and what it was made from.
 
     open_workspace: opens the folder for a request.
+    agree: returns the automatic plan that several processes agree on, given a function that chooses one.
     """
     settle_child()
     recorded = open_run(run)
@@ -141,7 +144,8 @@ def simulate_into(
         batch_size = repeat.manifest.execution.batch_size if batch_size is None else batch_size
     options: dict[str, Any] = {"batch_size": batch_size, "collate_fn": collate_fn, "hash_data": hash_data}
     if plan == "auto":
-        plan = Plan.auto(task, data, sources, checkpoints, run=recorded, progress=progress, **options)
+        chosen = partial(Plan.auto, task, data, sources, checkpoints, run=recorded, progress=progress, **options)
+        plan = agree(chosen)
         recorded, checkpoints = settle_states(plan, recorded, checkpoints, task)
     inputs = Inputs.checked(task, data, sources, plan, checkpoints, device=device, dtype=dtype, run=recorded, **options)
     _refuse_note(note)

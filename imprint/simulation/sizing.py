@@ -99,12 +99,11 @@ def _bound_bytes(descent: Descent, rows_per_source: int) -> int:
     return int(each * rows_per_source)
 
 
-def refit(rows: int, fit: int, memory: int | str) -> int:
-    """Return how many of the sources that an earlier run took at once may be taken at once now."""
+def refit(rows: int, fit: int, memory: int | str | None) -> int:
+    """Return how many of the sources that an earlier run or another part took at once may be taken at once here."""
     if fit < rows:
         logger.warning(
-            "simulating %d sources at once instead of %d, to respect memory=%s: their imprints are "
-            "the same to rounding, not to the bit",
-            *(fit, rows, memory),
+            "simulating %d sources at once instead of %d, %s: their imprints are the same to rounding, not to the bit",
+            *(fit, rows, "as memory allows" if memory is None else f"to respect memory={memory}"),
         )
     return min(fit, rows)

@@ -45,11 +45,11 @@ class Work:
             return planned
         state, files = self.inputs.state(index), CheckpointFiles(self.workspace, index)
         resumed = self.workspace.settled(index) is not None
-        engine, basis = self._settle(index, planned, state, files)
+        engine, basis, here = self._settle(index, planned, state, files)
         engine.warn(self.inputs.notices.add)
         self._reach(engine.shared_units(engine.plan, len(self.inputs.data)), fresh=not resumed)
         fit = engine.choices.rows_at_once
-        if resumed and self.memory is not None:
+        if not here and (self.memory is not None or not self.workspace.is_whole):  # another machine may have had more
             fit = refit(fit, engine.rows_that_fit(fit), self.memory)
         expected, units = (
             count_units(self.inputs, settings, self.workspace, r) for r in (1, engine.choices.rows_per_file)
@@ -70,8 +70,11 @@ class Work:
 
     def _settle(
         self, index: int, planned: Checkpoint, state: Parameters, files: CheckpointFiles
-    ) -> tuple[Engine, File | None]:
-        """Return an engine that is ready for the sources of a checkpoint, and the basis that it keeps imprints on."""
+    ) -> tuple[Engine, File | None, bool]:
+        """Return an engine that is ready for the sources of a checkpoint, and the basis that it keeps imprints on.
+
+        The last value tells whether its choices were made just now, and not by an earlier run or another process.
+        """
         workspace = self.workspace
         engine, settled = self._engine(index, state, files), workspace.settled(index)
         if settled is None:
@@ -84,10 +87,10 @@ class Work:
         mine = replace(planned, decided=engine.choices, measured=engine.measured, basis=basis)
         agreed = workspace.agree(index, mine, engine.remark)
         if agreed is mine:
-            return engine, basis
+            return engine, basis, settled is None
         engine = self._engine(index, state, files)  # another process has settled it first
         engine.take_over(agreed.choices, agreed.measured)
-        return engine, engine.prepare()
+        return engine, engine.prepare(), False
 
     def _engine(self, index: int, state: Parameters, files: CheckpointFiles) -> Engine:
         hears = self.bar.advance, self.bar.announce

@@ -1,13 +1,14 @@
 """Carries descriptions of sources from the parts of a store to the merged one."""
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Sequence
 from pathlib import Path
 
+from imprint.about import About
+from imprint.errors import StoreError
 from imprint.sources import Sources
-from imprint.store.describing import describe_new, read_description, write_description
+from imprint.store.describing import read_description, write_description
 from imprint.store.parts import PartsFolder
-from imprint.store.reading import Store
 
 logger = logging.getLogger(__name__)
 _DESCRIPTION = "description"
@@ -31,15 +32,22 @@ def share_description(folder: PartsFolder, sources: Sources) -> None:
         logger.warning("%s describes the sources otherwise than given here: %s", place, _AFTERWARDS)
 
 
-def describe_merged(store: Store, folders: Iterable[PartsFolder]) -> None:
-    """Describe the sources of a merged store as the parts know them, those of the first folder where they differ."""
-    ids = store.source_ids
-    found = [(folder, read_description(folder.shared / _DESCRIPTION, ids)[0].of(ids)) for folder in folders]
-    known = [(folder, about) for folder, about in found if about]
-    for folder, about in known[:1]:
-        describe_new(store, about)
-        for other in (other for other, theirs in known if theirs != about):
-            logger.warning(
-                "the parts in %s describe the sources otherwise than those in %s, which count: %s",
-                *(other.path, folder.path, _AFTERWARDS),
+def read_shared_descriptions(folders: Sequence[PartsFolder], ids: Sequence[str]) -> tuple[About, ...]:
+    """Read what the parts know of the sources with these ids; refuse folders that say different things of them.
+
+    The result is empty where nothing is known of any.
+    """
+    found: dict[Path, tuple[About, ...]] = {}
+    for folder in folders:
+        place = folder.shared / _DESCRIPTION
+        if about := read_description(place, ids)[0].of(ids):
+            found[place] = about
+    for place, about in found.items():
+        first, expected = next(iter(found.items()))
+        if about != expected:
+            which = next(identity for identity, *both in zip(ids, expected, about, strict=True) if both[0] != both[1])
+            raise StoreError(
+                f"{place} describes source {which!r} otherwise than {first}: delete the one that is wrong, and merge "
+                "again."
             )
+    return next(iter(found.values()), ())

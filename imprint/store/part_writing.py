@@ -15,7 +15,7 @@ from imprint.store.checkpoint import Checkpoint, Decided, File
 from imprint.store.comparison import Evaluate, compare_training_data, difference
 from imprint.store.folder import write_sealed
 from imprint.store.manifest import JOURNAL, LONGEST, MANIFEST, SCHEMA, Manifest
-from imprint.store.parts import PART, REQUEST, Part, PartsFolder, Share, place_file, read_division, refuse_damaged
+from imprint.store.parts import PART, PLAN, REQUEST, Part, PartsFolder, Share, place_file, read_division, refuse_damaged
 from imprint.store.records import read
 from imprint.store.request import Request
 from imprint.store.values import Value, parsed, read_json
@@ -38,7 +38,7 @@ class SharedRequest:
     def find(cls, folder: PartsFolder) -> "SharedRequest | None":
         """Read what parts are of; None where no part has come so far."""
         value = folder.read(REQUEST, f"{REQUEST}.json")
-        return None if value is None else read(cls, _of_this_version(value))
+        return None if value is None else read(cls, require_this_version(value))
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ class SharedCheckpoint:
         value = folder.read(name_checkpoint(index), SETTLED)
         if value is None:
             return None
-        inner = _of_this_version(value)
+        inner = require_this_version(value)
         return read(cls, inner), inner.mapping()["checkpoint"]
 
 
@@ -74,7 +74,7 @@ class PartRecord:
 
     @classmethod
     def read(cls, folder: Path) -> "PartRecord":
-        values = _of_this_version(read_json(folder / PART, LONGEST)).record(*cls.__dataclass_fields__)
+        values = require_this_version(read_json(folder / PART, LONGEST)).record(*cls.__dataclass_fields__)
         part = Share.from_json(values["part"])
         if part.folder != folder.name:
             raise StoreError(f"{folder} holds part {part}: folders of parts are not renamed.")
@@ -88,7 +88,8 @@ class PartRecord:
         write_sealed(folder / PART, values)
 
 
-def _of_this_version(value: Value) -> Value:
+def require_this_version(value: Value) -> Value:
+    """Return what a file that parts share holds; refuse one of another version."""
     schema = value.mapping().get("schema")
     if schema is not None and schema.content != SCHEMA:
         raise StoreError(f"{value.file} was written by another version of imprint: use that one for all parts.")
@@ -130,7 +131,7 @@ class PartWriter(Workspace[Part]):
         self._check, self._evaluate = check, evaluate
         self._kept: dict[str, File] = {}  # files without rows of sources, which the part has written or found
         self._sound: set[str] = set()  # shared files that were compared with their checksums
-        self._out_found = self.folder.out.exists()
+        self._out_found = self.folder.out.exists() and not (self.folder.shared / PLAN).exists()
         if (self.folder.out / MANIFEST).is_file():
             open_same(self.folder.out, request, evaluate)
             self.finished = Part(share, self.folder.out, sources, sources, "source", share.of)
@@ -181,6 +182,8 @@ class PartWriter(Workspace[Part]):
     def stop(self, interrupted: bool = False) -> bool:
         resumable = super().stop(interrupted)
         if not resumable:
+            if not self.folder.find(self.share.of):  # no other part relies on the plan that this one has chosen
+                self.folder.withdraw(PLAN)
             self.folder.remove_empty(out=not self._out_found)
         return resumable
 
@@ -190,7 +193,7 @@ class PartWriter(Workspace[Part]):
         return self.share.of_chunks(count)
 
     def bound(self, decided: Decided, sources: int) -> Decided:
-        """Return choices with files so small that every part has some, if there are enough sources."""
+        """Return choices with files of at most an N-th of the sources, rounded up, where there are N parts."""
         rows = min(decided.rows_per_file, max(1, -(-sources // self.share.of)))
         return replace(decided, rows_per_file=rows, rows_at_once=min(decided.rows_at_once, rows))
 

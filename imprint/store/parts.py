@@ -1,6 +1,7 @@
 """Parts of a store or of a ground truth that several processes make, and the folder in which they meet.
 
     runs/news/parts/
+      shared/plan/ …              the plan, where it was chosen automatically
       shared/request/ …           what the parts are of, and how many there are
       shared/checkpoint-000/ …    how all of them simulate a checkpoint
       3-of-8/ …                   what one part has made; no other process writes there
@@ -29,6 +30,7 @@ from imprint.store.values import Value, read_json
 
 SHARED = "shared"
 REQUEST = "request"
+PLAN = "plan"
 PART = "part.json"  # written last into the folder of a part
 MOST = 100_000  # parts
 _SECONDS = 120
@@ -216,6 +218,11 @@ class PartsFolder:
         place = self.shared / name / file
         return read_json(place) if place.exists() else None
 
+    def withdraw(self, name: str) -> None:
+        """Remove what was shared under a name, if nothing else was."""
+        if self.shared.is_dir() and [path.name for path in self.shared.iterdir()] == [name]:
+            shutil.rmtree(self.shared / name, ignore_errors=True)
+
     def remove(self) -> None:
         """Remove all parts at once: a process that is killed meanwhile leaves nothing that looks like parts."""
         if not self.path.is_dir() or self.path.is_symlink():
@@ -244,13 +251,18 @@ def find_target(
     return folders, folders[0].out if out is None else Path(out)
 
 
-def require_parts(folders: Sequence[PartsFolder], target: Path, content: str) -> None:
-    """Refuse folders without parts, and a folder for them to be merged into that holds something else."""
+def require_parts(folders: Sequence[PartsFolder], target: Path, content: str, *, merged: bool = False) -> None:
+    """Refuse folders without parts, and a folder for them to be merged into that holds something else.
+
+    merged: whether that folder holds the result already, and may be without parts.
+    """
     for folder in folders:
-        if not folder.path.is_dir():
+        if not folder.path.is_dir() and not (merged and folder.out.absolute() == target.absolute()):
             raise StoreError(
                 f"{folder.out} holds no parts: give the folder that was the out= of the parts of {content}."
             )
+    if merged:
+        return
     if target.exists() and not target.is_dir():
         raise StoreError(f"{target} is a file: give a folder for {content}.")
     names = {path.name for path in target.iterdir() if not is_leftover(path)} if target.is_dir() else set()

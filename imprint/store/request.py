@@ -21,7 +21,8 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch
 _PARAMETER_DTYPES = {str(dtype): dtype for dtype in (*DTYPES.values(), torch.float16)}
 
 
-def _read_plan(value: Value) -> Plan:
+def read_plan(value: Value) -> Plan:
+    """Read a plan; refuse what is none by its place in the file."""
     value.mapping()
     try:
         return Plan.from_json(value.content)
@@ -110,7 +111,7 @@ class Request:
 
     n: Count
     dtype: Annotated[str, _read_stored_dtype]
-    plan: Annotated[Plan, _read_plan]
+    plan: Annotated[Plan, read_plan]
     parameters: dict[str, ParameterSpec]
     fixed: dict[str, Checksum]
     states: tuple[Checksum, ...]

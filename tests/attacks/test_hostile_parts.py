@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from imprint import Store, StoreError, merge
+from imprint.simulation.engines.spectral import Spectral
 from imprint.store.folder import write_sealed
 from tests.simulation.killing import PLANS, run_part
 
@@ -118,6 +119,36 @@ def test_nothing_is_written_through_links_in_the_folder_of_the_store(name: str, 
     assert [path.read_text() for path in other.iterdir()] == ["of another store"]
     place.unlink()
     merge(folder, progress=False).verify()
+
+
+@pytest.mark.parametrize("text", ["{", "{}", '{"schema": 1, "description": 3}', '{"schema": 99}'])
+def test_descriptions_that_are_damaged_are_refused_before_anything_is_merged(
+    text: str, parts: Path, tmp_path: Path
+) -> None:
+    folder = Path(shutil.copytree(parts, tmp_path / "store"))
+    place = folder / "parts" / "shared" / "description" / "about.json"
+    place.parent.mkdir()
+    place.write_text(text)
+    with pytest.raises(StoreError, match=r"description.about\.json") as error:
+        merge(folder, progress=False)
+    assert "\n" not in str(error.value) and not (folder / "manifest.json").exists()
+    place.unlink()
+    merge(folder, progress=False)
+    copied = shutil.copytree(parts / "parts", folder / "parts")  # as if it had been killed right after the manifest
+    (copied / "shared" / "description").mkdir()
+    (copied / "shared" / "description" / "about.json").write_text(text)
+    merge(folder, progress=False).verify()
+    assert not copied.exists()
+
+
+def test_a_remark_that_the_engine_needs_and_is_missing_is_refused_in_one_line(
+    parts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = Path(shutil.copytree(parts, tmp_path / "store"))
+    monkeypatch.setattr(Spectral, "conclude", lambda found: found.remarks()["parting"])
+    with pytest.raises(StoreError, match=r"shared.checkpoint-000 lacks the remark 'parting': delete .*parts, and"):
+        merge(folder, progress=False)
+    assert not (folder / "manifest.json").exists()
 
 
 def test_unchanged_parts_are_merged(parts: Path, tmp_path: Path) -> None:

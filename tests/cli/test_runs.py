@@ -54,6 +54,19 @@ def test_a_run_is_checked_repeated_shown_and_read_out(command: Command) -> None:
     assert refused.code == 1 and "along a finite removal a derivative is 55 to 130% off" in refused.err
 
 
+def test_parts_of_a_run_that_is_not_repeated_use_its_checkpoints(
+    command: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("imprint.simulation.auto.engine_for", lambda question: "removing")
+    monkeypatch.setattr("imprint.simulation.repeatable.CHAOTIC", 0.0)
+    given = ("simulate", "model.py:task", "--run", "model.py:run", "-p", "auto", "--out", "store", "--part")
+    for part in ("1/2", "2/2"):
+        made = command(*given, part)
+        assert made.code == 0, made.err
+    assert command("merge", "store").code == 0
+    assert Store("store").question == "expected"
+
+
 def test_a_recording_is_shown_whether_it_is_finished_or_not(command: Command, tmp_path: Path) -> None:
     train(tmp_path / "run")[1].finish()
     shown = command("inspect", str(tmp_path / "run")).out

@@ -12,6 +12,7 @@ import torch
 
 from imprint import About, Part, Plan, Sources, Store, StoreError, Task, merge, simulate, simulate_part
 from imprint.errors import PlanError, ReliabilityWarning
+from imprint.runtime.memory import budget
 from imprint.store.parts import PartsFolder, Share
 from tests.simulation.engines.trainings import Training, classification, mlp
 from tests.simulation.killing import (
@@ -63,9 +64,13 @@ def test_any_number_of_parts_is_the_same_store(plan: str, of: int, made: Made, t
     assert contents(store.path) == contents(whole)
 
 
-def test_sources_that_fit_one_file_are_shared_out_all_the_same(tmp_path: Path) -> None:
-    made = all_parts(tmp_path / "store", 4, memory="1GB")
+def test_sources_that_fit_one_file_are_shared_out_all_the_same(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.WARNING):
+        made = all_parts(tmp_path / "store", 4, memory="1GB")
     assert [each.count for each in made] == [0, 2, 2, 2]
+    assert caplog.text.count("part 4/4 has no sources") == caplog.text.count("has no sources") == 1
     store = merge(tmp_path / "store", progress=False)
     assert store.checkpoints[0].choices.rows_per_file == 2
     whole = run(tmp_path / "whole", TANGENT, memory="1GB")
@@ -134,8 +139,10 @@ def test_parts_that_begin_at_the_same_time_agree(made: Made, tmp_path: Path, mon
     assert contents(merge(tmp_path / "store", progress=False).path) == contents(made(plan))
 
 
+@pytest.mark.parametrize("memory", ["30kB", None])
+@pytest.mark.parametrize("late", [False, True])
 def test_a_part_that_settled_otherwise_takes_over_what_was_shared_first(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    late: bool, memory: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """As on a machine with less memory, which would divide the sources otherwise."""
     publish, raced = PartsFolder.publish, list[str]()
@@ -146,8 +153,14 @@ def test_a_part_that_settled_otherwise_takes_over_what_was_shared_first(
             part(tmp_path / "store", "2/2", memory="1GB")
         return publish(self, name, fill)
 
-    monkeypatch.setattr(PartsFolder, "publish", race)
-    part(tmp_path / "store", "1/2")  # which would take two at a time
+    if late:
+        part(tmp_path / "store", "2/2", memory="1GB")
+    else:
+        monkeypatch.setattr(PartsFolder, "publish", race)
+    monkeypatch.setattr("imprint.simulation.sizing.budget", lambda given, device: budget(given or "30kB", device))
+    with caplog.at_level(logging.WARNING):
+        part(tmp_path / "store", "1/2", memory=memory)  # which would take two at a time, and still does
+    assert caplog.text.count("simulating 2 sources at once instead of 3") == 2  # at each checkpoint
     store = merge(tmp_path / "store", progress=False)
     assert store.checkpoints[0].choices.rows_per_file == 3
 
@@ -229,6 +242,15 @@ def test_merging_removes_the_parts_and_merging_again_changes_nothing(tmp_path: P
     assert not (tmp_path / "store" / "parts").exists() and told[-1][0] == told[-1][1] > 0
     before = contents(store.path)
     assert contents(merge(tmp_path / "store", progress=False).path) == before
+
+
+def test_a_complete_store_is_returned_though_its_parts_were_not_removed(tmp_path: Path) -> None:
+    """As where a merge was killed before it was done."""
+    all_parts(tmp_path / "store", 2)
+    shutil.copytree(tmp_path / "store" / "parts", tmp_path / "parts")
+    store = merge(tmp_path / "store", progress=False)
+    shutil.move(tmp_path / "parts", tmp_path / "store" / "parts")
+    assert run(tmp_path / "store", TANGENT).sha256 == store.sha256
 
 
 def test_parts_in_other_folders_are_copied_and_stay(made: Made, tmp_path: Path) -> None:
@@ -364,7 +386,9 @@ def test_parts_and_a_whole_simulation_do_not_mix(tmp_path: Path) -> None:
     with pytest.raises(StoreError, match="was begun without parts"):
         part(tmp_path / "whole", "1/2")
     part(tmp_path / "store", "1/2")
-    with pytest.raises(StoreError, match="holds parts that are made one by one: make the others, and merge"):
+    with pytest.raises(
+        StoreError, match="holds an unfinished simulation or retraining in parts: make the others, and merge"
+    ):
         run(tmp_path / "store", TANGENT)
     with pytest.raises(StoreError, match=r"holds parts of a store that are not merged: imprint\.merge"):
         Store(tmp_path / "store")
@@ -377,6 +401,8 @@ def test_parts_and_a_whole_simulation_do_not_mix(tmp_path: Path) -> None:
 def test_folders_without_parts_are_refused(made: Made, tmp_path: Path) -> None:
     with pytest.raises(StoreError, match="holds no parts: give the folder that was the out="):
         merge(tmp_path / "nothing")
+    with pytest.raises(StoreError, match="nothing holds no parts: give the folder that was the out="):
+        merge(tmp_path / "nothing", made(TANGENT))  # which is a complete store
     with pytest.raises(StoreError, match="there are no parts to merge"):
         merge([])
     all_parts(tmp_path / "a", 2)
@@ -392,7 +418,7 @@ def test_parts_beyond_the_sources_are_empty_and_say_so(tmp_path: Path, caplog: p
     with caplog.at_level(logging.WARNING):
         made = all_parts(tmp_path / "store", 8)
     assert sorted(each.count for each in made) == [0, 0, 1, 1, 1, 1, 1, 1]
-    assert caplog.text.count("has no sources: there are only 6") == 2
+    assert caplog.text.count("has no sources: the other parts have all 6") == 2
 
 
 def test_shares_cover_all_chunks_once_and_the_first_has_the_first() -> None:
@@ -411,6 +437,19 @@ def test_a_plan_that_is_chosen_automatically_is_that_of_the_first_part(tmp_path:
         patch.setattr(Plan, "auto", lambda *_, **__: pytest.fail("the plan is known"))
         simulate_part("2/2", task(), data(), plan="auto", out=tmp_path / "store", **given)
     assert len(merge(tmp_path / "store", progress=False)) == 6
+
+
+def test_descriptions_that_differ_between_folders_are_refused(tmp_path: Path) -> None:
+    sources = Sources.by_label([i % 6 for i in range(N)]).describe({"3": About(owner="The Times")})
+    given: dict[str, Any] = {"plan": TANGENT, "progress": False}
+    simulate_part("1/2", task(), data(), sources, out=tmp_path / "a", **given)
+    shutil.copytree(tmp_path / "a" / "parts" / "shared", tmp_path / "b" / "parts" / "shared")
+    shutil.rmtree(tmp_path / "b" / "parts" / "shared" / "description")
+    other = sources.describe({"3": About(owner="The Post")})
+    simulate_part("2/2", task(), data(), other, out=tmp_path / "b", **given)
+    with pytest.raises(StoreError, match=r"b/parts/shared/description describes source '3' otherwise than .*a/parts"):
+        merge([tmp_path / "a", tmp_path / "b"], tmp_path / "store", progress=False)
+    assert not (tmp_path / "store").exists()
 
 
 def test_the_merged_store_knows_whose_its_sources_are(tmp_path: Path) -> None:

@@ -5,7 +5,6 @@ import re
 import warnings
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from json import dumps
 from pathlib import Path
 from typing import Annotated, Any
@@ -59,7 +58,6 @@ from imprint.display import for_terminal
 from imprint.errors import ConfigurationError, ReliabilityWarning
 from imprint.recording.header import RECORD
 from imprint.store.manifest import JOURNAL, MANIFEST
-from imprint.store.part_writing import SharedRequest
 from imprint.store.parts import PartsFolder, Share
 
 _LOADED = ("task", "data", "sources", "collate_fn", "checkpoints", "run")  # what a simulation loads
@@ -207,10 +205,8 @@ def simulate(
         raise ConfigurationError("no folder was given for the store: add --out runs/NAME.")
     if (Path(folder) / MANIFEST).is_file():
         errors.print(f"{escape_markup(folder)} is complete; only checking that it matches", soft_wrap=True)
-    if part is not None and experiment.plan.get("auto") and (shared := SharedRequest.find(PartsFolder(folder))):
-        experiment = replace(experiment, plan=shared.request.plan.to_json())  # as the first part has chosen it
     with redirect_prints():
-        objects = Objects(experiment)
+        objects = Objects(experiment, None if part is None else Share.parse(part))
         _ = objects.task  # which sets the number of threads
     if repeat is not None:
         _use_threads_of(repeat)
