@@ -472,14 +472,3 @@ def test_parts_that_describe_sources_otherwise_say_so(tmp_path: Path, caplog: py
     part(tmp_path / "store", "2/2", sources=new)
     assert "describes the sources otherwise than given here" in caplog.text
     assert merge(tmp_path / "store", progress=False).about == old.about
-
-
-def test_folders_that_describe_sources_otherwise_are_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    by_label = Sources.by_label([i % 6 for i in range(N)])
-    old, new = (by_label.describe({"3": About(owner=owner)}) for owner in ("The Times", "The Post"))
-    part(tmp_path / "one", "1/2", sources=by_label)
-    shutil.copytree(tmp_path / "one" / "parts" / "shared", tmp_path / "two" / "parts" / "shared")
-    part(tmp_path / "one", "1/2", sources=old)
-    part(tmp_path / "two", "2/2", sources=new)
-    store = merge([tmp_path / "one", tmp_path / "two"], tmp_path / "store", progress=False)
-    assert store.about == old.about and "two/parts describe the sources otherwise" in caplog.text
