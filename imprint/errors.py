@@ -48,6 +48,17 @@ class StoreError(ImprintError, RuntimeError):
     """A store cannot be written, or its contents cannot be trusted."""
 
 
+class PartsError(ImprintError, RuntimeError):
+    """Some parts of a simulation or of a ground truth could not be made.
+
+    tracebacks: where each of them went wrong, by part, such as "3/8".
+    """
+
+    def __init__(self, message: str, tracebacks: dict[str, str] | None = None) -> None:
+        super().__init__(message)
+        self.tracebacks = tracebacks or {}
+
+
 class ReadoutError(ImprintError, RuntimeError):
     """A readout cannot be computed as requested for this task and store."""
 

@@ -65,9 +65,7 @@ def simulate_part(
     share, folder = Share.parse(part), PartsFolder(out)
     if refused := {"validate", "record"} & options.keys():
         raise PlanError(f"a part has not all sources, so {min(refused)}= is for the merged store: imprint.validate.")
-    if plan == "auto" and (shared := SharedRequest.find(folder)) is not None:
-        plan, recorded = shared.request.plan, open_run(options.get("run"))
-        options["run"], options["checkpoints"] = settle_states(plan, recorded, options.get("checkpoints"), task)
+    plan = take_shared_plan(folder, plan, options, task)
 
     def open_part(request: Request, inputs: Inputs) -> PartWriter:
         if not share.of_chunks(len(sources)):
@@ -75,3 +73,15 @@ def simulate_part(
         return PartWriter(out, share, request, inputs.seen, check_choices, len(sources))
 
     return simulate_into(open_part, task, data, sources, plan, **options)[0]
+
+
+def take_shared_plan(
+    folder: PartsFolder, plan: Plan | Literal["auto"] | None, options: PartOptions, task: Task
+) -> Plan | Literal["auto"] | None:
+    """Return the plan that the first part has chosen, in place of "auto"; change run and checkpoints accordingly."""
+    shared = SharedRequest.find(folder) if plan == "auto" else None
+    if shared is None:
+        return plan
+    chosen, recorded = shared.request.plan, open_run(options.get("run"))
+    options["run"], options["checkpoints"] = settle_states(chosen, recorded, options.get("checkpoints"), task)
+    return chosen
