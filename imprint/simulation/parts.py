@@ -2,7 +2,8 @@
 
 import logging
 import os
-from typing import Any, Literal, TypedDict, Unpack
+from collections.abc import MutableMapping
+from typing import Any, Literal, TypedDict, Unpack, cast
 
 import torch
 
@@ -65,7 +66,7 @@ def simulate_part(
     share, folder = Share.parse(part), PartsFolder(out)
     if refused := {"validate", "record"} & options.keys():
         raise PlanError(f"a part has not all sources, so {min(refused)}= is for the merged store: imprint.validate.")
-    plan = take_shared_plan(folder, plan, options, task)
+    plan = take_shared_plan(folder, plan, cast(dict[str, Any], options), task)
 
     def open_part(request: Request, inputs: Inputs) -> PartWriter:
         if not share.of_chunks(len(sources)):
@@ -76,7 +77,7 @@ def simulate_part(
 
 
 def take_shared_plan(
-    folder: PartsFolder, plan: Plan | Literal["auto"] | None, options: PartOptions, task: Task
+    folder: PartsFolder, plan: Plan | Literal["auto"] | None, options: MutableMapping[str, Any], task: Task
 ) -> Plan | Literal["auto"] | None:
     """Return the plan that the first part has chosen, in place of "auto"; change run and checkpoints accordingly."""
     shared = SharedRequest.find(folder) if plan == "auto" else None

@@ -50,7 +50,7 @@ def simulate_on(
     settled = {"plan": inputs.plan, "run": inputs.run, "checkpoints": checkpoints, "note": note, "memory": memory}
     settled |= {"repeat": None if repeat is None else str(repeat.path.absolute()), "out": str(folder.out)}
     whole: dict[str, Any] = {**given, **settled, "task": task, "data": data, "sources": sources}
-    if (folder.out / MANIFEST).is_file():
+    if folder.holds(MANIFEST):
         simulate_part("1/1", **whole, progress=progress)  # which compares the store with what is asked for
     else:
         folder.refuse_other_use("the store", JOURNAL)

@@ -150,7 +150,8 @@ class _RayPool:
 
     def start(self, share: Share) -> None:
         at_once = max([1, *self._slots_by_node()])
-        where = _Where(self._marker, str(Path.cwd()), self._executor.cpus, self._executor.gpus > 0, at_once)
+        seen = (self._marker, _VISIBLE, str(Path.cwd()))
+        where = _Where(*seen, self._executor.cpus, self._executor.gpus > 0, at_once)
         self._running[self._make.remote(self._inputs, str(share), where, self._board)] = share
 
     def wait(self) -> list[Outcome]:
@@ -221,6 +222,7 @@ class _Where:
     """What a worker is told about where it makes its part."""
 
     marker: str
+    patience: float
     folder: str
     threads: int
     on_gpu: bool
@@ -243,7 +245,7 @@ def _attempt(packed: bytes, share: Share, where: _Where, board: Any, cloudpickle
     torch.set_num_threads(where.threads)
     if Path(where.folder).is_dir():
         os.chdir(where.folder)  # where relative paths of the user's code lead
-    if not _is_visible(Path(where.marker)):
+    if not _is_visible(Path(where.marker), where.patience):
         parts = Path(where.marker).parent
         message = f"node {socket.gethostname()} does not see {parts}: give a folder that all nodes of the cluster see"
         return Outcome(share, message, message, final=True)
@@ -260,9 +262,9 @@ def _attempt(packed: bytes, share: Share, where: _Where, board: Any, cloudpickle
     return Outcome(share)
 
 
-def _is_visible(marker: Path) -> bool:
+def _is_visible(marker: Path, patience: float) -> bool:
     """Tell whether the driver's mark can be seen here; network file systems may show it late."""
-    deadline = time.monotonic() + _VISIBLE
+    deadline = time.monotonic() + patience
     while True:
         with contextlib.suppress(OSError):
             if any(path.name == marker.name for path in marker.parent.iterdir()):  # listing brings a cache up to date
