@@ -162,9 +162,9 @@ def test_what_every_part_would_refuse_is_refused_at_once(tmp_path: Path) -> None
         ({"note": {1, 2}}, StoreError, "note must be made of JSON values"),
         ({"out": None}, PlanError, "give it as out="),
     ):
-        given = {"task": task(), "data": data(), "sources": groups(), "out": tmp_path / "store", **wrong}
+        given: dict[str, Any] = {"task": task(), "data": data(), "sources": groups(), "out": tmp_path / "store"}
         with pytest.raises(error, match=words):
-            simulate(**given, executor=executor)
+            simulate(**{**given, **wrong}, executor=executor)
     assert not executor.began and not (tmp_path / "store").exists()
 
 

@@ -29,6 +29,7 @@ from imprint.store.parts import Share
 logger = logging.getLogger(__name__)
 _POLL = 0.5  # seconds between two looks at what has ended, and between two reports of a worker
 _VISIBLE = 30.0  # seconds until a network file system shows a new folder elsewhere
+_ANSWER = 10.0  # seconds until a cluster answers
 _STOPPING = 10.0  # seconds that workers get to keep their state when they are stopped
 
 
@@ -90,8 +91,9 @@ def _connected(address: str) -> Iterator[Any]:
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
         options["include_dashboard"] = False
     try:
+        _reach(address)
         ray.init(address=address, **options)
-    except (ConnectionError, ValueError, RuntimeError) as error:
+    except (OSError, ValueError, RuntimeError) as error:
         raise ConfigurationError(
             f"no Ray cluster could be reached at {address!r} ({first_line(error)}): start one with `ray start --head`, "
             'give its address, or "local" for the processors of this machine.'
@@ -100,6 +102,13 @@ def _connected(address: str) -> Iterator[Any]:
         yield ray
     finally:
         ray.shutdown()
+
+
+def _reach(address: str) -> None:
+    """Refuse at once an address at which nobody answers, which Ray would try for minutes."""
+    host, colon, port = address.rpartition("://")[2].partition("/")[0].rpartition(":")
+    if colon and port.isdecimal():
+        socket.create_connection((host.strip("[]"), int(port)), timeout=_ANSWER).close()
 
 
 @contextlib.contextmanager
