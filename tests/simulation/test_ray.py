@@ -20,13 +20,12 @@ from imprint.errors import ReliabilityWarning
 from imprint.simulation.executors import InProcess, on_ray
 from tests.clusters import cluster  # noqa: F401  (a fixture)
 from tests.evaluation.truths import ask, train
-from tests.simulation.killing import PLANS, contents, run, task
+from tests.simulation.killing import PLANS, contents, dies_after, run, task
 
 pytestmark = [
     pytest.mark.system,
     pytest.mark.curvature,  # as in the workers
     pytest.mark.usefixtures("cluster"),
-    pytest.mark.xdist_group("ray"),
 ]
 ROOT = Path(__file__).parents[2]
 TANGENT = PLANS["tangent"]
@@ -109,6 +108,27 @@ def test_a_driver_that_is_killed_is_resumed(cluster: str, tmp_path: Path) -> Non
     store = run(out, TANGENT, task=Task(task().model, cross_entropy), executor=RayExecutor(retries=5))
     after = files_of(out)
     assert before and {name: after[name] for name in before} == before
+    whole = run(tmp_path / "whole", TANGENT, task=Task(task().model, cross_entropy))
+    assert contents(store.path) == contents(whole.path)
+
+
+def test_an_interrupted_call_stops_its_workers_and_is_resumed(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    out = tmp_path / "store"
+
+    def slow(model: nn.Module, batch: Any) -> Tensor:
+        time.sleep(0.003)
+        return cross_entropy(model, batch)
+
+    with pytest.raises(KeyboardInterrupt):
+        run(
+            out,
+            TANGENT,
+            task=Task(task().model, slow),
+            executor=RayExecutor(parts=2),
+            progress=dies_after(2, KeyboardInterrupt),
+        )
+    assert f"stopped: the same call again resumes the parts in {out}" in caplog.text
+    store = run(out, TANGENT, task=Task(task().model, cross_entropy), executor=RayExecutor(retries=0))
     whole = run(tmp_path / "whole", TANGENT, task=Task(task().model, cross_entropy))
     assert contents(store.path) == contents(whole.path)
 

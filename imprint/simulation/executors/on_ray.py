@@ -9,6 +9,7 @@ import contextlib
 import logging
 import os
 import socket
+import sys
 import time
 import traceback
 from collections.abc import Iterator
@@ -159,7 +160,7 @@ class _RayPool:
 
     def start(self, share: Share) -> None:
         at_once = max([1, *self._slots_by_node()])
-        seen = (self._marker, _VISIBLE, str(Path.cwd()))
+        seen = (self._marker, _VISIBLE, str(Path.cwd()), tuple(sys.path))
         where = _Where(*seen, self._executor.cpus, self._executor.gpus > 0, at_once)
         self._running[self._make.remote(self._inputs, str(share), where, self._board)] = share
 
@@ -175,6 +176,8 @@ class _RayPool:
         share = self._running.pop(reference)
         try:
             outcome: Outcome = self._ray.get(reference)
+        except self._ray.exceptions.RayTaskError as error:  # such as a node without this library
+            return Outcome(share, f"its worker could not begin ({first_line(error)})", str(error))
         except self._ray.exceptions.RayError as error:  # the worker died, or its whole node
             return Outcome(share, f"its worker died ({first_line(error)})", str(error))
         return outcome
@@ -233,6 +236,7 @@ class _Where:
     marker: str
     patience: float
     folder: str
+    paths: tuple[str, ...]
     threads: int
     on_gpu: bool
     at_once: int
@@ -252,6 +256,7 @@ def _make_on_worker(packed: bytes, text: str, where: _Where, board: Any) -> Outc
 
 def _attempt(packed: bytes, share: Share, where: _Where, board: Any, cloudpickle: Any) -> Outcome:
     torch.set_num_threads(where.threads)
+    sys.path += [path for path in where.paths if path not in sys.path]  # where the user's modules are
     if Path(where.folder).is_dir():
         os.chdir(where.folder)  # where relative paths of the user's code lead
     if not _is_visible(Path(where.marker), where.patience):

@@ -4,8 +4,8 @@ import builtins
 import logging
 import warnings
 from collections import Counter, deque
-from collections.abc import Iterable
-from contextlib import closing
+from collections.abc import Iterable, Iterator
+from contextlib import closing, contextmanager
 
 import imprint.errors
 from imprint.display import count_of, for_terminal, name_some
@@ -26,7 +26,7 @@ def run_parts(executor: Executor, recipe: Recipe, progress: bool | Advance, know
     it has; one that fails for good is reported, the others are made all the same, and an error follows in the end.
     """
     before = recipe.folder.division()
-    with closing(Heard(recipe, progress, known)) as heard, executor.open(recipe, heard) as pool:
+    with _resumable(recipe), closing(Heard(recipe, progress, known)) as heard, executor.open(recipe, heard) as pool:
         of = executor.parts or before or max(1, min(pool.slots(), recipe.count))
         shares = Share(1, of).others()
         recipe.folder.refuse_other_number(shares[0])
@@ -35,6 +35,18 @@ def run_parts(executor: Executor, recipe: Recipe, progress: bool | Advance, know
     if failures:
         raise _explain(failures, of, recipe)
     return of
+
+
+@contextmanager
+def _resumable(recipe: Recipe) -> Iterator[None]:
+    """Say that what was interrupted can be resumed."""
+    try:
+        yield
+    except Exception:
+        raise
+    except BaseException:  # such as Ctrl-C
+        logger.warning("stopped: the same call again resumes the parts in %s", recipe.folder.out)
+        raise
 
 
 class _Run:
