@@ -1,5 +1,7 @@
 """Defines the errors a caller may want to catch. Messages say what was given, what was expected and what to do."""
 
+from collections.abc import Mapping
+
 from imprint.display import for_terminal
 
 
@@ -54,9 +56,7 @@ class PartsError(ImprintError, RuntimeError):
     tracebacks: where each of them went wrong, by part, such as "3/8".
     """
 
-    def __init__(self, message: str, tracebacks: dict[str, str] | None = None) -> None:
-        super().__init__(message)
-        self.tracebacks = tracebacks or {}
+    tracebacks: Mapping[str, str] = {}
 
 
 class ReadoutError(ImprintError, RuntimeError):

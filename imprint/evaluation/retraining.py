@@ -101,11 +101,11 @@ def _retrain_on(
     return merge_truth(folder.out)
 
 
-def _make_part(part: str, place: Place, *, task: Task, **given: Any) -> Part:
+def _make_part(part: str, place: Place, *, train: Train | Together, task: Task, **given: Any) -> Part:
     """Train the models of a part wherever an executor runs it."""
-    if place.device is not None:
+    if place.device is not None and not isinstance(train, Together):  # which trains and measures where its data is
         task.model.to(place.device)
-    return retrain_part(part, task=task, **given)
+    return retrain_part(part, train, task, **given)
 
 
 def retrain_part(

@@ -270,7 +270,8 @@ def test_warnings_and_logs_are_forwarded_and_nothing_of_the_machinery() -> None:
     said: list[Forwarded] = []
     handlers = logging.getLogger().handlers
     with forward(said.append):
-        logging.getLogger("imprint.simulation").warning("falls back: %s", "no vmap")
+        for _ in range(3):
+            logging.getLogger("imprint.simulation").warning("falls back: %s", "no vmap")
         logging.getLogger("ray.worker").warning("of the machinery")
         logging.getLogger("mine").info("too quiet")
         warnings.warn("doubtful", ReliabilityWarning, stacklevel=1)

@@ -9,11 +9,28 @@ from typing import Any
 Forwarded = tuple[str, str, str] | tuple[str, int, str, str]
 """("warning", category, message), or ("log", level, logger, message)."""
 Tell = Callable[[Forwarded], Any]
+_MOST = 1000  # messages of one part
 
 
 @contextmanager
 def forward(tell: Tell) -> Iterator[None]:
-    """Tell of all warnings, and of what is logged as a warning or an error, instead of printing them."""
+    """Tell of all warnings, and of what is logged as a warning or an error, instead of printing them.
+
+    Each message is told once, and after a thousand of them no more.
+    """
+    said: set[Forwarded] = set()
+
+    def tell_once(message: Forwarded) -> None:
+        if message not in said and len(said) < _MOST:
+            said.add(message)
+            tell(message)
+
+    with _redirected(tell_once):
+        yield
+
+
+@contextmanager
+def _redirected(tell: Tell) -> Iterator[None]:
     root, handler = logging.getLogger(), _Teller(tell)
     others, root.handlers = root.handlers, [handler]
     try:

@@ -13,7 +13,7 @@ import sys
 import time
 import traceback
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -259,21 +259,38 @@ def _attempt(packed: bytes, share: Share, where: _Where, board: Any, cloudpickle
     sys.path += [path for path in where.paths if path not in sys.path]  # where the user's modules are
     if Path(where.folder).is_dir():
         os.chdir(where.folder)  # where relative paths of the user's code lead
-    if not _is_visible(Path(where.marker), where.patience):
-        parts = Path(where.marker).parent
-        message = f"node {socket.gethostname()} does not see {parts}: give a folder that all nodes of the cluster see"
-        return Outcome(share, message, message, final=True)
     try:
-        make, given = cloudpickle.loads(packed)
-    except Exception as error:
-        message = f"node {socket.gethostname()} cannot load the task and its data ({first_line(error)})"
-        return Outcome(share, message, traceback.format_exc(), final=True)
+        _require_visible(Path(where.marker), where.patience)
+        make, given = _load(packed, cloudpickle)
+    except StoreError as error:  # as it would be the next time
+        return replace(Outcome.of_error(share, error, traceback.format_exc()), final=True)
     try:
         place = Place("cuda" if where.on_gpu else None, where.at_once)
         make(str(share), place, progress=_report_to(board, str(share)), **given)
     except Exception as error:
         return Outcome.of_error(share, error, traceback.format_exc())
     return Outcome(share)
+
+
+def _load(packed: bytes, cloudpickle: Any) -> tuple[Any, dict[str, Any]]:
+    """Return the function that makes a part, and what it is given."""
+    try:
+        make, given = cloudpickle.loads(packed)
+    except Exception as error:  # such as a module of the user's that is not there
+        raise StoreError(
+            f"node {socket.gethostname()} cannot load the task and its data ({first_line(error)}): put what they "
+            "import there, too."
+        ) from error
+    return make, given
+
+
+def _require_visible(marker: Path, patience: float) -> None:
+    """Refuse a machine that does not see the folder of the parts, by a mark which the driver has put there."""
+    if not _is_visible(marker, patience):
+        raise StoreError(
+            f"node {socket.gethostname()} does not see {marker.parent}: give a folder that all nodes of the cluster "
+            "see."
+        )
 
 
 def _is_visible(marker: Path, patience: float) -> bool:

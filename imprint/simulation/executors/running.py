@@ -98,11 +98,12 @@ def _explain(failures: dict[Share, Outcome], of: int, recipe: Recipe) -> PartsEr
         reasons.setdefault(outcome.error or "", []).append(str(share))
     why = "; ".join(f"{name_some(shares, 6)}: {error.rstrip('.')}" for error, shares in reasons.items())
     others = "" if len(failures) == of else f" The other {of - len(failures)} are finished and stay."
-    return PartsError(
+    error = PartsError(
         f"{len(failures)} of {count_of(of, 'part')} could not be made ({why}).{others} Once the cause is removed, make "
-        f"the same call again: it resumes what is in {recipe.folder.out}.",
-        {str(share): outcome.traceback for share, outcome in failures.items()},
+        f"the same call again: it resumes what is in {recipe.folder.out}."
     )
+    error.tracebacks = {str(share): outcome.traceback for share, outcome in failures.items()}
+    return error
 
 
 class Heard:
