@@ -9,6 +9,7 @@ load on the machine changes little; the speed-up is of whole calls, and load on 
 """
 
 import argparse
+import logging
 import tempfile
 import time
 from collections.abc import Iterator
@@ -61,7 +62,7 @@ def measure(inputs: dict[str, Any], steps: int, executor: Executor | None) -> Ru
 @contextmanager
 def cluster(workers: int) -> Iterator[None]:
     """Start a cluster on this machine alone."""
-    ray.init(num_cpus=workers, include_dashboard=False, object_store_memory=200 << 20, logging_level="ERROR")
+    ray.init(num_cpus=workers, include_dashboard=False, object_store_memory=200 << 20, logging_level=logging.ERROR)
     try:
         yield
     finally:

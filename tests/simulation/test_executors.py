@@ -15,10 +15,12 @@ import torch
 
 from imprint import PartsError, Plan, PlanError, RayExecutor, Sources, StoreError, Task, simulate
 from imprint.errors import DataError, ReliabilityWarning
+from imprint.simulation import sharing
 from imprint.simulation.executors import Executor, InProcess, Outcome, Place, Recipe, Reports
 from imprint.simulation.executors.forwarding import Forwarded, forward
 from imprint.simulation.executors.pickling import to_bytes
 from imprint.simulation.executors.running import Heard
+from imprint.simulation.sharing import make_part
 from imprint.store.parts import PartsFolder, Share
 from tests.simulation.killing import PLANS, Killed, Made, contents, data, dies_after, run, run_part, task
 
@@ -313,3 +315,15 @@ def test_settings_of_ray_are_checked() -> None:
     with pytest.raises(PlanError, match="the parts are given none: give gpus=1"), RayExecutor().open(recipe, heard([])):
         pass
     assert executor.parts == 8
+
+
+def test_parts_on_one_machine_share_its_memory_and_go_where_their_gpus_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[dict[str, Any]] = []
+    monkeypatch.setattr(sharing, "simulate_part", lambda part, task, **given: calls.append({"part": part, **given}))
+    monkeypatch.setattr(sharing, "budget", lambda memory, device: 4 << 30)
+    moved = task()
+    monkeypatch.setattr(moved.model, "to", lambda device: calls.append({"to": device}))
+    make_part("1/2", Place("cuda", at_once=4), task=moved, memory=None, device="cpu")
+    assert calls == [{"to": "cuda"}, {"part": "1/2", "memory": 1 << 30, "device": None}]
+    make_part("1/2", Place(), task=moved, memory="2GiB", device="cpu")
+    assert calls[2:] == [{"part": "1/2", "memory": "2GiB", "device": "cpu"}]
