@@ -14,6 +14,7 @@ from imprint.errors import (
     DataError,
     ImprintError,
     MissingExtra,
+    PartsError,
     PlanError,
     ReadoutError,
     SimulationError,
@@ -28,6 +29,7 @@ from imprint.recorder import Recorder
 from imprint.recording.reading import Recording
 from imprint.recording.writing import RunRecorder
 from imprint.simulation import auto as _auto  # noqa: F401  (makes Plan.auto work)
+from imprint.simulation.executors import RayExecutor
 from imprint.simulation.merging import merge
 from imprint.simulation.parts import simulate_part
 from imprint.simulation.runner import simulate
@@ -53,8 +55,10 @@ __all__ = [
     "Inside",
     "MissingExtra",
     "Part",
+    "PartsError",
     "Plan",
     "PlanError",
+    "RayExecutor",
     "Reader",
     "ReadoutError",
     "Recorder",

@@ -1,5 +1,7 @@
 """Defines the errors a caller may want to catch. Messages say what was given, what was expected and what to do."""
 
+from collections.abc import Mapping
+
 from imprint.display import for_terminal
 
 
@@ -46,6 +48,15 @@ class DivergenceError(SimulationError):
 
 class StoreError(ImprintError, RuntimeError):
     """A store cannot be written, or its contents cannot be trusted."""
+
+
+class PartsError(ImprintError, RuntimeError):
+    """Some parts of a simulation or of a ground truth could not be made.
+
+    tracebacks: where each of them went wrong, by part, such as "3/8".
+    """
+
+    tracebacks: Mapping[str, str] = {}
 
 
 class ReadoutError(ImprintError, RuntimeError):

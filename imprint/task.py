@@ -104,6 +104,14 @@ class Task:
         self._turn: object = None
         self.derivatives: dict[Any, tuple[str, ...]] = {}  # warnings about those of each measurement
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Leave out what only serves computations of this process, so that a task can be copied and sent."""
+        return {**vars(self), "_replica": None, "_host": None, "_turn": None, "_evaluates": False}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        self._replica = Replica(self.model)
+
     @classmethod
     def classifier(cls, model: nn.Module, **options: Any) -> "Task":
         """Build a task for a classifier on (x, y) batches, trained with cross-entropy on `model(x)`."""

@@ -22,7 +22,7 @@ PAGES = [
     "imprint/credit/statement.html.j2",
 ]
 COMMANDS = ("demo", "check", "simulate", "attribute", "inspect", "verify", "export", "retrain", "evaluate", "bench")
-EXTRAS = {"report", "language", "bench", "serve", "all"}
+EXTRAS = {"report", "language", "bench", "serve", "cluster", "all"}
 MODEL = """
 import torch, imprint
 torch.manual_seed(0)

@@ -1,5 +1,7 @@
 """A task: its measurements, the parameters it selects, and the swapping of them."""
 
+import copy
+import pickle
 from typing import Any
 
 import pytest
@@ -242,3 +244,24 @@ def test_evaluating_leaves_each_module_in_its_own_mode() -> None:
         assert [module.training for module in model.modules()] == before
         assert not any(module.training for module in task.replica.modules())
     assert [module.training for module in model.modules()] == before
+
+
+def _squared(model: nn.Module, batch: Batch) -> Tensor:
+    outputs: Tensor = model(batch)
+    return outputs.square().sum(1)
+
+
+def test_a_task_that_is_in_use_can_be_copied_and_pickled() -> None:
+    """Without what serves computations of this process, such as the lock that is held meanwhile."""
+    task, batch = Task(nn.Linear(3, 2), _squared), torch.randn(4, 3)
+
+    def losses(task: Task) -> Tensor:
+        functional, parameters = task.at(task.state())
+        return functional.losses(parameters, batch, 4)
+
+    with task.evaluating():
+        expected = losses(task)
+        for again in (pickle.loads(pickle.dumps(task)), copy.deepcopy(task)):
+            assert again.names == task.names and again.model is not task.model
+            with again.evaluating():
+                assert torch.equal(losses(again), expected)

@@ -33,7 +33,7 @@ from imprint.simulation.recorded import open_run, settle_states
 from imprint.sources import Sources
 from imprint.store.parts import PartsFolder, Share
 from imprint.store.request import DTYPES
-from imprint.store.shared_plan import agree_on_plan
+from imprint.store.shared_plan import agree_on_plan, find_plan
 from imprint.task import Task
 
 _SOURCES_WANTED = "the sources (or per-example)"
@@ -179,10 +179,12 @@ class Objects:
 
     def _agree(self, choose: Callable[[], Plan]) -> Plan:
         """Choose a plan, or take over the one that another part has chosen."""
-        share, out = self._share, self.experiment.out
-        if share is None or out is None:
+        folder = None if self.experiment.out is None else PartsFolder(self.experiment.out)
+        if folder is None or (self._share is None and not folder.path.is_dir()):
             return choose()
-        return agree_on_plan(PartsFolder(out), share, self.task, self.sources, choose)
+        if self._share is None:  # parts that are made elsewhere
+            return find_plan(folder, self.task, self.sources) or choose()
+        return agree_on_plan(folder, self._share, self.task, self.sources, choose)
 
     @property
     def training(self) -> dict[str, Any]:

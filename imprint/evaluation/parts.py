@@ -14,6 +14,7 @@ from typing import Any
 
 from torch import Tensor
 
+from imprint.display import count_of, name_some
 from imprint.errors import StoreError
 from imprint.evaluation.models import Models, group_models
 from imprint.evaluation.truth import SUBSETS, TRUTH, Truth, TruthFolder, describe_circumstances
@@ -168,6 +169,18 @@ def read_shared(folder: PartsFolder) -> tuple[int, dict[str, Any]] | None:
         return None
     of = read_division(read_json(place / _DIVISION).unsealed().record("of")["of"])
     return of, TruthFolder(place).read_request()
+
+
+def name_models(folder: PartsFolder, total: int, share: Share) -> str:
+    """Name the models of a part, by their numbers."""
+    found = read_shared(folder)
+    if found is None:
+        return f"of {count_of(total, 'model')}"
+    about = found[1]
+    groups = group_models(about["kind"], range(total), about["subsets"], about["at_once"])
+    chunks = share.of_chunks(len(groups))
+    models = [str(model) for group in groups[chunks.start : chunks.stop] for model in group]
+    return f"{'model' if len(models) == 1 else 'models'} {name_some(models, 6)}" if models else "no models"
 
 
 def merge_truth(

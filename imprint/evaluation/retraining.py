@@ -4,6 +4,7 @@ import contextlib
 import inspect
 import logging
 import os
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,14 +14,16 @@ from torch import Tensor, nn
 from imprint.data import Collate, Data, query_batches
 from imprint.errors import DataError
 from imprint.evaluation.models import Models, group_models
-from imprint.evaluation.parts import TruthPart
+from imprint.evaluation.parts import TruthPart, merge_truth, name_models
 from imprint.evaluation.requests import describe_request
 from imprint.evaluation.subsets import Subsets, require_whole
 from imprint.evaluation.together import Together, Train
-from imprint.evaluation.truth import Truth, TruthFolder, describe_circumstances
+from imprint.evaluation.truth import TRUTH, Truth, TruthFolder, describe_circumstances
 from imprint.runtime.progress import Advance, Progress
+from imprint.simulation.executors import Executor, Place, Recipe, run_parts
+from imprint.simulation.sharing import open_folder
 from imprint.store.fingerprint import of_data, recognise_data, without_adapter
-from imprint.store.parts import Part, Share
+from imprint.store.parts import Part, PartsFolder, Share
 from imprint.task import Task, require_task
 
 logger = logging.getLogger(__name__)
@@ -39,6 +42,7 @@ def retrain(
     batch_size: int = 512,
     collate_fn: Collate | None = None,
     progress: bool | Advance = True,
+    executor: Executor | None = None,
 ) -> Truth:
     """Train a model on every subset, `runs` times, and measure F of the queries under each.
 
@@ -48,9 +52,17 @@ def retrain(
     out: the folder for the values. An interrupted call resumes when it is made again, and more runs add to the folder.
         One finished model is trained again first, to check that `train` is still the same.
     data: the training data, if scores of other data should be refused later.
+    executor: where the models are trained in parts, such as `imprint.RayExecutor()` for a Ray cluster; by default they
+        are trained here. Needs `out`, a folder that all workers see. `train` says on which device it trains.
     """
     request, work = _prepare(train, task, queries, subsets, runs, seed, data, batch_size, collate_fn)
     runs, seeds = request["runs"], work.seeds
+    if executor is not None:
+        given = {"train": train, "task": task, "queries": queries, "subsets": subsets, "runs": runs, "seed": seed}
+        given |= {"data": data, "batch_size": batch_size, "collate_fn": collate_fn}
+        if not (parts := open_folder(out)).holds(TRUTH):
+            return _retrain_on(executor, parts, given, work, progress)
+        TruthPart(work, request, Share(1, 1), parts.out).make(progress)  # refuses what was begun without parts
     folder = None if out is None else TruthFolder(Path(out))
     bar = Progress("retraining", len(seeds) * work.units, work.unit, progress)
     with folder.opened(request, subsets) if folder else contextlib.nullcontext() as found, contextlib.closing(bar):
@@ -75,6 +87,25 @@ def retrain(
                 folder.write_values(models, values, about)
     values = torch.stack([rows[model] for model in range(len(seeds))]).reshape(runs, len(subsets), work.count)
     return Truth(subsets, values, work.task.measure_name, {**about, "runs": runs})
+
+
+def _retrain_on(
+    executor: Executor, folder: PartsFolder, given: dict[str, Any], work: Models, progress: bool | Advance
+) -> Truth:
+    """Train in parts on an executor, and merge them."""
+    folder.refuse_other_use("the ground truth")
+    count = len(work.seeds)
+    how = ("retraining", work.unit, work.task.device.type, partial(name_models, folder, count))
+    recipe = Recipe(_make_part, {**given, "out": str(folder.out)}, folder, count, *how)
+    run_parts(executor, recipe, progress)
+    return merge_truth(folder.out)
+
+
+def _make_part(part: str, place: Place, *, train: Train | Together, task: Task, **given: Any) -> Part:
+    """Train the models of a part wherever an executor runs it."""
+    if place.device is not None and not isinstance(train, Together):  # which trains and measures where its data is
+        task.model.to(place.device)
+    return retrain_part(part, train, task, **given)
 
 
 def retrain_part(

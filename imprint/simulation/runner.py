@@ -20,6 +20,7 @@ from imprint.runtime.memory import Peak
 from imprint.runtime.progress import Advance, Progress
 from imprint.runtime.turns import settle_child
 from imprint.simulation import engines
+from imprint.simulation.executors import Executor
 from imprint.simulation.guards import check_weights
 from imprint.simulation.inputs import Inputs
 from imprint.simulation.recorded import Recorded, open_run, settle_states
@@ -38,6 +39,9 @@ from imprint.store.values import parsed
 from imprint.store.workspace import Workspace
 from imprint.store.writing import Writer
 from imprint.task import Task
+
+Agree = Callable[[Callable[[], Plan]], Plan]
+"""Returns the automatic plan that several processes agree on, given a function that chooses one."""
 
 logger = logging.getLogger(__name__)
 Made = TypeVar("Made")
@@ -64,6 +68,7 @@ def simulate(
     validate: Any = None,
     record: Any = None,
     progress: bool | Advance = True,
+    executor: Executor | None = None,
 ) -> Store:
     """Simulate the imprint of every source and keep them in a store.
 
@@ -94,16 +99,24 @@ def simulate(
     note: anything worth keeping with the store, as JSON values: it goes into the manifest.
     validate: queries on which the store is validated once it is made: see `imprint.validate`, which takes `record`.
     progress: True for a line on standard error, False for none, or a function of (done, total).
+    executor: where the simulation runs in parts, such as `imprint.RayExecutor()` for a Ray cluster; by default it runs
+        here, in one piece. Needs `out`, a folder that all workers see.
     """
     if validate is None and record is not None:
         raise PlanError("record is for a validation: give the queries to validate on as validate=.")
     given: dict[str, Any] = {"checkpoints": checkpoints, "run": run, "device": device, "dtype": dtype, "repeat": repeat}
     given |= {"batch_size": batch_size, "collate_fn": collate_fn, "hash_data": hash_data, "memory": memory}
+    given |= {"note": note, "progress": progress}
 
     def open_store(request: Request, inputs: Inputs) -> Writer:
         return Writer(out, request, inputs.seen, check_choices)
 
-    store, inputs = simulate_into(open_store, task, data, sources, plan, note=note, progress=progress, **given)
+    if executor is None:
+        store, inputs = simulate_into(open_store, task, data, sources, plan, **given)
+    else:
+        from imprint.simulation.sharing import simulate_on  # which makes parts, through this module
+
+        store, inputs = simulate_on(executor, task, data, sources, plan, out=out, **given)
     describe_new(store, sources.about)
     store.origin = {"task": task, "data": data, "sources": sources, "run": inputs.run, "collate_fn": collate_fn}
     if validate is not None:
@@ -129,28 +142,20 @@ def simulate_into(
     hash_data: HashData = "all",
     note: Any = None,
     progress: bool | Advance = True,
-    agree: Callable[[Callable[[], Plan]], Plan] = lambda choose: choose(),
+    agree: Agree = lambda choose: choose(),
 ) -> tuple[Made, Inputs]:
     """Simulate what belongs to a folder, a store or a part of one; return what it then is, and what it was made from.
 
     open_workspace: opens the folder for a request.
-    agree: returns the automatic plan that several processes agree on, given a function that chooses one.
     """
     settle_child()
-    recorded = open_run(run)
-    if repeat is not None:
-        repeat = Store.of(repeat)
-        plan = repeat.manifest.plan if plan is None else plan
-        batch_size = repeat.manifest.execution.batch_size if batch_size is None else batch_size
-    options: dict[str, Any] = {"batch_size": batch_size, "collate_fn": collate_fn, "hash_data": hash_data}
-    if plan == "auto":
-        chosen = partial(Plan.auto, task, data, sources, checkpoints, run=recorded, progress=progress, **options)
-        plan = agree(chosen)
-        recorded, checkpoints = settle_states(plan, recorded, checkpoints, task)
-    inputs = Inputs.checked(task, data, sources, plan, checkpoints, device=device, dtype=dtype, run=recorded, **options)
-    _refuse_note(note)
+    given: dict[str, Any] = {"batch_size": batch_size, "collate_fn": collate_fn, "hash_data": hash_data, "run": run}
+    given |= {"checkpoints": checkpoints, "device": device, "dtype": dtype, "progress": progress}
+    repeat = None if repeat is None else Store.of(repeat)
+    inputs = settle_inputs(task, data, sources, plan, repeat=repeat, agree=agree, **given)[0]
+    refuse_note(note)
     with task.evaluating():
-        if batch_size is None:
+        if batch_size is None and repeat is None:
             fit_batches(inputs, memory, engines.get(inputs.plan).rows_per_source(inputs.plan))
         request = inputs.request()
         workspace = open_workspace(request, inputs)
@@ -159,6 +164,36 @@ def simulate_into(
         with _resumable(workspace):
             manifest = _fill(inputs, workspace, request, repeat, memory, note, progress)
             return workspace.finish(manifest), inputs
+
+
+def settle_inputs(
+    task: Task,
+    data: Any,
+    sources: Sources,
+    plan: Plan | Literal["auto"] | None,
+    *,
+    checkpoints: Checkpoints | None,
+    run: Recorded | None,
+    batch_size: int | None,
+    collate_fn: Collate | None,
+    hash_data: HashData,
+    device: torch.device | str | None,
+    dtype: torch.dtype | None,
+    repeat: Store | None,
+    progress: bool | Advance,
+    agree: Agree = lambda choose: choose(),
+) -> tuple[Inputs, Checkpoints | None]:
+    """Check what a simulation is made from, and choose what the caller left open; return also its checkpoints."""
+    recorded = open_run(run)
+    if repeat is not None:
+        plan = repeat.manifest.plan if plan is None else plan
+        batch_size = repeat.manifest.execution.batch_size if batch_size is None else batch_size
+    options: dict[str, Any] = {"batch_size": batch_size, "collate_fn": collate_fn, "hash_data": hash_data}
+    if plan == "auto":
+        plan = agree(partial(Plan.auto, task, data, sources, checkpoints, run=recorded, progress=progress, **options))
+        recorded, checkpoints = settle_states(plan, recorded, checkpoints, task)
+    inputs = Inputs.checked(task, data, sources, plan, checkpoints, device=device, dtype=dtype, run=recorded, **options)
+    return inputs, checkpoints
 
 
 _validators: list[Callable[..., object]] = []
@@ -228,7 +263,7 @@ def _count_work(inputs: Inputs, workspace: Workspace[Any], progress: bool | Adva
     return Progress("simulating", sum(units), engine.unit, progress)
 
 
-def _refuse_note(note: Any) -> None:
+def refuse_note(note: Any) -> None:
     """Refuse a note that cannot be written: before the work, not after it."""
     try:
         text = json.dumps(note, allow_nan=False)

@@ -168,6 +168,15 @@ class PartsFolder:
         if names and PARTS not in names:
             raise StoreError(f"{self.out} holds something else: give a new folder for {content}.")
 
+    def holds(self, record: str) -> bool:
+        """Tell whether the folder holds what parts are merged into."""
+        return (self.out / record).is_file()
+
+    def division(self) -> int | None:
+        """Return into how many parts the work was divided; None where no part was begun."""
+        names = (_FOLDER.fullmatch(path.name) for path in self.path.iterdir()) if self.path.is_dir() else ()
+        return next((int(name[2]) for name in names if name), None)
+
     def refuse_other_number(self, share: Share) -> None:
         """Refuse a part of another division than that of the parts in the folder."""
         for path in self.path.iterdir() if self.path.is_dir() else ():

@@ -41,20 +41,26 @@ def agree_on_plan(folder: PartsFolder, share: Share, task: Task, sources: Source
 
     choose: chooses a plan, which may take long: another part may have shared its own by then.
     """
-    if (folder.out / MANIFEST).is_file():
-        return Store(folder.out).manifest.plan
-    of = _identify(task, sources)
-    if (found := _find(folder, of)) is not None:
-        return found
-    if (shared := SharedRequest.find(folder)) is not None:  # by a part whose plan was given
-        return shared.request.plan
+    if (known := find_plan(folder, task, sources)) is not None:
+        return known
     folder.refuse_other_use("the store", JOURNAL)
     folder.refuse_other_number(share)
+    of = _identify(task, sources)
     values = {"schema": SCHEMA, "of": of, "plan": choose().to_json()}
     folder.publish(PLAN, lambda place: write_sealed(place / _FILE, values))
     found = _find(folder, of)
     assert found is not None
     return found
+
+
+def find_plan(folder: PartsFolder, task: Task, sources: Sources) -> Plan | None:
+    """Return the plan of the store that is in the folder, or of its parts; None where there is none yet."""
+    if (folder.out / MANIFEST).is_file():
+        return Store(folder.out).manifest.plan
+    if (found := _find(folder, _identify(task, sources))) is not None:
+        return found
+    shared = SharedRequest.find(folder)  # by a part whose plan was given
+    return None if shared is None else shared.request.plan
 
 
 def _find(folder: PartsFolder, of: str) -> Plan | None:

@@ -6,9 +6,11 @@ import pytest
 
 from imprint import Plan, Store
 from imprint.evaluation import Truth
+from imprint.simulation.executors import InProcess
 from tests.cli.commands import MODEL, Command, Finished, imprints
 from tests.cli.test_evaluation import INTERRUPTED
 from tests.cli.test_evaluation import MODEL as TRAINED
+from tests.clusters import cluster  # noqa: F401  (a fixture)
 
 
 def test_parts_are_made_one_by_one_and_merged(command: Command, here: Path, tmp_path: Path) -> None:
@@ -100,3 +102,94 @@ def test_an_interrupted_part_of_a_ground_truth_tells_of_its_own_models(command: 
     late = make("2/2", 3)
     assert "stopped: finished models are in truth/parts/2-of-2, the same command will resume from there" in late.err
     assert "1 model of part 2/2 is finished\n" in make("2/2", 0).err
+
+
+def test_options_of_clusters_go_together(command: Command, here: Path, tmp_path: Path) -> None:
+    simulating = ("simulate", "model.py:task", "--out", tmp_path / "store")
+    for given, words in (
+        (("--ray", "auto", "--part", "1/2"), "--part makes one part here, --ray makes all of them on a cluster"),
+        (("--parts", "2"), "--parts is about parts on a cluster: add --ray auto, or an address"),
+        (("--gpus", "0.5"), "--gpus is about parts on a cluster"),
+        (("--cpus", "2"), "--cpus is about parts on a cluster"),
+    ):
+        refused = command(*simulating, *given)
+        assert refused.code == 1 and words in refused.err
+    replays = command("retrain", "digits", "--out", tmp_path / "truth", "--replay", "--ray", "auto")
+    assert replays.code == 1 and "--ray divides models that are trained anew" in replays.err
+
+
+def test_all_parts_run_on_an_executor(
+    command: Command, here: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What `--ray` gives the library; here the parts are made one after another."""
+    given: list[tuple[object, ...]] = []
+
+    def choose(*options: object) -> InProcess:
+        given.append(options)
+        return InProcess(parts=2)
+
+    monkeypatch.setattr("imprint.cli.commands.options.RayExecutor", choose)
+    out = tmp_path / "store"
+    made = command("simulate", "model.py:task", "--out", out, "--ray", "local", "--parts", "2", "--gpus", "0.5")
+    assert made.code == 0, made.err
+    assert given == [("local", 2, 1, 0.5)] and f"Store {out}" in made.out
+    assert imprints(out) == imprints(command_store(command, tmp_path / "whole", repeat=out))
+
+
+def command_store(command: Command, out: Path, repeat: Path) -> Path:
+    made = command("simulate", "model.py:task", "--repeat", repeat, "--out", out)
+    assert made.code == 0, made.err
+    return out
+
+
+OWN = """
+import torch
+from torch import nn
+import imprint
+import beside
+
+torch.manual_seed(0)
+data = (torch.randn(12, 3), torch.randint(0, 3, (12,)))
+sources = imprint.Sources.by_label(["times", "post", "blog"] * 4)
+queries = (torch.randn(2, 3), torch.tensor([0, 1]))
+plan = imprint.Plan(steps=3, lr=0.1)
+
+class Mine(nn.Linear):
+    pass
+
+def loss(model, batch):
+    return beside.cross_entropy(model, batch)
+
+task = imprint.Task(Mine(3, 3), loss, measure=lambda model, batch: loss(model, batch))
+"""
+BESIDE = """
+from torch.nn import functional as F
+
+def cross_entropy(model, batch):
+    return F.cross_entropy(model(batch[0]), batch[1], reduction="none")
+"""
+
+
+@pytest.mark.system
+@pytest.mark.usefixtures("cluster")
+@pytest.mark.curvature  # as in the workers
+def test_a_file_of_the_users_own_runs_on_a_cluster(command: Command, empty: Path) -> None:
+    """Code in the file and beside it, none of which the workers could import by its name."""
+    (empty / "model.py").write_text(OWN)
+    (empty / "beside.py").write_text(BESIDE)
+    made = command("simulate", "model.py:task", "--out", "store", "--ray", "auto", "--parts", "2", "--json")
+    assert made.values["sources"] == 3
+    assert imprints("store") == imprints(command_store(command, Path("whole"), repeat=Path("store")))
+    again = command("simulate", "model.py:task", "--out", "store", "--ray", "auto")
+    assert again.code == 0 and "store is complete; only checking that it matches" in again.err
+
+
+@pytest.mark.system
+@pytest.mark.usefixtures("cluster")
+def test_ground_truth_is_made_on_a_cluster(command: Command, empty: Path) -> None:
+    (empty / "model.py").write_text(TRAINED)
+    given = ("retrain", "model.py:train", "--kind", "sources")
+    made = command(*given, "--out", "truth", "--ray", "auto", "--parts", "2")
+    assert made.code == 0, made.err
+    assert command(*given, "--out", "whole").code == 0
+    assert Truth.load("truth").values.equal(Truth.load("whole").values)

@@ -7,11 +7,13 @@ from typing import Any
 import pytest
 import torch
 
-from imprint import Part, PlanError, StoreError
+from imprint import Part, PartsError, PlanError, StoreError
 from imprint.evaluation import Truth, merge_truth
 from imprint.evaluation.together import Together, Train
+from imprint.simulation.executors import InProcess
 from imprint.store.parts import PartsFolder
 from tests.evaluation.truths import (
+    HALVES,
     RUNS,
     Killed,
     ask,
@@ -167,3 +169,30 @@ def test_a_failed_part_leaves_nothing(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="as a training may"):
         part(tmp_path / "truth", "1/2", fails)
     assert not (tmp_path / "truth").exists()
+
+
+@pytest.mark.parametrize("how", [together(), train], ids=["together", "one by one"])
+def test_an_executor_makes_the_values_of_one_retraining(
+    how: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    given: dict[str, Any] = {"out": tmp_path / "truth", "how": how, "executor": InProcess(parts=3)}
+    truth = ask(**given)
+    assert torch.equal(truth.values, ask(how=how).values)
+    assert torch.equal(ask(**given).values, truth.values)  # which are there
+    with pytest.raises(PlanError, match="give it as out="):
+        ask(**{**given, "out": None})
+    with pytest.raises(StoreError, match="is made without parts"):
+        ask(**given, runs=RUNS + 1)
+
+
+def test_models_that_fail_are_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    seeds = HALVES.seeds(1, 0)
+
+    def fails(subset: torch.Tensor, seed: int) -> Any:
+        if seed == seeds[-1]:
+            raise OSError("no such machine")
+        return train(subset, seed)
+
+    with pytest.raises(PartsError, match=r"1 of 2 parts could not be made \(2/2: OSError: no such machine\)"):
+        ask(tmp_path / "truth", fails, executor=InProcess(parts=2))
+    assert "part 2/2 (models 5, 6, 7, 8, 9) failed, after 1 attempt: OSError" in caplog.text

@@ -6,6 +6,8 @@ from typing import Annotated
 import typer
 
 from imprint.benchmarking.settings.catalogue import SETTINGS
+from imprint.errors import ConfigurationError
+from imprint.simulation.executors import RayExecutor
 
 TaskString = Annotated[
     str | None,
@@ -98,6 +100,33 @@ PartText = Annotated[
         "for the other parts, on as many machines as you like, and then `imprint merge`.",
     ),
 ]
+RayAddress = Annotated[
+    str | None,
+    typer.Option(
+        "--ray",
+        metavar="auto|local|ADDRESS",
+        help="Run in parts on a Ray cluster, and merge them: `auto` for the cluster of this machine, an address, or "
+        "`local` to start one on this machine alone. `--out` must be a folder that all of its nodes see.",
+    ),
+]
+PartCount = Annotated[
+    int | None,
+    typer.Option(
+        "--parts",
+        min=1,
+        help="With `--ray`: how many parts. Default: as many as are there already, or as the cluster can run at once.",
+        show_default=False,
+    ),
+]
+PartCpus = Annotated[
+    int, typer.Option("--cpus", min=1, help="With `--ray`: the CPUs of a part, which is also its number of threads.")
+]
+PartGpus = Annotated[
+    float,
+    typer.Option(
+        "--gpus", min=0, help="With `--ray`: the GPUs of a part, to which its model is moved; 0.5 for two on one GPU."
+    ),
+]
 DeviceName = Annotated[
     str | None, typer.Option("--device", help="The device to use, such as `cuda`. Default: the model's device.")
 ]
@@ -155,3 +184,19 @@ AboutFiles = Annotated[
     ),
 ]
 StorePath = Annotated[Path, typer.Argument(help="The store's folder.")]
+
+
+def choose_executor(
+    address: str | None, part: str | None, parts: int | None, cpus: int, gpus: float
+) -> RayExecutor | None:
+    """Return what runs the parts, if a cluster does; refuse options that do not go together."""
+    if address is not None:
+        if part is not None:
+            raise ConfigurationError(
+                "--part makes one part here, --ray makes all of them on a cluster: use one of them."
+            )
+        return RayExecutor(address, parts, cpus, gpus)
+    given = {"--parts": parts is not None, "--cpus": cpus != 1, "--gpus": gpus != 0}
+    if alone := [name for name, is_given in given.items() if is_given]:
+        raise ConfigurationError(f"{alone[0]} is about parts on a cluster: add --ray auto, or an address.")
+    return None

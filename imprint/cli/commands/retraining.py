@@ -13,7 +13,19 @@ import typer
 import imprint
 from imprint.benchmarking.settings.catalogue import SETTINGS
 from imprint.cli.commands.merging import show_part
-from imprint.cli.commands.options import AsJson, CollateString, DataString, PartText, QueriesString, SourcesString
+from imprint.cli.commands.options import (
+    AsJson,
+    CollateString,
+    DataString,
+    PartCount,
+    PartCpus,
+    PartGpus,
+    PartText,
+    QueriesString,
+    RayAddress,
+    SourcesString,
+    choose_executor,
+)
 from imprint.cli.effects import render_effects
 from imprint.cli.experiment import Experiment
 from imprint.cli.ground_truth import render_truth
@@ -30,6 +42,7 @@ from imprint.evaluation.subsets import Subsets
 from imprint.evaluation.together import Together
 from imprint.evaluation.truth import Truth, TruthFolder
 from imprint.runtime.progress import Advance
+from imprint.simulation.executors import Executor
 from imprint.store.parts import PartsFolder, Share
 
 Removal = Literal["halves", "sources", "examples", "unions"]
@@ -105,6 +118,10 @@ def retrain(
         ),
     ] = None,
     part: PartText = None,
+    ray: RayAddress = None,
+    parts: PartCount = None,
+    cpus: PartCpus = 1,
+    gpus: PartGpus = 0,
     json: AsJson = False,
 ) -> None:
     """Retrain on subsets of the data and measure every query: the ground truth that `imprint evaluate` compares with.
@@ -133,9 +150,11 @@ def retrain(
       models
     """
     how: How = "run" if run is not None else "replays" if replay else "retrain"
-    if part is not None and how != "retrain":
+    executor = choose_executor(ray, part, parts, cpus, gpus)
+    if (part is not None or executor is not None) and how != "retrain":
+        flag = "--part" if part is not None else "--ray"
         raise ConfigurationError(
-            "--part divides models that are trained anew; replays are divided by `imprint simulate --run --part`, "
+            f"{flag} divides models that are trained anew; replays are divided by `imprint simulate --run {flag}`, "
             "which repeats a run without each source."
         )
     kind = _choose_kind(how, kind, count, share, runs, both=replay and run is not None)
@@ -148,6 +167,7 @@ def retrain(
         if done:
             errors.print(_describe_resuming(done, models, how, part), soft_wrap=True)
         options: dict[str, Any] = {"runs": runs, "seed": seed, "out": out, "part": part, "progress": advance}
+        options["executor"] = executor
         truth = _make_truth(objects, run or function, how, subsets, **options)
     if isinstance(truth, imprint.Part):
         show_part(truth, out, json=json)
@@ -193,6 +213,7 @@ def _make_truth(
     seed: int,
     out: Path,
     part: str | None,
+    executor: Executor | None,
     progress: bool | Advance,
 ) -> Truth | imprint.Part:
     """Retrain or replay; `train` is the function that trains or records, or the folder of a recorded run."""
@@ -201,7 +222,9 @@ def _make_truth(
         options: dict[str, Any] = {"runs": runs, "seed": seed, "out": out, "progress": progress}
         options["data"] = objects.examples if objects.has("data") and not isinstance(train, Together) else None
         options["collate_fn"] = objects.query_collate_fn
-        return retrain_subsets(*given, **options) if part is None else retrain_part(part, *given, **options)
+        if part is not None:
+            return retrain_part(part, *given, **options)
+        return retrain_subsets(*given, **options, executor=executor)
     known = (objects.task, objects.data, objects.queries, subsets)
     collate = objects.examples_collate_fn
     if how == "run":

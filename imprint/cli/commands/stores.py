@@ -26,9 +26,13 @@ from imprint.cli.commands.options import (
     DtypeName,
     HashDataName,
     MemoryText,
+    PartCount,
+    PartCpus,
+    PartGpus,
     PartText,
     PlanPairs,
     QueriesString,
+    RayAddress,
     RunString,
     SignedBy,
     SourcesString,
@@ -36,6 +40,7 @@ from imprint.cli.commands.options import (
     TaskString,
     TrainingBatch,
     TrainingSteps,
+    choose_executor,
 )
 from imprint.cli.commands.repeating import format_command, merge_with_store
 from imprint.cli.comparison import render_ways
@@ -58,7 +63,7 @@ from imprint.display import for_terminal
 from imprint.errors import ConfigurationError, ReliabilityWarning
 from imprint.recording.header import RECORD
 from imprint.store.manifest import JOURNAL, MANIFEST
-from imprint.store.parts import PartsFolder, Share
+from imprint.store.parts import PART, PartsFolder, Share
 
 _LOADED = ("task", "data", "sources", "collate_fn", "checkpoints", "run")  # what a simulation loads
 
@@ -168,6 +173,10 @@ def simulate(
         bool, typer.Option("--check/--no-check", help="Run `imprint check` first. Parts are not checked.")
     ] = True,
     part: PartText = None,
+    ray: RayAddress = None,
+    parts: PartCount = None,
+    cpus: PartCpus = 1,
+    gpus: PartGpus = 0,
     json: AsJson = False,
 ) -> None:
     """Simulate the imprint of every source and write the imprints to a store.
@@ -192,7 +201,10 @@ def simulate(
     - `imprint simulate my_model.py:task --repeat runs/news --out runs/again`, to repeat a simulation bit for bit
 
     - `imprint simulate my_model.py:task --out runs/news --part 3/8`, for the third of eight parts of the sources
+
+    - `imprint simulate my_model.py:task --out /shared/runs/news --ray auto --gpus 1`, for all parts on a Ray cluster
     """
+    executor = choose_executor(ray, part, parts, cpus, gpus)
     experiment = _read_experiment(context)
     recorded = None if manifest is None else imprint.Store(manifest.parent if manifest.is_file() else manifest)
     repeat = recorded if recorded is not None and not experiment.plan and experiment.dtype is None else None
@@ -233,7 +245,7 @@ def simulate(
         options: dict[str, Any] = {"out": folder, "note": {NOTE: note}, "repeat": repeat, "progress": advance}
         options |= objects.options
         if part is None:
-            made: imprint.Store | imprint.Part = imprint.simulate(*known, **options)
+            made: imprint.Store | imprint.Part = imprint.simulate(*known, **options, executor=executor)
         else:
             made = imprint.simulate_part(part, *known, **options)
     if isinstance(made, imprint.Part):
@@ -277,7 +289,7 @@ def _explain_interruption(out: Path) -> Iterator[None]:
     try:
         yield
     except KeyboardInterrupt:
-        if not (out / JOURNAL).exists():
+        if not any(out.rglob(JOURNAL)) and not any(out.rglob(PART)):
             errors.print("stopped before the first sources were finished: the same command will start over")
         raise
 
