@@ -25,6 +25,7 @@ from imprint.store.layouts import base_layout, basis_layout, imprints_layout, no
 from imprint.store.manifest import JOURNAL, LONGEST, MANIFEST, Manifest
 from imprint.store.opening import Files
 from imprint.store.signing import check_signature, warn_unsigned
+from imprint.store.table import Table
 from imprint.store.values import read_hashed
 from imprint.task import Functional, Parameters, Task
 from imprint.tensors.rows import Rows
@@ -39,6 +40,7 @@ class Store:
 
     signed_by: a public key, or its file: a store that its owner has not signed as it is (`imprint sign`) is refused.
     origin: what `simulate` made it from (task, data, sources, run), in the process that did; empty where it was opened.
+    table: its sources as the store keeps them, with digests of their members.
     description: what is known of its sources, and what was known of them before; `about` has it in their order.
     """
 
@@ -206,7 +208,7 @@ class Store:
         self._files.forget()
         for file in self.manifest.files():
             self._files.check(file)
-        read_description(self.path, self.source_ids)
+        read_description(self.path, self.source_ids, changed=bool(self.manifest.history))
         for index, checkpoint in enumerate(self.checkpoints):
             if checkpoint.base is not None:
                 self._files.check_layout(checkpoint.base, base_layout(self.manifest))
@@ -224,25 +226,20 @@ class Store:
         table, digest = read_hashed(self.path / self.manifest.sources.path)
         if digest != self.manifest.sources.sha256:
             table.fail("it was changed while it was read")
-        columns = table.record("ids", "names", "sizes")
-        ids, names, sizes = columns["ids"].texts(), columns["names"].texts(), columns["sizes"].wholes(1)
-        if not 0 < len(ids) == len(names) == len(sizes):
-            table.fail(f"it has {len(ids)} ids, {len(names)} names and {len(sizes)} sizes, which must be equally many")
-        if len(set(ids)) < len(ids):
-            table.fail("two sources have the same id")
-        if max(sizes) > self.n:
-            table.fail(f"a source has {max(sizes)} examples, more than the training data ({self.n})")
+        self.table = Table.read(table, self.n)
+        ids, names = self.table.ids, self.table.names
         for checkpoint in self.checkpoints:
             for files in (checkpoint.imprints, checkpoint.midpoints):
                 rows = files[-1].rows if files else None
                 if rows is not None and rows[1] != len(ids):
                     table.fail(f"it has {len(ids)} sources, but {files[-1].path} ends with row {rows[1] - 1}")
-        self.source_ids, self.source_names, self.source_sizes = ids, names, sizes
+        self.source_ids, self.source_names, self.source_sizes = ids, names, self.table.sizes
         self._files.sources = list(zip(ids, names, strict=True))
 
     def _read_description(self) -> None:
         """Read what is known of the sources, as it was signed if the store was opened with a key."""
-        self.description, self.description_sha256 = read_description(self.path, self.source_ids)
+        changed = bool(self.manifest.history)
+        self.description, self.description_sha256 = read_description(self.path, self.source_ids, changed=changed)
         self._about = self.description.of(self.source_ids)
         if self.signed is not None:
             self.signed.check_description(self.path, self.description_sha256)

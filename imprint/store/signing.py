@@ -109,10 +109,10 @@ def check_signature(folder: Path, store: str, signer: PublicKey) -> Signed:
     return found
 
 
-def warn_unsigned(folder: Path) -> None:
+def warn_unsigned(folder: Path, what: str = "its sources were described") -> None:
     """Say that the signature of a store does not cover what has just been changed in it, if it has one."""
     if (folder / SIGNATURE).exists():
-        logger.warning("%s was signed before its sources were described: sign it again (`imprint sign`)", folder)
+        logger.warning("%s was signed before %s: sign it again (`imprint sign`)", folder, what)
 
 
 def _hash(file: Path) -> str | None:
