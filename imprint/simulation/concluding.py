@@ -16,16 +16,19 @@ from imprint.store.opening import Files
 _NUMBER = re.compile(r"\d[\d.,]*(e[-+]?\d+)?")
 
 
-def conclude(manifest: Manifest, figures: Sequence[Sequence[ShardFigures]], before: Manifest, files: Files) -> Manifest:
+def conclude(
+    manifest: Manifest, figures: Sequence[Sequence[ShardFigures]], before: Sequence[tuple[Manifest, Files]]
+) -> Manifest:
     """Return a manifest with the figures and the warnings that follow from its imprints.
 
     figures: what the files of each checkpoint say about their sources; none where it does not count.
-    before, files: the store as it was. Its warnings no longer hold where they were concluded from its imprints. A
-        warning that takes what only a simulation knows stays as it was written.
+    before: the stores that it was made from. Their warnings no longer hold where they were concluded from their
+        imprints. A warning that takes what only a simulation knows stays as it was written.
     """
     past: set[str] = set()
-    if before.warnings:
-        past = {_strip_numbers(each) for each in _conclude(before, [_read(files, c) for c in before.checkpoints])[1]}
+    for each, files in before:
+        if each.warnings:
+            past |= set(map(_strip_numbers, _conclude(each, [_read(files, c) for c in each.checkpoints])[1]))
     found, now = _conclude(manifest, figures)
     kept = [each for each in manifest.warnings if _strip_numbers(each) not in past]
     checkpoints = tuple(replace(c, measured=m) for c, m in zip(manifest.checkpoints, found, strict=True))

@@ -4,6 +4,7 @@ The manifest is replaced last, and as a whole: whoever opens the store, and what
 other. Files of the version before stay until the next change.
 """
 
+import logging
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
@@ -22,10 +23,11 @@ from imprint.store.folder import locked
 from imprint.store.history import MOST, Kind, Revision, extend_history
 from imprint.store.manifest import Manifest, versions
 from imprint.store.reading import Store
-from imprint.store.signing import warn_unsigned
+from imprint.store.signing import VALIDATION, warn_unsigned
 from imprint.store.table import Table
 from imprint.store.writing import write_manifest
 
+logger = logging.getLogger(__name__)
 EARLIER = (
     "was made by a version that did not keep by what the members of sources are recognised: call imprint.update with "
     "all of its sources first, or `imprint update`, which adds that"
@@ -79,9 +81,11 @@ class Next:
         entry = describe_change(kind, (self.store.sha256,), added, dropped, more)
         history, forgotten = extend_history(before.history, before.forgotten, entry)
         assembled = replace(assembled, sources=file, history=history, forgotten=forgotten)
-        write_manifest(path, conclude(assembled, figures, before, origins[0].files))
+        write_manifest(path, conclude(assembled, figures, [(before, origins[0].files)]))
         describe_changed(path, table.ids, about or {})
         warn_unsigned(path, "it was changed")
+        if (path / VALIDATION).exists():
+            logger.warning("%s was validated before it was changed: validate it again (`imprint validate`)", path)
         return Store(path)
 
 

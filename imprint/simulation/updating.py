@@ -28,7 +28,7 @@ from imprint.store.assembling import Origin, Row, adopt
 from imprint.store.comparison import compare_training_data, difference
 from imprint.store.describing import describe_changed
 from imprint.store.fingerprint import are_sources, how_hashed, of_members, of_sources
-from imprint.store.manifest import Cost, Manifest
+from imprint.store.manifest import Manifest, add_costs
 from imprint.store.reading import Store
 from imprint.store.request import DTYPES, Request
 from imprint.store.supplement import UPDATE, Supplement, remove_supplement
@@ -272,8 +272,6 @@ def _compare(store: Store, request: Request, inputs: Inputs, first: int) -> None
 
 def _add_up(manifest: Manifest, own: Manifest, before: Manifest) -> Manifest:
     """Add what was simulated to the costs and the warnings of a store."""
-    peaks = [cost.peak_bytes for cost in (before.cost, own.cost) if cost.peak_bytes is not None]
-    cost = Cost(before.cost.seconds + own.cost.seconds, max(peaks, default=None), own.cost.resumed)
     warnings = [*before.warnings, *own.warnings]
     was, now = ({**vars(each.execution), **each.versions} for each in (before, own))
     if name := next((name for name in sorted({*was, *now}) if was.get(name) != now.get(name)), None):
@@ -281,4 +279,4 @@ def _add_up(manifest: Manifest, own: Manifest, before: Manifest) -> Manifest:
             f"the store was updated under other circumstances than it was made under ({name} was {was.get(name)}, then "
             f"{now.get(name)}): imprints agree with those of one simulation up to rounding."
         )
-    return replace(manifest, cost=cost, warnings=tuple(dict.fromkeys(warnings)))
+    return replace(manifest, cost=add_costs([before.cost, own.cost]), warnings=tuple(dict.fromkeys(warnings)))

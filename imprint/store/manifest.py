@@ -8,7 +8,7 @@ import contextlib
 import math
 import platform
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
@@ -78,6 +78,12 @@ class Cost:
     seconds: NotNegative
     peak_bytes: int | None
     resumed: bool
+
+
+def add_costs(costs: Sequence[Cost]) -> Cost:
+    """Add up what parts of a simulation took; the peak is that of the largest."""
+    peaks = [cost.peak_bytes for cost in costs if cost.peak_bytes is not None]
+    return Cost(sum(cost.seconds for cost in costs), max(peaks, default=None), any(cost.resumed for cost in costs))
 
 
 def versions() -> dict[str, str]:
