@@ -29,6 +29,7 @@ class Supplement(Workspace[Manifest]):
 
     record = "supplement.json"
     content = "what the store lacks"
+    otherwise = "Finish that update first, or delete this folder"
     is_whole: ClassVar[bool] = False
 
     def __init__(
@@ -37,6 +38,7 @@ class Supplement(Workspace[Manifest]):
         self._store, self._checkpoints, self._sound = store, checkpoints, set[str]()
         self.begins = checkpoints.start > 0
         super().__init__(store.path / UPDATE, request, evaluate, check)
+        self.begin()  # a checkpoint that the store has is never settled here, and so would not be noted
 
     def _open_finished(self) -> Manifest:
         raise NotImplementedError  # there is no record
