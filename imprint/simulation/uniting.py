@@ -14,14 +14,14 @@ from imprint.errors import SourcesError, StoreError
 from imprint.runtime.progress import Advance
 from imprint.simulation.concluding import conclude
 from imprint.simulation.revising import EARLIER, assemble, describe_change
-from imprint.store.assembling import OURS, Assembly, Origin, Row, describe_file
+from imprint.store.assembling import Assembly, Origin, Row, describe_file
 from imprint.store.checkpoint import Checkpoint
 from imprint.store.comparison import difference
-from imprint.store.files import is_leftover
 from imprint.store.folder import locked
 from imprint.store.manifest import MANIFEST, SOURCES, Manifest, add_costs
-from imprint.store.parts import place_file
+from imprint.store.parts import place_file, refuse_other_files
 from imprint.store.reading import Store
+from imprint.store.request import Probed, Request
 from imprint.store.table import Table
 from imprint.store.writing import write_manifest
 
@@ -43,7 +43,8 @@ def merge_stores(folders: Sequence[Path], out: Path, progress: bool | Advance) -
     before = tuple(store.sha256 for store in stores)
     if (out / MANIFEST).is_file():
         return _return_merged(out, before)
-    _refuse_other_use(out)
+    refuse_other_files(out, "the merged store")
+    out.mkdir(parents=True, exist_ok=True)
     with locked(out):
         first, origins = stores[0].manifest, [Origin.of(store.path, store.manifest) for store in stores]
         _copy_shared(origins[0], first, out)
@@ -77,25 +78,10 @@ def _return_merged(out: Path, before: tuple[str, ...]) -> Store:
     return found
 
 
-def _refuse_other_use(out: Path) -> None:
-    """Make the folder of the merged store; refuse one with anything else in it than what a killed merge has left."""
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise StoreError(f"could not make the folder {out}: {error.strerror or error}.") from error
-    foreign = [
-        path.name
-        for path in out.iterdir()
-        if not (is_leftover(path) or OURS.fullmatch(path.name) or path.name.startswith(("checkpoint-", ".imprint")))
-    ]
-    if foreign:
-        raise StoreError(f"{out} holds something else ({min(foreign)}): give a new folder.")
-
-
 def _refuse_other_base(first: Store, other: Store) -> None:
     """Refuse to merge stores whose imprints cannot be read side by side."""
     where = f"{other.path} is not of the base of {first.path}"
-    was, now = first.manifest.request, other.manifest.request
+    was, now = _with_same_probes(first.manifest.request, other.manifest.request)
     now = replace(now, sources=was.sources, members=was.members)
     if different := difference(was, now, lambda examples: now.probes.values):
         raise StoreError(f"{where}: {different}.")
@@ -113,6 +99,22 @@ def _refuse_other_base(first: Store, other: Store) -> None:
                 f"not mix. {_INSTEAD}"
             )
         _refuse_other_end(first, other, index, where)
+
+
+def _with_same_probes(*requests: Request) -> list[Request]:
+    """Return requests with the probes that all of them have; which ones those are may depend on rounding."""
+    common = set.intersection(*(set(request.probes.examples) for request in requests))
+    if all(len(request.probes.examples) == len(common) for request in requests):
+        return list(requests)
+    return [replace(request, probes=_keep_probes(request.probes, sorted(common))) for request in requests]
+
+
+def _keep_probes(probes: Probed, examples: list[int]) -> Probed:
+    """Return some of the probes, with their losses."""
+    places = [probes.examples.index(example) for example in examples]
+    values = probes.values
+    losses, *moved = ([each[place] for place in places] for each in (values.losses, *values.moved))
+    return Probed(examples, replace(values, losses=losses, moved=moved, outputs=None, gradients=[]))
 
 
 def _refuse_other_end(first: Store, other: Store, index: int, where: str) -> None:

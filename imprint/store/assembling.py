@@ -28,7 +28,7 @@ from imprint.task import Parameters
 Kind = Literal["imprints", "midpoints"]
 Row = tuple[int, int]
 """The number of an origin, and a row there."""
-OURS = re.compile(r"(base|basis|noise|(imprints|midpoints)-\d{5}(-r\d+)?)\.safetensors|sources(-r\d+)?\.json")
+_OURS = re.compile(r"(base|basis|noise|(imprints|midpoints)-\d{5}(-r\d+)?)\.safetensors|sources(-r\d+)?\.json")
 
 
 @dataclass(frozen=True)
@@ -230,7 +230,7 @@ def clear_unused(folder: Path, manifest: Manifest) -> None:
     used = {folder / file.path for file in manifest.files()}
     for place in (folder, *folder.glob(CHECKPOINTS)):
         for file in place.iterdir() if place.is_dir() and not place.is_symlink() else ():
-            if OURS.fullmatch(file.name) and file not in used and file.is_file() and not file.is_symlink():
+            if _OURS.fullmatch(file.name) and file not in used and file.is_file() and not file.is_symlink():
                 with contextlib.suppress(OSError):  # it does no harm where it is
                     file.unlink()
         if place != folder:

@@ -173,7 +173,9 @@ def test_more_data_is_another_base(tmp_path: Path) -> None:
     store = make(tmp_path / "store", 0, 1)
     x, y = data()
     more = Sources.groups({"0": EVERY.members[0], "1": EVERY.members[1], "new": [N]})
-    with pytest.raises(StoreError, match=r"made from 24 training examples, now 25\. More or other data is another base"):
+    with pytest.raises(
+        StoreError, match=r"made from 24 training examples, now 25\. More or other data is another base"
+    ):
         bring(store, sources=more, data=(torch.cat([x, x[:1]]), torch.cat([y, y[:1]])))
     with pytest.raises(StoreError, match=r"made from other training data\. .* with which every imprint changes"):
         bring(store, 0, 1, 2, data=(x + 1, y))
