@@ -110,11 +110,9 @@ def _with_same_probes(*requests: Request) -> list[Request]:
 
 
 def _keep_probes(probes: Probed, examples: list[int]) -> Probed:
-    """Return some of the probes, with their losses."""
-    places = [probes.examples.index(example) for example in examples]
-    values = probes.values
-    losses, *moved = ([each[place] for place in places] for each in (values.losses, *values.moved))
-    return Probed(examples, replace(values, losses=losses, moved=moved, outputs=None, gradients=[]))
+    """Return some of the probes, with their losses; other values depend on which probes there are."""
+    losses = [probes.values.losses[probes.examples.index(example)] for example in examples]
+    return Probed(examples, replace(probes.values, losses=losses, moved=[], outputs=None, gradients=[]))
 
 
 def _refuse_other_end(first: Store, other: Store, index: int, where: str) -> None:
