@@ -147,14 +147,14 @@ class _Change:
             return
         known = set(self.sources.ids)
         other = [identity for identity in lost if identity in known]
-        what = (
-            f"{name_some(other, 5)} had other members"
-            if other
-            else f"{name_some(lost, 5)} would be lost, which the sources given do not have"
-        )
+        if other:
+            raise SourcesError(
+                f"{name_some(other, 5)} had other members in the store: if these are right, and imprints of the former "
+                "are to be dropped, give drop=True (--drop)."
+            )
         raise SourcesError(
-            f"{what}. Give all sources that the store is to have, and drop=True (--drop) if imprints of the others are "
-            "to be dropped."
+            f"{name_some(lost, 5)} would be lost, which the sources given do not have. Give all sources that the store "
+            "is to have, and drop=True (--drop) if imprints of the others are to be dropped."
         )
 
     def is_nothing(self) -> bool:
@@ -251,13 +251,13 @@ def _simulate(
 
 def _compare(store: Store, request: Request, inputs: Inputs, first: int) -> None:
     """Refuse to add to a store what was simulated from something else. Sources may differ, and later checkpoints."""
-    before, where = store.manifest.request, f"{store.path} cannot be updated"
+    before = store.manifest.request
     other = before.n != request.n or not compare_training_data(before, request).same
     if other:
         what = f"{before.n} training examples, now {request.n}" if before.n != request.n else "other training data"
         raise StoreError(
-            f"{where}: it was made from {what}. More or other data is another base, with which every imprint changes: "
-            "simulate a new store."
+            f"{store.path} cannot be updated: it was made from {what}. More or other data is another base, with which "
+            "every imprint changes: simulate a new store."
         )
     count = len(before.states)
     expected = replace(before, sources=request.sources, members=request.members, fixed=request.fixed)
@@ -266,7 +266,7 @@ def _compare(store: Store, request: Request, inputs: Inputs, first: int) -> None
         same = all(before.plan.at(k, count) == request.plan.at(k, len(request.states)) for k in range(count))
         expected = replace(expected, **later, plan=request.plan if same else before.plan)
     if different := difference(expected, request, inputs.seen):
-        raise StoreError(f"{where}: {different}.")
+        raise StoreError(f"{store.path} cannot be updated: {different}.")
     compare_training_data(before, request).warn()
 
 

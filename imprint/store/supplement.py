@@ -18,7 +18,6 @@ from imprint.store.request import Request
 from imprint.store.workspace import CheckChoices, Workspace
 
 UPDATE = "update"
-_KEPT = ("norms", "linearity", "lost")  # figures of all sources, which a simulation of some does not begin with
 
 
 class Supplement(Workspace[Manifest]):
@@ -56,7 +55,7 @@ class Supplement(Workspace[Manifest]):
         if index >= len(self._store.checkpoints):
             return super().settled(index)
         found = self._store.checkpoints[index]
-        measured = replace(found.measured, **dict.fromkeys(_KEPT))
+        measured = replace(found.measured, norms=None, linearity=None, lost=None)  # which are of all sources
         return replace(found, measured=measured, base=None, imprints=(), midpoints=(), basis=None, noise=None)
 
     def _locate(self, name: str, rows: tuple[int, int] | None) -> tuple[Path, File] | None:

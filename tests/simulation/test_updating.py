@@ -12,6 +12,10 @@ import torch
 
 from imprint import Plan, PlanError, Sources, SourcesError, Store, StoreError, attribute, drop, simulate, update
 from imprint.keys import make_keys
+from imprint.simulation.descent import Descent
+from imprint.simulation.engines import Chunk
+from imprint.simulation.engines.tangent import Tangent
+from imprint.simulation.path import Hooks
 from imprint.store.signing import sign_store
 from imprint.store.supplement import UPDATE
 from tests.simulation.engines.trainings import Training, classification, mlp
@@ -137,13 +141,15 @@ def test_a_replay_gains_and_loses_sources_and_keeps_its_noise(stacked: bool, tmp
 
 
 def test_sources_that_stay_are_not_simulated_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    store = make(tmp_path / "store", 0, 1, 2, 3)
-    simulated = list[tuple[str, ...]]()
-    engine = __import__("imprint.simulation.engines.tangent", fromlist=["Tangent"]).Tangent
-    plain = engine.simulate
-    monkeypatch.setattr(engine, "simulate", lambda s, d, h: (simulated.append(d.sources.ids), plain(s, d, h))[1])
+    store, simulated, plain = make(tmp_path / "store", 0, 1, 2, 3), set[str](), Tangent.simulate
+
+    def simulate_noted(engine: Tangent, descent: Descent, hooks: Hooks) -> Chunk:
+        simulated.update(descent.sources.ids)
+        return plain(engine, descent, hooks)
+
+    monkeypatch.setattr(Tangent, "simulate", simulate_noted)
     bring(store, 0, 1, 2, 3, 7)
-    assert set(simulated) == {("7",)}
+    assert simulated == {"7"}
 
 
 def test_nothing_to_do_leaves_the_store_as_it_is(tmp_path: Path) -> None:
@@ -173,9 +179,7 @@ def test_more_data_is_another_base(tmp_path: Path) -> None:
     store = make(tmp_path / "store", 0, 1)
     x, y = data()
     more = Sources.groups({"0": EVERY.members[0], "1": EVERY.members[1], "new": [N]})
-    with pytest.raises(
-        StoreError, match=r"made from 24 training examples, now 25\. More or other data is another base"
-    ):
+    with pytest.raises(StoreError, match=r"made from 24 training examples, now 25\. More or other data is another"):
         bring(store, sources=more, data=(torch.cat([x, x[:1]]), torch.cat([y, y[:1]])))
     with pytest.raises(StoreError, match=r"made from other training data\. .* with which every imprint changes"):
         bring(store, 0, 1, 2, data=(x + 1, y))

@@ -67,7 +67,12 @@ def update(
     """
     opened = imprint.Store(store, signed_by=signed_by)
     given = Experiment(
-        **{"task": task, "data": data, "sources": sources, "run": run, "memory": memory, "device": device},
+        task=task,
+        data=data,
+        sources=sources,
+        run=run,
+        memory=memory,
+        device=device,
         collate_fn=collate,
         checkpoints=tuple(checkpoint or ()),
         plan=parse_plan(plan or []),
