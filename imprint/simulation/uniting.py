@@ -4,12 +4,10 @@ import logging
 from collections.abc import Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
-from itertools import pairwise
 from pathlib import Path
 
 import torch
 
-from imprint.display import name_some
 from imprint.errors import SourcesError, StoreError
 from imprint.runtime.progress import Advance
 from imprint.simulation.concluding import conclude
@@ -144,8 +142,7 @@ def _unite_sources(stores: Sequence[Store]) -> tuple[Table, list[Row]]:
                     "from one of them (imprint.drop)."
                 )
     if twice := sum(map(len, stores)) - len(rows):
-        again = [i for one, two in pairwise(stores) for i in two.source_ids if i in set(one.source_ids)]
-        logger.info("%d sources are in several of the stores: %s", twice, name_some(again))
+        logger.info("%d sources are in several of the stores, and come from the first of them", twice)
     columns = [
         tuple(getattr(stores[number].table, name)[place] for number, place in rows)
         for name in ("ids", "names", "sizes", "members")

@@ -142,7 +142,8 @@ class _Change:
 
     def refuse_dropping(self, drop: bool) -> None:
         """Refuse to lose sources, unless the caller says so."""
-        lost = [identity for place, identity in enumerate(self.store.source_ids) if place not in set(self.kept)]
+        kept = set(self.kept)
+        lost = [identity for place, identity in enumerate(self.store.source_ids) if place not in kept]
         if not lost or drop:
             return
         known = set(self.sources.ids)

@@ -21,6 +21,7 @@ from imprint.store.files import sha256, write_tensors
 from imprint.store.manifest import Manifest
 from imprint.store.opening import Files
 from imprint.store.parts import place_file
+from imprint.store.reading import find_overlapping
 from imprint.store.values import parsed
 from imprint.store.workspace import ABOUT, CHECKPOINTS
 from imprint.task import Parameters
@@ -100,6 +101,7 @@ class Assembly:
 
     def __init__(self, folder: Path, origins: Sequence[Origin], suffix: str = "") -> None:
         self.folder, self.origins, self.suffix = folder, origins, suffix
+        self._known: dict[Path, ShardFigures] = {}
 
     def put_together(
         self, index: int, rows: Sequence[Row], advance: Callable[[int], None]
@@ -164,23 +166,22 @@ class Assembly:
         found = []
         for span in spans:
             origin = self.origins[span.origin]
-            for file in getattr(origin.checkpoints[index], kind):
+            for file in find_overlapping(getattr(origin.checkpoints[index], kind), span.start, span.stop):
                 first, last = file.rows or (0, 0)
-                if first < span.stop and span.start < last:
-                    found.append((origin, file, max(span.start, first) - first, min(span.stop, last) - first))
+                found.append((origin, file, max(span.start, first) - first, min(span.stop, last) - first))
         return found
 
     def _figures(self, index: int, spans: list[Span], *, first: bool) -> ShardFigures:
         """Return what is said about some rows. What comes with the first sources stays with the first file."""
         parts = [
-            (read_figures_of(origin.files, file), start, stop)
+            (self._read(origin, file), start, stop)
             for origin, file, start, stop in self._go_through("imprints", index, spans)
         ]
 
         def of_each(name: str) -> tuple[float, ...]:
             return tuple(value for part, start, stop in parts for value in getattr(part, name)[start:stop])
 
-        begin = read_figures_of(self.origins[0].files, self.origins[0].checkpoints[index].imprints[0])
+        begin = self._read(self.origins[0], self.origins[0].checkpoints[index].imprints[0])
         return ShardFigures(
             drift=begin.drift if first else parts[0][0].drift,
             norms=of_each("norms"),
@@ -193,7 +194,14 @@ class Assembly:
 
     def _read_figures(self, index: int, span: Span) -> ShardFigures:
         ((origin, file, _, _),) = self._go_through("imprints", index, [span])
-        return read_figures_of(origin.files, file)
+        return self._read(origin, file)
+
+    def _read(self, origin: Origin, file: File) -> ShardFigures:
+        """Read what a file says, once."""
+        place = origin.files.folder / file.path
+        if place not in self._known:
+            self._known[place] = read_figures_of(origin.files, file)
+        return self._known[place]
 
 
 def _rows_of(files: Sequence[File]) -> list[tuple[int, int]]:

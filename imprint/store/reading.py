@@ -199,7 +199,7 @@ class Store:
         Tensors are mapped from their files, and may change with them.
         """
         about = self.checkpoints[checkpoint]
-        rows = (file for files in (about.imprints, about.midpoints) for file in _find_overlapping(files, start, stop))
+        rows = (file for files in (about.imprints, about.midpoints) for file in find_overlapping(files, start, stop))
         for file in (*(f for f in (about.base, about.basis, about.noise) if f is not None), *rows):
             self._files.check_again(file)
 
@@ -262,7 +262,7 @@ class Store:
     ) -> Parameters:
         """Load rows of the tensors in `dtypes`, from all the files that have some."""
         pieces: dict[str, list[torch.Tensor]] = {}
-        for file in _find_overlapping(files, start, stop):
+        for file in find_overlapping(files, start, stop):
             first, last = file.rows or (0, 0)
             with self._files.open(file, imprints_layout(self.manifest, checkpoint, last - first)) as tensors:
                 for name, dtype in dtypes.items():
@@ -271,7 +271,7 @@ class Store:
         return {name: torch.cat(parts) if len(parts) > 1 else parts[0] for name, parts in pieces.items()}
 
 
-def _find_overlapping(files: tuple[File, ...], start: int, stop: int) -> Iterator[File]:
+def find_overlapping(files: tuple[File, ...], start: int, stop: int) -> Iterator[File]:
     """Go through those of some files, in the order of their rows, that have rows from `start` up to `stop`."""
     for file in files[max(0, bisect_right(files, start, key=_first_row) - 1) :]:
         if _first_row(file) >= stop:

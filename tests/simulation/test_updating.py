@@ -296,7 +296,7 @@ def test_an_update_that_dies_again_and_again_is_the_same(name: str, tmp_path: Pa
     plan = PLANS[name]
     make(tmp_path / "store", 1, 2, 3, plan=plan)
     shutil.copytree(tmp_path / "store", tmp_path / "other")
-    die_until_done(lambda die: bring(tmp_path / "store", 0, 2, 5, like=plan, drop=True, progress=die), 12)
+    die_until_done(lambda die: bring(tmp_path / "store", 0, 2, 5, like=plan, drop=True, progress=die), 40)
     bring(tmp_path / "other", 0, 2, 5, like=plan, drop=True)
     found, expected = Store(tmp_path / "store"), Store(tmp_path / "other")
     assert_same(found, expected)
