@@ -22,11 +22,13 @@ from imprint.store.manifest import Manifest
 from imprint.store.opening import Files
 from imprint.store.parts import place_file
 from imprint.store.reading import find_overlapping
-from imprint.store.values import parsed
+from imprint.store.values import Value, parsed
 from imprint.store.workspace import ABOUT, CHECKPOINTS
 from imprint.task import Parameters
 
 Kind = Literal["imprints", "midpoints"]
+_LATER: dict[str, object] = {"effects": [], "noise_effect": None, "deviation": None}
+"""Figures that files of version 0.1 do not have, which repeated no recorded runs."""
 Row = tuple[int, int]
 """The number of an origin, and a row there."""
 _OURS = re.compile(r"(base|basis|noise|(imprints|midpoints)-\d{5}(-r\d+)?)\.safetensors|sources(-r\d+)?\.json")
@@ -212,7 +214,10 @@ def read_figures_of(files: Files, file: File) -> ShardFigures:
     """Read what a file says about its imprints."""
     place, (start, stop) = files.folder / file.path, file.rows or (0, 0)
     with files.open(file) as tensors:
-        return read_figures(parsed((tensors.metadata() or {}).get(ABOUT, "").encode(), place), stop - start)
+        about = parsed((tensors.metadata() or {}).get(ABOUT, "").encode(), place).mapping()
+        return read_figures(
+            Value({**_LATER, **{name: each.content for name, each in about.items()}}, place), stop - start
+        )
 
 
 def adopt(folder: Path, origin: Origin, indices: Iterable[int]) -> list[Checkpoint]:

@@ -24,12 +24,13 @@ from imprint.store.folder import PARTS
 from imprint.store.layouts import base_layout, basis_layout, imprints_layout, noise_layout
 from imprint.store.manifest import JOURNAL, LONGEST, MANIFEST, Manifest
 from imprint.store.opening import Files
-from imprint.store.signing import check_signature, warn_unsigned
+from imprint.store.signing import Signed, check_signature, warn_unsigned
 from imprint.store.table import Table
 from imprint.store.values import read_hashed
 from imprint.task import Functional, Parameters, Task
 from imprint.tensors.rows import Rows
 
+_ATTEMPTS = 10  # to open a store that other processes change meanwhile
 _RECORDING = "recording.json"  # of `imprint.recording`, which lies above this package
 
 
@@ -43,6 +44,11 @@ class Store:
     table: its sources as the store keeps them, with digests of their members.
     description: what is known of its sources, and what was known of them before; `about` has it in their order.
     """
+
+    signed: Signed | None
+    source_ids: tuple[str, ...]
+    source_names: tuple[str, ...]
+    source_sizes: tuple[int, ...]
 
     def __init__(self, path: str | os.PathLike[str], *, signed_by: PublicKey | None = None) -> None:
         self.path = Path(path)
@@ -67,13 +73,7 @@ class Store:
         if not complete:
             raise StoreError(f"{self.path} holds no store: there is no manifest.json (was the simulation finished?).")
         self.origin: dict[str, Any] = {}
-        value, self.sha256 = read_hashed(self.path / MANIFEST, LONGEST)
-        self.signed = None if signed_by is None else check_signature(self.path, self.sha256, signed_by)
-        self.manifest = Manifest.from_json(value)
-        self._files = Files(self.path)
-        self._compatibility = Compatibility(self.manifest, self._files)
-        self._read_sources()
-        self._read_description()
+        self._open(signed_by)
 
     @classmethod
     def of(cls, store: "Store | str | os.PathLike[str]") -> "Store":
@@ -219,6 +219,23 @@ class Store:
             for file in (*checkpoint.imprints, *checkpoint.midpoints):
                 first, last = file.rows or (0, 0)
                 self._files.check_layout(file, imprints_layout(self.manifest, index, last - first))
+
+    def _open(self, signed_by: PublicKey | None) -> None:
+        """Read what the store says of itself; begin anew where another process has changed it meanwhile."""
+        for _ in range(_ATTEMPTS):
+            value, self.sha256 = read_hashed(self.path / MANIFEST, LONGEST)
+            self._files = Files(self.path, self.sha256)
+            try:
+                self.signed = None if signed_by is None else check_signature(self.path, self.sha256, signed_by)
+                self.manifest = Manifest.from_json(value)
+                self._compatibility = Compatibility(self.manifest, self._files)
+                self._read_sources()
+                self._read_description()
+                return
+            except StoreError:
+                if not self._files.is_outdated():
+                    raise
+        raise StoreError(f"{self.path} is being changed again and again: open it once that is over.")
 
     def _read_sources(self) -> None:
         """Read the table of sources: as many as the shards have rows, each with an id of its own."""
