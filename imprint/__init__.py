@@ -32,7 +32,9 @@ from imprint.simulation import auto as _auto  # noqa: F401  (makes Plan.auto wor
 from imprint.simulation.executors import RayExecutor
 from imprint.simulation.merging import merge
 from imprint.simulation.parts import simulate_part
+from imprint.simulation.revising import drop
 from imprint.simulation.runner import simulate
+from imprint.simulation.updating import update
 from imprint.sources import Sources
 from imprint.store.about_files import read_about
 from imprint.store.parts import Part
@@ -77,10 +79,12 @@ __all__ = [
     "combine",
     "compare",
     "drill_down",
+    "drop",
     "merge",
     "read_about",
     "self_influence",
     "simulate",
     "simulate_part",
+    "update",
     "validate",
 ]

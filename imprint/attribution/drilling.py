@@ -22,7 +22,7 @@ from imprint.simulation.recorded import Recorded
 from imprint.simulation.runner import simulate
 from imprint.simulation.states import States
 from imprint.sources import Sources, find_source
-from imprint.store.fingerprint import of_sources, of_tensors, recognise_data
+from imprint.store.fingerprint import are_sources, of_tensors, recognise_data
 from imprint.store.manifest import MANIFEST
 from imprint.store.reading import Store
 from imprint.task import Task
@@ -158,7 +158,7 @@ def _refuse_others(
 ) -> None:
     """Refuse sources, data and checkpoints that are not those of a store."""
     request = store.manifest.request
-    if of_sources(sources) != request.sources:
+    if not are_sources(sources, request.sources):
         raise SourcesError(f"these are not the sources that {store.path} was made with.")
     likeness = recognise_data(vars(request.data), data)
     if likeness.by != "none" and not likeness.same:

@@ -25,7 +25,7 @@ from imprint.runtime.notices import Notices
 from imprint.runtime.progress import Advance, Progress
 from imprint.runtime.turns import settle_child
 from imprint.sources import Sources
-from imprint.store.fingerprint import of_batches, of_sources, probe_measures, recognise_data
+from imprint.store.fingerprint import are_sources, of_batches, probe_measures, recognise_data
 from imprint.store.reading import Store
 from imprint.task import Batch, Task
 from imprint.tensors.vectors import root_mean_squares
@@ -241,7 +241,7 @@ def _refuse_mispaired(store: Store, examples: Data) -> None:
     if len(store) != store.n or max(store.source_sizes) > 1:
         return
     request, each = store.manifest.request, tuple(np.array([index]) for index in range(store.n))
-    in_order = request.sources == of_sources(Sources(store.source_ids, store.source_names, each))
+    in_order = are_sources(Sources(store.source_ids, store.source_names, each), request.sources)
     data = recognise_data(vars(request.data), examples)
     if data.by != "none" and in_order != data.same:
         raise ReadoutError(

@@ -16,6 +16,7 @@ import typer
 import imprint
 from imprint.cli.commands.attributing import attribute
 from imprint.cli.commands.bench import bench, sweep
+from imprint.cli.commands.changing import drop, update
 from imprint.cli.commands.comparing import compare
 from imprint.cli.commands.credit import credit
 from imprint.cli.commands.demo import demo
@@ -54,7 +55,22 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 _COMMANDS: tuple[Callable[..., None], ...] = (
-    *(demo, check, simulate, merge, attribute, inside, compare, suspects, inspect, describe, verify, validate),
+    *(
+        demo,
+        check,
+        simulate,
+        update,
+        drop,
+        merge,
+        attribute,
+        inside,
+        compare,
+        suspects,
+        inspect,
+        describe,
+        verify,
+        validate,
+    ),
     *(export, retrain, evaluate, bench, sweep, keys, sign),
 )
 for command in _COMMANDS:

@@ -11,7 +11,7 @@ from imprint.readout.reader import list_readouts
 from imprint.recording.header import read_header
 from imprint.recording.journal import read_journal
 from imprint.store.reading import Store
-from imprint.validation.record import read_validation
+from imprint.validation.record import find_outdated, read_validation
 
 
 def inspect_store(store: Store) -> dict[str, Any]:
@@ -44,12 +44,25 @@ def inspect_store(store: Store) -> dict[str, Any]:
         "plan": manifest.plan.to_json(),
         "checkpoints": checkpoints,
         "readouts": list_readouts(store),
-        "validation": {"outcome": "not validated"} if found is None else found.verdict.to_json(),
+        "validation": _describe_unvalidated(store) if found is None else found.verdict.to_json(),
         "warnings": list(store.warnings),
         "cost": asdict(manifest.cost),
         "note": manifest.note,
         "versions": manifest.versions,
         "created": manifest.created,
+        "history": [{**asdict(revision), "summary": str(revision)} for revision in manifest.history],
+        "changes_forgotten": manifest.forgotten,
+    }
+
+
+def _describe_unvalidated(store: Store) -> dict[str, Any]:
+    """Say that a store was not validated, or not as it is now."""
+    outdated = find_outdated(store)
+    if outdated is None:
+        return {"outcome": "not validated"}
+    return {
+        "outcome": "not validated",
+        "summary": f"not validated since it was changed (before: {outdated.verdict.outcome}): see `imprint validate`",
     }
 
 

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 console = Console(emoji=False)  # a source may be called :fire:
 errors = Console(stderr=True, emoji=False)
 _MOST_QUERIES = 12  # in a table; the rest is counted
+_CHANGES = 8  # of a store, the latest, that are shown
 
 
 def escape_markup(value: Any) -> str:
@@ -74,6 +75,7 @@ def render_store(values: dict[str, Any]) -> RenderableType:
             ("readouts", ", ".join(values["readouts"])),
             ("took", _describe_cost(values)),
             ("created", f"{values['created']} with torch {values['versions']['torch']}"),
+            *(("changed", change["summary"]) for change in values["history"][-_CHANGES:]),
         ),
     )
     table = Table("checkpoint", *(str(index) for index in range(len(values["checkpoints"]))))

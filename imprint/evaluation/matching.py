@@ -13,7 +13,7 @@ from imprint.evaluation.subsets import Subsets
 from imprint.plan import Question
 from imprint.sources import Sources
 from imprint.statistics import ROUNDING, is_constant
-from imprint.store.fingerprint import changed, compare_data, of_sources
+from imprint.store.fingerprint import are_sources, changed, compare_data
 
 Parameters = dict[str, dict[str, Any]]
 """Shapes and dtypes by name."""
@@ -170,7 +170,7 @@ def _compare_members(labels: Labels, sources: Sources) -> str | None:
     ):
         return different
     known = labels.fingerprints.get("sources")
-    if known and known != of_sources(replace(sources, names=labels.source_names)):  # names may differ
+    if known and not are_sources(replace(sources, names=labels.source_names), known):  # names may differ
         return "they have the same sizes"
     return None
 

@@ -23,7 +23,7 @@ from imprint.simulation.recorded import Recorded, one_of_several, open_run
 from imprint.simulation.runner import simulate
 from imprint.sources import Sources
 from imprint.statistics import Array
-from imprint.store.fingerprint import hash_examples, of_sources, recognise_data
+from imprint.store.fingerprint import are_sources, hash_examples, recognise_data
 from imprint.store.reading import Store
 from imprint.task import Task
 from imprint.validation.record import WITNESSES, witness_folder
@@ -52,7 +52,7 @@ class Made:
                 f"the store at {store.path} was opened from its folder, and does not know its {' and '.join(missing)}: "
                 f"give {', '.join(f'{name}=' for name in missing)} as you gave them to simulate."
             )
-        if of_sources(found["sources"]) != store.manifest.request.sources:
+        if not are_sources(found["sources"], store.manifest.request.sources):
             raise DataError(f"these are not the sources of the store at {store.path}: give those it was made with.")
         collate = collate or known.get("collate_fn")
         examples = Data(found["data"], device=found["task"].device, collate_fn=collate)

@@ -37,7 +37,7 @@ from imprint.simulation.recorded import (
 )
 from imprint.simulation.states import States
 from imprint.sources import Sources, require_sources
-from imprint.store.fingerprint import of_data, of_sources, of_tensors, partly_hashed
+from imprint.store.fingerprint import of_data, of_members, of_sources, of_tensors, partly_hashed
 from imprint.store.probe_examples import choose_probes
 from imprint.store.probing import ProbeValues, describe_modules, evaluate_probes, evaluate_regulariser
 from imprint.store.request import DTYPES, DataHashes, ParameterSpec, Probed, Request, specify
@@ -228,6 +228,7 @@ class Inputs:
             states=tuple(states),
             moments=tuple(self._moments(index) for index in every),
             sources=of_sources(self.sources),
+            members=of_members(self.sources),
             data=DataHashes(**hashes),
             probes=Probed(examples, seen),
             modules=describe_modules(self.task.model),

@@ -23,12 +23,13 @@ from imprint.simulation.engines import Simulated
 from imprint.simulation.figures import summarise
 from imprint.simulation.guards import check_weights
 from imprint.simulation.taking_over import check_choices
+from imprint.simulation.uniting import merge_stores
 from imprint.store.checkpoint import Checkpoint, File, ShardFigures, read_figures
 from imprint.store.comparison import difference
 from imprint.store.describing import describe_new
 from imprint.store.folder import locked
 from imprint.store.layouts import find_misfit, imprints_layout
-from imprint.store.manifest import MANIFEST, SOURCES, Cost, Manifest
+from imprint.store.manifest import MANIFEST, SOURCES, Manifest, add_costs
 from imprint.store.part_descriptions import read_shared_descriptions
 from imprint.store.part_writing import (
     PartRecord,
@@ -51,6 +52,7 @@ from imprint.store.parts import (
 )
 from imprint.store.reading import Store
 from imprint.store.request import Request
+from imprint.store.table import Table
 from imprint.store.values import parsed, read_json
 from imprint.store.workspace import ABOUT
 from imprint.store.writing import write_manifest
@@ -60,18 +62,24 @@ Places = str | os.PathLike[str] | Iterable[str | os.PathLike[str]]
 
 
 def merge(parts: Places, out: str | os.PathLike[str] | None = None, *, progress: bool | Advance = True) -> Store:
-    """Merge the parts of a simulation into a store.
+    """Merge the parts of a simulation into a store, or several stores of one base into a new one.
 
     parts: the folder given as `out=` to `simulate_part`, or several of them, if the parts were made on machines
-        without a common file system.
+        without a common file system. Or the folders of stores: of the same data, checkpoints and plan, simulated alike.
     out: the folder of the store; by default the one folder of the parts.
     progress: True for a line on standard error, False for none, or a function of (done, total), in bytes.
 
     The parts must be complete and of one simulation, and every file is compared with its checksum. Parts in `out` take
     no further space on file systems with hard links, and are removed once the store is complete; those in other
     folders are copied and stay. The same call again returns the store.
+
+    A source that several stores have comes from the first of them. Effects of removals are never added: a union of
+    sources is a source of its own, see `update`.
     """
     folders, target = find_target(parts, out)
+    places = [folder.out for folder in folders]
+    if target not in places and all((place / MANIFEST).is_file() for place in places):
+        return merge_stores(places, target, progress)
     merged = (target / MANIFEST).is_file()
     require_parts(folders, target, "a store", merged=merged)
     if merged:
@@ -254,7 +262,7 @@ class _Merging:
         sources = self._collect(first_path, first.manifest.sources, SOURCES)
         if (probes := first.manifest.probes) is not None:
             self._collect(first_path, probes.file, "probes.safetensors")
-        count = len(read_json(first_path / sources.path).record("ids", "names", "sizes")["ids"].items())
+        count = len(Table.read(read_json(first_path / sources.path), self.request.n))
         planned = [self._checkpoint(index, count) for index in range(len(self.request.states))]
         self._place(progress)
         notices = Notices(message for manifest in self.manifests for message in manifest.warnings)
@@ -262,7 +270,7 @@ class _Merging:
             first.manifest,
             request=self.request,
             checkpoints=tuple(planned),
-            cost=_add_costs([manifest.cost for manifest in self.manifests]),
+            cost=add_costs([manifest.cost for manifest in self.manifests]),
         )
         done = tuple(self._conclude(manifest, index, notices) for index in range(len(planned)))
         if found := check_weights([c.weight for c in done], [c.measured.norms for c in done]):
@@ -361,12 +369,6 @@ class _Merging:
         except (OSError, SafetensorError, MemoryError) as error:
             raise StoreError(f"{place} cannot be read: {first_line(error)}.") from error
         return read_figures(about, last - first)
-
-
-def _add_costs(costs: Sequence[Cost]) -> Cost:
-    """Add up what the parts took; the peak is that of the largest."""
-    peaks = [cost.peak_bytes for cost in costs if cost.peak_bytes is not None]
-    return Cost(sum(cost.seconds for cost in costs), max(peaks, default=None), any(cost.resumed for cost in costs))
 
 
 def _compare_circumstances(manifests: Sequence[Manifest]) -> str | None:

@@ -258,7 +258,8 @@ def _resumable(workspace: Workspace[Any]) -> Iterator[None]:
 def _count_work(inputs: Inputs, workspace: Workspace[Any], progress: bool | Advance) -> Progress:
     """Make a progress line for the work of all checkpoints."""
     engine, plan = engines.get(inputs.plan), inputs.plan
-    used = [settings for settings in inputs.settings if settings.weight > 0]
+    every = enumerate(inputs.settings)
+    used = [settings for index, settings in every if settings.weight > 0 and workspace.simulates(index)]
     units = [engine.shared_units(plan, len(inputs.data)) + count_units(inputs, s, workspace) for s in used]
     return Progress("simulating", sum(units), engine.unit, progress)
 

@@ -41,7 +41,7 @@ class Work:
     def checkpoint(self, index: int, settings: Settings) -> Checkpoint:
         """Simulate and write one checkpoint: all of it, or those of its chunks that belong to the folder."""
         planned, everyone = Checkpoint.planned(settings), self.inputs.sources
-        if settings.weight == 0 or not self.workspace.chunks(len(everyone)):
+        if settings.weight == 0 or not self.workspace.simulates(index) or not self.workspace.chunks(len(everyone)):
             return planned
         state, files = self.inputs.state(index), CheckpointFiles(self.workspace, index)
         resumed = self.workspace.settled(index) is not None
@@ -109,7 +109,7 @@ class Work:
         for number in self.workspace.chunks(-(-len(self.inputs.sources) // rows)):
             start = number * rows
             sources = self.inputs.sources.rows(start, start + rows)
-            place = _Place(files, number, (start, start + len(sources)))
+            place = _Place(files, number, (start, start + len(sources)), number == 0 and self.workspace.begins)
             shard = self._find(engine, place, state)
             found = shard is not None
             if shard is None:
@@ -126,7 +126,7 @@ class Work:
         for first in range(0, len(sources), fit):
             if path := self.workspace.snapshot(place.files.folder):
                 snapshots.append(Snapshot(path, place.rows[0] + first))
-            begins = place.number == 0 and first == 0
+            begins = place.begins and first == 0
             hooks = Hooks(self.bar.advance, self.bar.skip, snapshots[-1] if snapshots else None, begins)
             chunks.append(engine.simulate(engine.descent.with_sources(sources.rows(first, first + fit)), hooks))
         return engines.join(chunks), snapshots
@@ -134,7 +134,7 @@ class Work:
     def _write(self, place: "_Place", state: Parameters, chunk: Chunk, figures: ShardFigures) -> "_Shard":
         """Write the imprints of a file. They come last: where they are, all of it is."""
         base = midpoints = noise = None
-        if place.number == 0:
+        if place.begins:
             base = place.files.write("base", self.inputs.without_fixed({**state, **chunk.base}))
             noise = place.files.write("noise", self._cast(chunk.noise)) if chunk.noise is not None else None
         if chunk.midpoints is not None:
@@ -147,11 +147,11 @@ class Work:
         """Find what an earlier run has left of a file of imprints, if it finished it."""
         count, keeps_pair = place.rows[1] - place.rows[0], self.inputs.plan.keep_pair
         base = midpoints = noise = None
-        noise_rows = engine.choices.noise_rows if place.number == 0 else 0
+        noise_rows = engine.choices.noise_rows if place.begins else 0
         if noise_rows:
             stack = layout(engine.descent.start, noise_rows, engine.work.stored)
             noise = place.files.find("noise", None, stack, Value.mapping)
-        if place.number == 0:
+        if place.begins:
             whole = layout(self.inputs.without_fixed({**state, **engine.descent.start}))
             base = place.files.find("base", None, whole, Value.mapping)
         if keeps_pair:
@@ -160,7 +160,7 @@ class Work:
         imprints = place.files.find(
             place.name("imprints"), place.rows, engine.layout(count), partial(read_figures, count=count)
         )
-        if imprints is None or (place.number == 0) != bool(base) or keeps_pair != bool(midpoints):
+        if imprints is None or place.begins != bool(base) or keeps_pair != bool(midpoints):
             return None
         if bool(noise_rows) != bool(noise):
             return None
@@ -197,11 +197,12 @@ def count_units(inputs: Inputs, settings: Settings, workspace: Workspace[Any], r
 
 @dataclass(frozen=True)
 class _Place:
-    """Where a chunk of sources goes: the number of its file, and its rows."""
+    """Where a chunk of sources goes: the number of its file, its rows, and whether the base comes with it."""
 
     files: CheckpointFiles
     number: int
     rows: tuple[int, int]
+    begins: bool
 
     def name(self, what: str) -> str:
         return f"{what}-{self.number:05}"

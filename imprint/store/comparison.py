@@ -44,7 +44,8 @@ def difference(before: Request, now: Request, evaluate: Evaluate) -> str | None:
         return "the frozen parameters that the model shares with all checkpoints changed"
     if (index := _find_changed(before.moments, now.moments)) is not None:
         return f"the second moments of checkpoint {index} changed"
-    if before.sources != now.sources:
+    both = before.members is not None and now.members is not None
+    if (before.members != now.members) if both else (before.sources != now.sources):
         return "the sources changed (their ids, names or members)"
     if not (data := compare_training_data(before, now)).same:
         return f"the training data changed{data.remark}"

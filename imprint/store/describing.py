@@ -31,6 +31,7 @@ SCHEMA = 1
 _LONGEST = 64 << 20  # bytes
 _KEPT = 100  # changes
 _ROOM = 100  # bytes, for the checksum
+_AGAIN = f"Delete {ABOUT}, and describe the store again."
 
 
 def read_about_record(value: Value) -> About:
@@ -76,8 +77,22 @@ class _File:
     description: Description
 
 
-def read_description(folder: Path, ids: Sequence[str]) -> tuple[Description, str | None]:
-    """Read the descriptions in the folder of a store, with the checksum of their file; None where there is none."""
+def read_description(folder: Path, ids: Sequence[str], *, changed: bool = False) -> tuple[Description, str | None]:
+    """Read the descriptions in the folder of a store, with the checksum of their file; None where there is none.
+
+    changed: whether the store may have had other sources before: what is known of them is left aside.
+    """
+    whole, digest = _read_whole(folder)
+    known = set(ids)
+    if not changed and (unknown := [identity for identity in whole.about if identity not in known]):
+        raise StoreError(
+            f"{folder / ABOUT} cannot be read: it describes {unknown[0]!r}, which is no source of the store. {_AGAIN}"
+        )
+    return replace(whole, about={name: about for name, about in whole.about.items() if name in known}), digest
+
+
+def _read_whole(folder: Path) -> tuple[Description, str | None]:
+    """Read all descriptions, whichever sources the store has."""
     file = folder / ABOUT
     if not os.path.lexists(file):
         return Description({}), None
@@ -89,13 +104,9 @@ def read_description(folder: Path, ids: Sequence[str]) -> tuple[Description, str
         found = "none" if schema is None else schema.content
         raise StoreError(f"{file} has schema {found}, this version reads up to {SCHEMA}: upgrade imprint.")
     try:
-        description = read(_File, value.unsealed()).description
-        known = set(ids)
-        if unknown := [identity for identity in description.about if identity not in known]:
-            value.fail(f"it describes {unknown[0]!r}, which is no source of the store")
+        return read(_File, value.unsealed()).description, digest
     except StoreError as error:
-        raise StoreError(f"{error} Delete {ABOUT}, and describe the store again.") from error
-    return description, digest
+        raise StoreError(f"{error} {_AGAIN}") from error
 
 
 def write_description(
@@ -107,17 +118,26 @@ def write_description(
     """
     describe_sources(about, ids, names)  # what is wrong is refused before anything is touched
     with locked(folder):
-        before, _ = read_description(folder, ids)  # another process may have changed it since the store was opened
+        before, _ = read_description(folder, ids, changed=True)  # which another process may have changed meanwhile
         every = zip(ids, describe_sources(about, ids, names, before.of(ids)), strict=False)
         now = {identity: each for identity, each in every if each}
         changed = [name for name in {**before.about, **now} if before.about.get(name) != now.get(name)]
         if not changed:
             return False
-        was = {name: before.about.get(name, NOTHING) for name in changed}
-        changes = (*before.changes, Change(datetime.now(UTC).isoformat(timespec="seconds"), was))
-        forgotten = before.forgotten + max(0, len(changes) - _KEPT)
-        _write(folder, Description(now, changes[-_KEPT:], forgotten))
+        _change(folder, before, now, changed)
         return True
+
+
+def describe_changed(folder: Path, ids: Sequence[str], about: Mapping[str, About]) -> None:
+    """Describe the sources that a store has after a change, under its lock: what was known of others becomes past.
+
+    about: what is known of sources that were added.
+    """
+    whole, _ = _read_whole(folder)
+    now = {identity: found for identity in ids if (found := whole.about.get(identity) or about.get(identity))}
+    changed = [name for name in {**whole.about, **now} if whole.about.get(name) != now.get(name)]
+    if changed:
+        _change(folder, whole, now, changed)
 
 
 def describe_new(store: "Store", about: Sequence[About]) -> None:
@@ -139,6 +159,13 @@ def describe_new(store: "Store", about: Sequence[About]) -> None:
             "store.describe, changes that",
             store.path,
         )
+
+
+def _change(folder: Path, before: Description, now: dict[str, About], changed: Sequence[str]) -> None:
+    was = {name: before.about.get(name, NOTHING) for name in changed}
+    changes = (*before.changes, Change(datetime.now(UTC).isoformat(timespec="seconds"), was))
+    forgotten = before.forgotten + max(0, len(changes) - _KEPT)
+    _write(folder, Description(now, changes[-_KEPT:], forgotten))
 
 
 def _write(folder: Path, description: Description) -> None:

@@ -7,7 +7,7 @@ What a loss function does cannot be hashed: `imprint.store.probing` recognises i
 import hashlib
 import math
 import warnings
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -226,6 +226,26 @@ def of_sources(sources: Sources) -> str:
     digest = hashlib.sha256(repr((sources.ids, sources.names, sources.sizes)).encode())
     digest.update(np.concatenate(sources.members).tobytes())
     return digest.hexdigest()
+
+
+def digest_members(sources: Sources) -> tuple[str, ...]:
+    """Hash the members of each source by themselves, by which a store recognises those that it has."""
+    return tuple(hashlib.sha256(np.sort(members).tobytes()).hexdigest()[:32] for members in sources.members)
+
+
+def of_table(ids: Sequence[str], names: Sequence[str], sizes: Sequence[int], digests: Sequence[str]) -> str:
+    """Hash ids, names and members, of which only the digests are known."""
+    return hashlib.sha256(repr(tuple(map(tuple, (ids, names, sizes, digests)))).encode()).hexdigest()
+
+
+def of_members(sources: Sources) -> str:
+    """Hash the same as `of_sources`, through the digests of members that a store keeps."""
+    return of_table(sources.ids, sources.names, sources.sizes, digest_members(sources))
+
+
+def are_sources(sources: Sources, known: str) -> bool:
+    """Tell whether a hash is of these sources, whichever of the two it is."""
+    return known in (of_sources(sources), of_members(sources))
 
 
 def without_adapter(task: Task) -> Task:

@@ -8,7 +8,7 @@ import contextlib
 import math
 import platform
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
@@ -20,13 +20,14 @@ import torch
 from imprint.errors import PlanError, StoreError
 from imprint.plan import Plan, Question
 from imprint.store.checkpoint import Checkpoint, File
+from imprint.store.history import MOST, Revision
 from imprint.store.probing import ProbeValues
 from imprint.store.records import Count, NotNegative, read
 from imprint.store.request import ParameterSpec, Request, check_values
 from imprint.store.values import Value, read_json, sealed, shown
 from imprint.tensors.rows import parameters_of
 
-SCHEMA = 10
+SCHEMA = 11
 MANIFEST = "manifest.json"
 JOURNAL = "unfinished.json"  # in its place while the simulation runs
 SOURCES = "sources.json"
@@ -79,6 +80,12 @@ class Cost:
     resumed: bool
 
 
+def add_costs(costs: Sequence[Cost]) -> Cost:
+    """Add up what parts of a simulation took; the peak is that of the largest."""
+    peaks = [cost.peak_bytes for cost in costs if cost.peak_bytes is not None]
+    return Cost(sum(cost.seconds for cost in costs), max(peaks, default=None), any(cost.resumed for cost in costs))
+
+
 def versions() -> dict[str, str]:
     """Return the versions of everything a result may depend on."""
     found = {"python": platform.python_version(), "torch": torch.__version__}
@@ -94,6 +101,8 @@ class Manifest:
 
     question: what scores read from the store answer.
     shared: how many training examples belong to more than one source; None if an earlier version wrote the store.
+    history: how the store was changed since it was made, the latest at the end; `forgotten` earlier changes are no
+        longer kept.
     note: whatever the caller wanted to keep, as JSON.
     warnings: what a reader must know before believing the imprints; repeated with every result.
     """
@@ -110,6 +119,8 @@ class Manifest:
     warnings: tuple[str, ...] = ()
     versions: dict[str, str] = field(default_factory=versions)
     created: str = field(default_factory=lambda: datetime.now(UTC).isoformat(timespec="seconds"))
+    history: tuple[Revision, ...] = ()
+    forgotten: int = 0
 
     @property
     def n(self) -> int:
@@ -209,12 +220,21 @@ def _add_shared(value: Value) -> dict[str, Any]:
     return {"shared": None, **value.content}
 
 
+def _add_history(value: Value) -> dict[str, Any]:
+    """Return a manifest of schema 10, whose store could not be changed, as schema 11 has it."""
+    request = value.record("request", *(set(value.mapping()) - {"request"}))["request"].mapping()
+    content = {"members": None, **{name: item.content for name, item in request.items()}}
+    return {"history": [], "forgotten": 0, **value.content, "request": content}
+
+
 def _plain(value: Value) -> dict[str, Any]:
     return {name: item.content for name, item in value.mapping().items()}
 
 
 _UNMEASURED = {"chaos": None, "deviation": None, "start_lost": None}
-_UPGRADES: dict[int, Callable[[Value], dict[str, Any]]] = {7: _add_removals, 8: _add_runs, 9: _add_shared}
+_UPGRADES: dict[int, Callable[[Value], dict[str, Any]]] = {
+    **{7: _add_removals, 8: _add_runs, 9: _add_shared, 10: _add_history}
+}
 """For each earlier schema a function that returns the content of a manifest as the next schema has it."""
 
 
@@ -227,6 +247,8 @@ def _check_whole(manifest: Manifest, values: dict[str, Value]) -> None:
         values["question"].refuse(f"{request.plan.rules.question!r}, which the engine of the plan answers")
     if manifest.shared is not None and manifest.shared > request.n:
         values["shared"].refuse(f"at most the {request.n} training examples")
+    if len(manifest.history) > MOST:
+        values["history"].refuse(f"at most {MOST} changes")
     if len(request.states) != len(manifest.checkpoints):
         checkpoints.fail("checkpoints and request.states are not equally many")
     if not 0 < sum(checkpoint.weight for checkpoint in manifest.checkpoints) < math.inf:

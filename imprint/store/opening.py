@@ -12,6 +12,7 @@ from imprint.errors import StoreError, first_line
 from imprint.store.checkpoint import File
 from imprint.store.files import sha256
 from imprint.store.layouts import Layout, find_misfit
+from imprint.store.manifest import MANIFEST
 from imprint.store.values import shown
 
 _Stamp = tuple[int, int, int, int]
@@ -20,10 +21,12 @@ _Stamp = tuple[int, int, int, int]
 class Files:
     """The files of a store, opened for reading.
 
+    manifest: the checksum of the manifest that lists them; errors say where another has taken its place.
     sources: id and name of every source, once they are known: errors say whose imprints are in a file.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, manifest: str | None = None) -> None:
+        self._manifest = manifest
         self.folder = folder.absolute()  # a relative path holds where it was given, wherever the process goes
         self.sources: list[tuple[str, str]] = []
         self._root = str(self.folder)
@@ -31,6 +34,24 @@ class Files:
 
     def check(self, file: File) -> None:
         """Refuse a file that is missing, elsewhere, or differs from its checksum; one that was checked is not read."""
+        try:
+            self._check(file)
+        except StoreError as error:
+            if self.is_outdated():
+                raise StoreError(
+                    f"{self.folder} was changed since it was opened, and {file.path} is no longer what it was: open "
+                    "the store again."
+                ) from error
+            raise
+
+    def is_outdated(self) -> bool:
+        """Tell whether another manifest has taken the place of the one that lists the files."""
+        try:
+            return self._manifest is not None and sha256(self.folder / MANIFEST) != self._manifest
+        except OSError:
+            return False
+
+    def _check(self, file: File) -> None:
         place = self.folder / file.path
         try:
             if file.path in self._verified and self._is_unchanged(file):

@@ -270,8 +270,12 @@ def require_parts(folders: Sequence[PartsFolder], target: Path, content: str, *,
             raise StoreError(
                 f"{folder.out} holds no parts: give the folder that was the out= of the parts of {content}."
             )
-    if merged:
-        return
+    if not merged:
+        refuse_other_files(target, content)
+
+
+def refuse_other_files(target: Path, content: str) -> None:
+    """Refuse a folder that holds something else than what a killed merge has left."""
     if target.exists() and not target.is_dir():
         raise StoreError(f"{target} is a file: give a folder for {content}.")
     names = {path.name for path in target.iterdir() if not is_leftover(path)} if target.is_dir() else set()

@@ -24,11 +24,13 @@ from imprint.store.folder import PARTS
 from imprint.store.layouts import base_layout, basis_layout, imprints_layout, noise_layout
 from imprint.store.manifest import JOURNAL, LONGEST, MANIFEST, Manifest
 from imprint.store.opening import Files
-from imprint.store.signing import check_signature, warn_changed, warn_unsigned
+from imprint.store.signing import Signed, check_signature, warn_changed, warn_unsigned
+from imprint.store.table import Table
 from imprint.store.values import read_hashed
 from imprint.task import Functional, Parameters, Task
 from imprint.tensors.rows import Rows
 
+_ATTEMPTS = 10  # to open a store that other processes change meanwhile
 _RECORDING = "recording.json"  # of `imprint.recording`, which lies above this package
 
 
@@ -39,8 +41,14 @@ class Store:
 
     signed_by: a public key, or its file: a store that its owner has not signed as it is (`imprint sign`) is refused.
     origin: what `simulate` made it from (task, data, sources, run), in the process that did; empty where it was opened.
+    table: its sources as the store keeps them, with digests of their members.
     description: what is known of its sources, and what was known of them before; `about` has it in their order.
     """
+
+    signed: Signed | None
+    source_ids: tuple[str, ...]
+    source_names: tuple[str, ...]
+    source_sizes: tuple[int, ...]
 
     def __init__(self, path: str | os.PathLike[str], *, signed_by: PublicKey | None = None) -> None:
         self.path = Path(path)
@@ -65,13 +73,7 @@ class Store:
         if not complete:
             raise StoreError(f"{self.path} holds no store: there is no manifest.json (was the simulation finished?).")
         self.origin: dict[str, Any] = {}
-        value, self.sha256 = read_hashed(self.path / MANIFEST, LONGEST)
-        self.signed = None if signed_by is None else check_signature(self.path, self.sha256, signed_by)
-        self.manifest = Manifest.from_json(value)
-        self._files = Files(self.path)
-        self._compatibility = Compatibility(self.manifest, self._files)
-        self._read_sources()
-        self._read_description()
+        self._open(signed_by)
 
     @classmethod
     def of(cls, store: "Store | str | os.PathLike[str]") -> "Store":
@@ -199,7 +201,7 @@ class Store:
         Tensors are mapped from their files, and may change with them.
         """
         about = self.checkpoints[checkpoint]
-        rows = (file for files in (about.imprints, about.midpoints) for file in _find_overlapping(files, start, stop))
+        rows = (file for files in (about.imprints, about.midpoints) for file in find_overlapping(files, start, stop))
         for file in (*(f for f in (about.base, about.basis, about.noise) if f is not None), *rows):
             self._files.check_again(file)
 
@@ -208,7 +210,7 @@ class Store:
         self._files.forget()
         for file in self.manifest.files():
             self._files.check(file)
-        read_description(self.path, self.source_ids)
+        read_description(self.path, self.source_ids, changed=bool(self.manifest.history))
         for index, checkpoint in enumerate(self.checkpoints):
             if checkpoint.base is not None:
                 self._files.check_layout(checkpoint.base, base_layout(self.manifest))
@@ -220,31 +222,43 @@ class Store:
                 first, last = file.rows or (0, 0)
                 self._files.check_layout(file, imprints_layout(self.manifest, index, last - first))
 
+    def _open(self, signed_by: PublicKey | None) -> None:
+        """Read what the store says of itself; begin anew where another process has changed it meanwhile."""
+        for _ in range(_ATTEMPTS):
+            value, self.sha256 = read_hashed(self.path / MANIFEST, LONGEST)
+            self._files = Files(self.path, self.sha256)
+            try:
+                self.signed = None if signed_by is None else check_signature(self.path, self.sha256, signed_by)
+                self.manifest = Manifest.from_json(value)
+                self._compatibility = Compatibility(self.manifest, self._files)
+                self._read_sources()
+                self._read_description()
+                return
+            except StoreError:
+                if not self._files.is_outdated():
+                    raise
+        raise StoreError(f"{self.path} is being changed again and again: open it once that is over.")
+
     def _read_sources(self) -> None:
         """Read the table of sources: as many as the shards have rows, each with an id of its own."""
         self._files.check(self.manifest.sources)
         table, digest = read_hashed(self.path / self.manifest.sources.path)
         if digest != self.manifest.sources.sha256:
             table.fail("it was changed while it was read")
-        columns = table.record("ids", "names", "sizes")
-        ids, names, sizes = columns["ids"].texts(), columns["names"].texts(), columns["sizes"].wholes(1)
-        if not 0 < len(ids) == len(names) == len(sizes):
-            table.fail(f"it has {len(ids)} ids, {len(names)} names and {len(sizes)} sizes, which must be equally many")
-        if len(set(ids)) < len(ids):
-            table.fail("two sources have the same id")
-        if max(sizes) > self.n:
-            table.fail(f"a source has {max(sizes)} examples, more than the training data ({self.n})")
+        self.table = Table.read(table, self.n)
+        ids, names = self.table.ids, self.table.names
         for checkpoint in self.checkpoints:
             for files in (checkpoint.imprints, checkpoint.midpoints):
                 rows = files[-1].rows if files else None
                 if rows is not None and rows[1] != len(ids):
                     table.fail(f"it has {len(ids)} sources, but {files[-1].path} ends with row {rows[1] - 1}")
-        self.source_ids, self.source_names, self.source_sizes = ids, names, sizes
+        self.source_ids, self.source_names, self.source_sizes = ids, names, self.table.sizes
         self._files.sources = list(zip(ids, names, strict=True))
 
     def _read_description(self) -> None:
         """Read what is known of the sources, as it was signed if the store was opened with a key."""
-        self.description, self.description_sha256 = read_description(self.path, self.source_ids)
+        changed = bool(self.manifest.history)
+        self.description, self.description_sha256 = read_description(self.path, self.source_ids, changed=changed)
         self._about = self.description.of(self.source_ids)
         if self.signed is not None:
             self.signed.check_description(self.path, self.description_sha256)
@@ -267,7 +281,7 @@ class Store:
     ) -> Parameters:
         """Load rows of the tensors in `dtypes`, from all the files that have some."""
         pieces: dict[str, list[torch.Tensor]] = {}
-        for file in _find_overlapping(files, start, stop):
+        for file in find_overlapping(files, start, stop):
             first, last = file.rows or (0, 0)
             with self._files.open(file, imprints_layout(self.manifest, checkpoint, last - first)) as tensors:
                 for name, dtype in dtypes.items():
@@ -276,7 +290,7 @@ class Store:
         return {name: torch.cat(parts) if len(parts) > 1 else parts[0] for name, parts in pieces.items()}
 
 
-def _find_overlapping(files: tuple[File, ...], start: int, stop: int) -> Iterator[File]:
+def find_overlapping(files: tuple[File, ...], start: int, stop: int) -> Iterator[File]:
     """Go through those of some files, in the order of their rows, that have rows from `start` up to `stop`."""
     for file in files[max(0, bisect_right(files, start, key=_first_row) - 1) :]:
         if _first_row(file) >= stop:

@@ -107,6 +107,9 @@ class Request:
         them beside the parameters.
     recording: identifies the recorded run that was repeated.
     runs: the training run that each checkpoint is of, counted from 0. Imprints do not depend on it, their errors do.
+    sources, members: hashes of ids, names and members of the sources, the second from the digests of members that the
+        store keeps: it can still be taken when sources are dropped. Earlier versions had only the first; where sources
+        were dropped or stores merged, both are the second.
     """
 
     n: Count
@@ -124,6 +127,7 @@ class Request:
     buffers: dict[str, ParameterSpec] = field(default_factory=dict)
     recording: Checksum | None = None
     runs: tuple[int, ...] = ()
+    members: Checksum | None = None
 
     @property
     def displaced(self) -> dict[str, ParameterSpec]:

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 SIGNATURE = "signature.json"
-_VALIDATION = "validation.json"  # of `imprint.validation`, which lies above this package
+VALIDATION = "validation.json"  # of `imprint.validation`, which lies above this package
 _KIND = "imprint store"
 _LONGEST = 1 << 16  # bytes
 _AGAIN = "If you changed it, sign it again."
@@ -69,7 +69,7 @@ def sign_store(store: "Store", key: PrivateKey) -> Path:
     about = {
         "kind": _KIND,
         "store": store.sha256,
-        "validation": _hash(place / _VALIDATION),
+        "validation": _hash(place / VALIDATION),
         "description": store.description_sha256,
         "time": datetime.now(UTC).isoformat(timespec="seconds"),
         "key": identify_key(signer.public_key()),
@@ -105,14 +105,14 @@ def check_signature(folder: Path, store: str, signer: PublicKey) -> Signed:
     found = Signed(identify_key(key), about["store"].text(), validation, description)
     if store != found.store:
         raise StoreError(f"{folder}: the store was changed after it was signed. {_AGAIN}")
-    found.check_validation(folder, _hash(folder / _VALIDATION))
+    found.check_validation(folder, _hash(folder / VALIDATION))
     return found
 
 
-def warn_unsigned(folder: Path) -> None:
+def warn_unsigned(folder: Path, what: str = "its sources were described") -> None:
     """Say that the signature of a store does not cover what has just been changed in it, if it has one."""
     if (folder / SIGNATURE).exists():
-        logger.warning("%s was signed before its sources were described: sign it again (`imprint sign`)", folder)
+        logger.warning("%s was signed before %s: sign it again (`imprint sign`)", folder, what)
 
 
 def warn_changed(folder: Path, digest: str | None) -> None:

@@ -23,7 +23,7 @@ from imprint.errors import DataError, StoreError, first_line
 from imprint.sources import Sources
 from imprint.store.checkpoint import Checkpoint, Decided, File
 from imprint.store.comparison import Evaluate, compare_training_data, difference
-from imprint.store.files import LOCK, Lock, clear_leftovers, find_leftovers, sha256, write, write_tensors
+from imprint.store.files import LOCK, Lock, clear_leftovers, find_leftovers, sha256, write_tensors
 from imprint.store.finished import FILES, Finished
 from imprint.store.folder import make_folder, write_sealed
 from imprint.store.layouts import Layout, find_misfit
@@ -32,6 +32,7 @@ from imprint.store.probing import ProbeValues
 from imprint.store.records import read
 from imprint.store.request import Request
 from imprint.store.structure import flatten
+from imprint.store.table import Table
 from imprint.store.values import Value, parsed, read_json
 from imprint.task import Batch, Parameters
 
@@ -55,6 +56,8 @@ class Workspace(ABC, Generic[Whole]):
 
     record, content: the file that makes it complete, and what it holds, in words.
     is_whole: whether the imprints of all sources come into it.
+    otherwise: what to do about a folder with another request, in words.
+    begins: whether what comes with the first sources of a checkpoint does, such as its base.
     request: everything the result depends on. A folder with a different request is refused, and the error names the
         first difference. A folder with the same request is resumed or, if it is complete, returned by `finished`.
     evaluate: evaluates the task on given training examples, to compare it with a request that has different probes.
@@ -66,6 +69,8 @@ class Workspace(ABC, Generic[Whole]):
     record: ClassVar[str]
     content: ClassVar[str]
     is_whole: ClassVar[bool] = True
+    begins: bool = True
+    otherwise: ClassVar[str] = "Give another folder, or delete it"
 
     def __init__(
         self, path: Path, request: Request, evaluate: Evaluate, check: CheckChoices, *, temporary: bool = False
@@ -102,6 +107,10 @@ class Workspace(ABC, Generic[Whole]):
     def finish(self, manifest: Manifest) -> Whole:
         """Write what makes the folder complete, and return what it now holds."""
 
+    def simulates(self, index: int) -> bool:
+        """Tell whether a checkpoint is simulated here."""
+        return True
+
     def chunks(self, count: int) -> range:
         """Return which of so many chunks of sources are to be simulated here."""
         return range(count)
@@ -127,8 +136,7 @@ class Workspace(ABC, Generic[Whole]):
             raise StoreError(f"{error} Delete {self.path} to begin anew.") from error
         if different := difference(request, self.request, self._evaluate):
             raise StoreError(
-                f"{self.path} holds an unfinished simulation of something else: {different}. Give another folder, or "
-                "delete it."
+                f"{self.path} holds an unfinished simulation of something else: {different}. {self.otherwise}."
             )
         compare_training_data(request, self.request).warn()
         self.request = request  # its losses may differ from ours in the last digit, and the manifest must not
@@ -232,9 +240,7 @@ class Workspace(ABC, Generic[Whole]):
 
     def sources(self, sources: Sources) -> File:
         """Write the table of sources."""
-        table = json.dumps({"ids": sources.ids, "names": sources.names, "sizes": sources.sizes})
-        parsed(table.encode(), self.path / SOURCES)  # what could not be read again is not written
-        write(self.path / SOURCES, lambda path: path.write_text(table))
+        Table.of(sources).write(self.path / SOURCES)
         return self._describe_file(SOURCES)
 
     def probes(self, batch: Batch, values: ProbeValues) -> Probes | None:

@@ -120,7 +120,7 @@ def shorten_hash(digest: bytes) -> int:
 def list_outcomes(store: Store) -> tuple[Outcome, ...]:
     """Return how the validations of a store ended so far; none where they cannot be read."""
     try:
-        before = read_validation(store)
+        before = _read_latest(store)
     except StoreError:
         return ()
     return () if before is None else (*before.earlier, before.verdict.outcome)
@@ -137,7 +137,19 @@ def write_validation(store: Store, validation: Validation) -> None:
 
 
 def read_validation(store: Store) -> Validation | None:
-    """Read the validation of a store; None where it has none. One of another store is refused."""
+    """Read the validation of a store; None where it has none, or was changed since. One of another store is refused."""
+    validation = _read_latest(store)
+    return validation if validation is not None and validation.store == store.sha256 else None
+
+
+def find_outdated(store: Store) -> Validation | None:
+    """Return the validation of a store as it was before it was changed; None where it has none, or one that counts."""
+    validation = _read_latest(store)
+    return validation if validation is not None and validation.store != store.sha256 else None
+
+
+def _read_latest(store: Store) -> Validation | None:
+    """Read the latest validation of a store, or of one of its earlier versions."""
     file = store.path / VALIDATION
     value, digest = read_hashed(file, _LONGEST) if file.exists() else (None, None)
     if store.signed is not None:
@@ -152,6 +164,8 @@ def read_validation(store: Store) -> Validation | None:
         validation = read(_File, value.unsealed()).validation
     except StoreError as error:
         raise StoreError(f"{error} Delete {VALIDATION}, or validate the store again.") from error
+    if validation.store in (earlier for revision in store.manifest.history for earlier in revision.before):
+        return validation
     if validation.store != store.sha256:
         raise StoreError(f"{file} is the validation of another store than {store.path}: delete it, and validate again.")
     _check_whole(validation, store, value)

@@ -20,7 +20,7 @@ def test_help_has_every_option_and_an_example(name: str, command: Command) -> No
 
 def test_help_lists_the_commands(command: Command) -> None:
     assert set(COMMANDS) == {
-        *("demo", "check", "simulate", "merge", "attribute", "inside", "compare", "suspects"),
+        *("demo", "check", "simulate", "update", "drop", "merge", "attribute", "inside", "compare", "suspects"),
         *("inspect", "describe", "verify", "validate"),
         *("export", "retrain", "evaluate", "bench", "sweep", "keys", "sign", "credit"),
     }

@@ -22,6 +22,7 @@ from imprint import (
     Store,
     StoreError,
     attribute,
+    drop,
     simulate,
     validate,
 )
@@ -30,7 +31,7 @@ from imprint.evaluation.subsets import Subsets
 from imprint.evaluation.witnessing import draw_sets, draw_strata
 from imprint.recording.reading import Recording
 from imprint.store.folder import write_sealed
-from imprint.validation.record import VALIDATION, read_validation
+from imprint.validation.record import VALIDATION, find_outdated, read_validation
 from imprint.validation.witnesses import verify_witnesses
 from tests.evaluation.truths import TRAINING, N, points, task, together
 
@@ -377,3 +378,17 @@ def test_a_changed_validation_and_damaged_witnesses_are_named(replayed: Path, tm
     (store.path / VALIDATION).write_text(text.replace('"seed": 0', '"seed": 1'))
     with pytest.raises(StoreError, match="was changed after it was written"):
         read_validation(store)
+
+
+def test_a_validation_counts_until_the_store_is_changed(
+    run: Recording, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    store = simulate(task(), DATA, SOURCES, run=run, out=tmp_path / "store", **QUIET)
+    validate(store, points(10, 1), **QUIET)
+    left = drop(store, store.source_ids[0], **QUIET)
+    assert "was validated before it was changed: validate it again" in caplog.text
+    assert read_validation(left) is None and find_outdated(left) is not None
+    assert attribute(task(), left, ASKED, **QUIET).labels.validation is None
+    again = validate(left, points(10, 1), seed=1, **QUIET)
+    assert again.validation.earlier == ("undecided",), "what was tried before still counts as tried"
+    assert read_validation(left) == again.validation and find_outdated(left) is None

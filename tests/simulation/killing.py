@@ -1,7 +1,10 @@
 """Simulations that die, of every kind of plan, and what they leave."""
 
 import json
+import os
 import random
+import shutil
+import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -59,6 +62,27 @@ def die_until_done(attempt: Callable[[Advance], object], longest: int) -> None:
             return
         except Killed:
             continue
+
+
+def kill_before_change(changes: int) -> None:
+    """Have this process killed before the change of the file system after so many."""
+    left = iter(range(changes))
+
+    def counted(call: Callable[..., Any]) -> Callable[..., Any]:
+        def counting(*given: Any, **options: Any) -> Any:
+            if next(left, None) is None:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return call(*given, **options)
+
+        return counting
+
+    for owner, names in {
+        Path: ("rename", "replace", "unlink", "rmdir", "mkdir"),
+        os: ("link", "fsync"),
+        shutil: ("rmtree",),
+    }.items():
+        for name in names:
+            setattr(owner, name, counted(getattr(owner, name)))
 
 
 def dies_at(share: float) -> Advance:

@@ -1,20 +1,17 @@
 """Processes that make parts at the same time, and merges that are killed anywhere."""
 
 import multiprocessing
-import os
 import shutil
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from imprint import Store, StoreError, merge
-from tests.simulation.killing import PLANS, contents, run, run_part
+from tests.simulation.killing import PLANS, contents, kill_before_change, run, run_part
 
 ROOT = Path(__file__).parents[2]
 MAKES = """
@@ -73,23 +70,7 @@ def test_a_part_that_is_killed_is_gone_on_with(tmp_path: Path) -> None:
 
 def merge_until(folder: Path, changes: int) -> None:
     """Merge, and be killed before the change of the file system after so many."""
-    left = iter(range(changes))
-
-    def counted(call: Callable[..., Any]) -> Callable[..., Any]:
-        def counting(*given: Any, **options: Any) -> Any:
-            if next(left, None) is None:
-                os.kill(os.getpid(), signal.SIGKILL)
-            return call(*given, **options)
-
-        return counting
-
-    for owner, names in {
-        Path: ("rename", "replace", "unlink", "rmdir", "mkdir"),
-        os: ("link", "fsync"),
-        shutil: ("rmtree",),
-    }.items():
-        for name in names:
-            setattr(owner, name, counted(getattr(owner, name)))
+    kill_before_change(changes)
     merge(folder, progress=False)
 
 

@@ -66,7 +66,7 @@ def swap_sources(folder: Path) -> None:
     """Exchange two sources and seal the store again, so that every checksum fits."""
     store = folder / "store"
     table = json.loads((store / "sources.json").read_text())
-    for name in ("ids", "names", "sizes"):
+    for name in ("ids", "names", "sizes", "members"):
         table[name][0], table[name][1] = table[name][1], table[name][0]
     (store / "sources.json").write_text(json.dumps(table))
     manifest = json.loads((store / "manifest.json").read_text())

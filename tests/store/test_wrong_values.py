@@ -111,7 +111,12 @@ TABLES: dict[str, tuple[dict[str, Any], str]] = {
     "same id": ({"ids": ["ann", "ann", "cid"]}, "two sources have the same id"),
     "lengths": ({"names": ["ann", "bob"]}, "it has 3 ids, 2 names and 3 sizes"),
     "no sources": ({"ids": [], "names": [], "sizes": []}, "it has 0 ids"),
-    "one more": ({"ids": [*"abcd"], "names": [*"abcd"], "sizes": [1] * 4}, "it has 4 sources, but .* ends with row 2"),
+    "one more": (
+        {"ids": [*"abcd"], "names": [*"abcd"], "sizes": [1] * 4, "members": ["0" * 32] * 4},
+        "it has 4 sources, but .* ends with row 2",
+    ),
+    "members of others": ({"members": ["0" * 32] * 2}, "it must have a digest of 32 digits for each of its 3 sources"),
+    "no digest": ({"members": ["0"] * 3}, "it must have a digest of 32 digits"),
     "size of none": ({"sizes": [3, 0, 2]}, r"sizes\[1\] must be a whole number of at least 1, got 0"),
     "size beyond all": ({"sizes": [3, 13, 2]}, r"a source has 13 examples, more than the training data \(12\)"),
     "number for a name": ({"names": ["ann", 2, "cid"]}, r"names\[1\] must be a text, got 2"),

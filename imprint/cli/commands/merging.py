@@ -1,4 +1,4 @@
-"""Implements `imprint merge`: joins the parts of a store or of a ground truth."""
+"""Implements `imprint merge`: joins the parts of a store or of a ground truth, or several stores."""
 
 import re
 from collections.abc import Sequence
@@ -30,7 +30,7 @@ def merge(
         typer.Argument(
             metavar="FOLDER...",
             help="The folder that was `--out` of the parts; or several of them, if the parts were made on machines "
-            "without a common file system.",
+            "without a common file system. Or stores of one base.",
         ),
     ],
     out: Annotated[
@@ -41,6 +41,8 @@ def merge(
 ) -> None:
     """Merge the parts that `simulate --part` or `retrain --part` made into one verified store or ground truth.
 
+    Or merge several stores of the same data, checkpoints and plan, with other sources, into a new one.
+
     All parts must be there and of the same simulation, and every file is compared with its checksum; what is missing,
     damaged or different is named. The result is complete at once or not at all: if the command is interrupted, run it
     again. Parts in the folder of the result are removed in the end, those in other folders stay.
@@ -50,6 +52,8 @@ def merge(
     - `imprint merge runs/news`
 
     - `imprint merge machine-1/news machine-2/news --out runs/news`, for parts that were copied from several machines
+
+    - `imprint merge runs/news runs/books --out runs/both`, for two stores of one base
     """
     target = folders[0] if out is None else out
     if (target / TRUTH).is_file() or any(read_shared(PartsFolder(folder)) for folder in folders):

@@ -1,0 +1,174 @@
+"""Writes a new version of a store: other sources from rows that exist, in the folder that holds the version before.
+
+The manifest is replaced last, and as a whole: whoever opens the store, and whatever is killed, finds one version or the
+other. Files of the version before stay until the next change.
+"""
+
+import logging
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime
+
+from imprint.about import About
+from imprint.errors import SourcesError, StoreError
+from imprint.runtime.progress import Advance, Progress
+from imprint.simulation.concluding import conclude
+from imprint.sources import find_source
+from imprint.store.assembling import Assembly, Origin, Row, clear_unused, describe_file
+from imprint.store.checkpoint import ShardFigures
+from imprint.store.describing import describe_changed
+from imprint.store.folder import locked
+from imprint.store.history import MOST, Kind, Revision, extend_history
+from imprint.store.manifest import Manifest, versions
+from imprint.store.reading import Store
+from imprint.store.signing import VALIDATION, warn_unsigned
+from imprint.store.table import Table
+from imprint.store.writing import write_manifest
+
+logger = logging.getLogger(__name__)
+EARLIER = (
+    "was made by a version that did not keep by what the members of sources are recognised: call imprint.update with "
+    "all of its sources first, or `imprint update`, which adds that"
+)
+
+
+@dataclass(frozen=True)
+class Next:
+    """The next version of a store, in the same folder; made under the lock of the store.
+
+    store: the version that is there.
+    """
+
+    store: Store
+
+    @property
+    def origin(self) -> Origin:
+        """The imprints that the store has."""
+        return Origin.of(self.store.path, self.store.manifest)
+
+    @property
+    def suffix(self) -> str:
+        """What the names of new files end with: no earlier version has used it."""
+        manifest = self.store.manifest
+        return f"-r{len(manifest.history) + manifest.forgotten + 1}"
+
+    def write(
+        self,
+        manifest: Manifest,
+        origins: Sequence[Origin],
+        rows: Sequence[Row],
+        table: Table,
+        kind: Kind,
+        about: Mapping[str, About] | None = None,
+        progress: bool | Advance = True,
+    ) -> Store:
+        """Put rows together, and replace the manifest by one of these sources; return the new version.
+
+        manifest: of the new version, but for the files of imprints, the figures, the table and the history.
+        rows: the sources, as rows of the origins, of which the store is the first.
+        about: what is known of sources that were added.
+        """
+        path, before = self.store.path, self.store.manifest
+        assembled, figures = assemble(Assembly(path, origins, self.suffix), manifest, rows, progress)
+        file = before.sources
+        if table != self.store.table:
+            table.write(path / f"sources{self.suffix}.json")
+            file = describe_file(path, f"sources{self.suffix}.json")
+        added, dropped = _compare(self.store.table, table)
+        more = len(manifest.checkpoints) - len(before.checkpoints)
+        entry = describe_change(kind, (self.store.sha256,), added, dropped, more)
+        history, forgotten = extend_history(before.history, before.forgotten, entry)
+        assembled = replace(assembled, sources=file, history=history, forgotten=forgotten)
+        write_manifest(path, conclude(assembled, figures, [(before, origins[0].files)]))
+        describe_changed(path, table.ids, about or {})
+        warn_unsigned(path, "it was changed")
+        if (path / VALIDATION).exists():
+            logger.warning("%s was validated before it was changed: validate it again (`imprint validate`)", path)
+        return Store(path)
+
+
+def assemble(
+    assembly: Assembly, manifest: Manifest, rows: Sequence[Row], progress: bool | Advance
+) -> tuple[Manifest, list[Sequence[ShardFigures]]]:
+    """Put rows together at all checkpoints; return the manifest with their files, and what these say."""
+    done, figures = list(manifest.checkpoints), list[Sequence[ShardFigures]]()
+    used = sum(checkpoint.decided is not None for checkpoint in done)
+    with closing(Progress("writing", len(rows) * used, "rows", progress)) as bar:
+        for index, checkpoint in enumerate(done):
+            figures.append([])
+            if checkpoint.decided is not None:
+                imprints, midpoints, figures[-1] = assembly.put_together(index, rows, bar.advance)
+                done[index] = replace(checkpoint, imprints=imprints, midpoints=midpoints)
+    return replace(manifest, checkpoints=tuple(done)), figures
+
+
+def _compare(before: Table, now: Table) -> tuple[list[str], list[str]]:
+    """Return the ids that were added and dropped; one whose members are others was both."""
+    was, found = before.by_id(), now.by_id()
+    added = [name for name in now.ids if not now.is_same(found[name], before, was.get(name))]
+    dropped = [name for name in before.ids if not now.is_same(found.get(name), before, was[name])]
+    return added, dropped
+
+
+def describe_change(
+    kind: Kind, before: tuple[str, ...], added: Sequence[str], dropped: Sequence[str], checkpoints: int = 0
+) -> Revision:
+    """Return the entry of the history for a change that is made now."""
+    return Revision(
+        *(datetime.now(UTC).isoformat(timespec="seconds"), kind, before, len(added), len(dropped)),
+        *(tuple(added[:MOST]), tuple(dropped[:MOST]), checkpoints, versions()),
+    )
+
+
+@contextmanager
+def changing(store: Store | str | os.PathLike[str]) -> Iterator[Next]:
+    """Keep other processes from changing a store, and remove what changes before have left."""
+    opened = Store.of(store)
+    with locked(opened.path):
+        found = Store(opened.path)  # another process may have changed it since it was opened
+        clear_unused(found.path, found.manifest)
+        yield Next(found)
+
+
+def drop(
+    store: Store | str | os.PathLike[str],
+    sources: str | Sequence[str],
+    *,
+    erase: bool = False,
+    progress: bool | Advance = True,
+) -> Store:
+    """Drop sources from a store; return its new version.
+
+    sources: their ids, or names that only one has.
+    erase: whether to remove the files of the version before at once. By default they stay until the next change, so
+        that whoever has the store open can go on reading.
+
+    Neither the task nor the data is needed. The training data stays what it was: a dropped source was trained on, and
+    gets no more credit.
+    """
+    with changing(store) as version:
+        before, table = version.store, version.store.table
+        if not table.members:
+            raise StoreError(f"{before.path} {EARLIER}.")
+        given = [sources] if isinstance(sources, str) else list(sources)
+        gone = {find_source(each, table.ids, table.names) for each in given}
+        kept = [place for place in range(len(table)) if place not in gone]
+        if not given:
+            raise SourcesError("there are no sources to drop: give their ids.")
+        if not kept:
+            raise SourcesError(f"these are all {len(table)} sources of {before.path}: delete the folder instead.")
+        left = table.select(kept)
+        request = replace(before.manifest.request, sources=left.sha256, members=left.sha256)
+        shared = before.manifest.shared and None  # how many of those that are left overlap, only their members tell
+        manifest = replace(before.manifest, request=request, shared=shared)
+        made = version.write(manifest, [version.origin], [(0, each) for each in kept], left, "dropped", None, progress)
+        if erase:
+            clear_unused(made.path, made.manifest)
+    if isinstance(store, Store):
+        made.origin = {**store.origin, "before": store}  # a temporary folder lives as long as its first store
+        if (known := made.origin.get("sources")) is not None:
+            places = {identity: place for place, identity in enumerate(known.ids)}
+            made.origin["sources"] = known.select([places[identity] for identity in made.source_ids])
+    return made

@@ -1,0 +1,84 @@
+"""The folder in which what a store lacks is simulated, inside the store: new sources, or new checkpoints.
+
+Everything about the simulation comes from the store: how its checkpoints were settled, and the basis that imprints
+are kept on. The folder is resumed like that of any simulation, and removed once the store has its next version.
+"""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import ClassVar
+
+from imprint.store.checkpoint import Checkpoint, File
+from imprint.store.comparison import Evaluate
+from imprint.store.files import sync, temporary_folder
+from imprint.store.manifest import Manifest
+from imprint.store.parts import refuse_damaged
+from imprint.store.reading import Store
+from imprint.store.request import Request
+from imprint.store.workspace import CheckChoices, Workspace
+
+UPDATE = "update"
+
+
+class Supplement(Workspace[Manifest]):
+    """What a store lacks, while it is simulated; its record is never written, and nothing is read from it but files.
+
+    checkpoints: those that are simulated. The store has those before them.
+    """
+
+    record = "supplement.json"
+    content = "what the store lacks"
+    otherwise = "Finish that update first, or delete this folder"
+    is_whole: ClassVar[bool] = False
+
+    def __init__(
+        self, store: Store, request: Request, evaluate: Evaluate, check: CheckChoices, checkpoints: range
+    ) -> None:
+        self._store, self._checkpoints, self._sound = store, checkpoints, set[str]()
+        self.begins = checkpoints.start > 0
+        super().__init__(store.path / UPDATE, request, evaluate, check)
+        self.begin()  # a checkpoint that the store has is never settled here, and so would not be noted
+
+    def _open_finished(self) -> Manifest:
+        raise NotImplementedError  # there is no record
+
+    def finish(self, manifest: Manifest) -> Manifest:
+        """Return what was simulated; its files stay until the store has them."""
+        self._lock.release()
+        return manifest
+
+    def simulates(self, index: int) -> bool:
+        return index in self._checkpoints
+
+    def settled(self, index: int) -> Checkpoint | None:
+        """Return how the store simulated a checkpoint; a new one is settled here."""
+        if index >= len(self._store.checkpoints):
+            return super().settled(index)
+        found = self._store.checkpoints[index]
+        measured = replace(found.measured, norms=None, linearity=None, lost=None)  # which are of all sources
+        return replace(found, measured=measured, base=None, imprints=(), midpoints=(), basis=None, noise=None)
+
+    def _locate(self, name: str, rows: tuple[int, int] | None) -> tuple[Path, File] | None:
+        file = self._find_basis(name)
+        return super()._locate(name, rows) if file is None else (self._store.path / name, file)
+
+    def _place(self, name: str) -> Path:
+        return super()._place(name) if self._find_basis(name) is None else self._store.path / name
+
+    def _find_basis(self, name: str) -> File | None:
+        """Find the basis of a checkpoint that the store has; refuse a damaged one."""
+        bases = (checkpoint.basis for checkpoint in self._store.checkpoints)
+        file = next((basis for basis in bases if basis is not None and basis.path == name), None)
+        if file is not None and name not in self._sound:
+            refuse_damaged(self._store.path / name, file, f"restore {self._store.path} from a copy")
+            self._sound.add(name)
+        return file
+
+
+def remove_supplement(store: Path) -> None:
+    """Remove the folder at once: a process that is killed meanwhile leaves nothing that looks like one."""
+    place = store / UPDATE
+    if place.is_dir() and not place.is_symlink():
+        with temporary_folder(store) as folder:
+            place.rename(folder / UPDATE)
+            sync(store)

@@ -1,0 +1,33 @@
+"""Bringing stores up to date from a terminal."""
+
+from pathlib import Path
+
+from imprint import Store
+from tests.cli.commands import MODEL, Command
+
+TWO = MODEL.replace('by_label(["times", "post", "[blog]"] * 4)', 'groups({"times": [0, 3], "post": [1, 4]})')
+
+
+def test_a_store_gains_loses_and_merges_sources(command: Command, empty: Path) -> None:
+    (empty / "model.py").write_text(MODEL)
+    (empty / "two.py").write_text(TWO)
+    assert command("simulate", "two.py:task", "--out", "store", "--no-check").code == 0
+    unnamed = command("update", "store")
+    assert unnamed.code == 1 and "imprint update store two.py:task" in unnamed.err
+    refused = command("update", "store", "model.py:task")
+    assert refused.code == 1 and "times, post had other members" in refused.err and "(--drop)" in refused.err
+    updated = command("update", "store", "model.py:task", "--drop")
+    assert updated.code == 0, updated.err
+    assert "2 sources dropped (times, post), 3 sources added ([blog], post, times)" in " ".join(updated.out.split())
+    assert command("update", "store", "model.py:task", "--json").values["history"][0]["added"] == 3
+    left = command("drop", "store", "[blog]", "times", "--erase", "--json").values
+    assert left["sources"] == 1 and [each["kind"] for each in left["history"]] == ["updated", "dropped"]
+    shown = command("inspect", "store")
+    assert shown.code == 0 and "2 sources dropped ([blog], times)" in " ".join(shown.out.split())
+    command("simulate", "two.py:task", "--out", "other", "--no-check")
+    assert command("drop", "other", "post").code == 0
+    merged = command("merge", "store", "other", "--out", "both")
+    assert merged.code == 0, merged.err
+    assert Store("both").source_ids == ("post", "times") and "2 stores merged" in merged.out
+    missing = command("drop", "store", "tmies")
+    assert missing.code == 1 and "there is no source 'tmies'" in missing.err
