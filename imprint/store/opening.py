@@ -12,6 +12,8 @@ from imprint.errors import StoreError, first_line
 from imprint.store.checkpoint import File
 from imprint.store.files import sha256
 from imprint.store.layouts import Layout, find_misfit
+from imprint.store.parts import is_sound
+from imprint.store.remote import Fetch
 from imprint.store.values import shown
 
 _Stamp = tuple[int, int, int, int]
@@ -20,10 +22,12 @@ _Stamp = tuple[int, int, int, int]
 class Files:
     """The files of a store, opened for reading.
 
+    fetch: brings a file from where the folder is a copy of, if it is one.
     sources: id and name of every source, once they are known: errors say whose imprints are in a file.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, fetch: Fetch | None = None) -> None:
+        self._fetch = fetch
         self.folder = folder.absolute()  # a relative path holds where it was given, wherever the process goes
         self.sources: list[tuple[str, str]] = []
         self._root = str(self.folder)
@@ -31,10 +35,12 @@ class Files:
 
     def check(self, file: File) -> None:
         """Refuse a file that is missing, elsewhere, or differs from its checksum; one that was checked is not read."""
+        if file.path in self._verified and self._is_unchanged(file):
+            return
+        if self._fetch is not None and not is_sound(self.folder / file.path, file):
+            self._fetch(file.path)
         place = self.folder / file.path
         try:
-            if file.path in self._verified and self._is_unchanged(file):
-                return
             if not place.is_file():
                 raise StoreError(f"{place} is missing: the store is damaged{self._name_sources(file)}.")
             if not Path(os.path.realpath(place)).is_relative_to(os.path.realpath(self.folder)):
