@@ -4,7 +4,6 @@ import contextlib
 import inspect
 import logging
 import os
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -51,7 +50,7 @@ def retrain(
     """
     request, work = _prepare(train, task, queries, subsets, runs, seed, data, batch_size, collate_fn)
     runs, seeds = request["runs"], work.seeds
-    folder = None if out is None else TruthFolder(Path(out))
+    folder = None if out is None else TruthFolder(out)
     bar = Progress("retraining", len(seeds) * work.units, work.unit, progress)
     with folder.opened(request, subsets) if folder else contextlib.nullcontext() as found, contextlib.closing(bar):
         rows = folder.read_values(found) if folder and found else {}

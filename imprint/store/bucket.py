@@ -24,10 +24,8 @@ _SECRET = re.compile(r"SECRET|KEY|TOKEN|PASSWORD|CREDENTIAL|SAS|SIGNATURE", re.I
 _QUERY = re.compile(r"\?\S+")
 _LONG = 200  # characters of an error's reason
 _WAIT = 10.0  # seconds, for another process that replaces an object of a file: address
-_OPTIONS: dict[str, Any] = {
-    "client_options": {"timeout": "120s", "connect_timeout": "10s"},
-    "retry_config": {"max_retries": 8},
-}
+_RETRIES: Any = {"max_retries": 8}
+_PLAIN = ("AWS_ALLOW_HTTP", "AZURE_ALLOW_HTTP", "GOOGLE_ALLOW_HTTP")
 
 
 class Known(NamedTuple):
@@ -218,6 +216,12 @@ def _connect(address: Address) -> Any:
         if address.scheme == "file":
             return store.LocalStore(prefix=address.path, mkdir=True)
         made: Any = {"s3": store.S3Store, "gs": store.GCSStore, "az": store.AzureStore}[address.scheme]
-        return made(address.bucket, prefix=address.path, **_OPTIONS)
+        return made(address.bucket, prefix=address.path, client_options=_choose_options(), retry_config=_RETRIES)
     except (exceptions.BaseError, OSError, ValueError) as error:
         raise StoreError(f"{address} cannot be opened: {describe_failure(error)}.") from None
+
+
+def _choose_options() -> Any:
+    """Return the options of requests, which hide what the environment says of plain HTTP."""
+    plain = any(os.environ.get(name, "").lower() in ("1", "true") for name in _PLAIN)
+    return {"timeout": "120s", "connect_timeout": "10s", "allow_http": plain}

@@ -8,6 +8,7 @@ import hashlib
 import os
 from bisect import bisect_right
 from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -27,10 +28,12 @@ from imprint.store.manifest import JOURNAL, LONGEST, MANIFEST, Manifest
 from imprint.store.opening import Files
 from imprint.store.remote import Mirror
 from imprint.store.signing import check_signature, warn_unsigned
+from imprint.store.uploading import editing
 from imprint.store.values import read_hashed
 from imprint.task import Functional, Parameters, Task
 from imprint.tensors.rows import Rows
 
+_BESIDE = ("about.json", "signature.json", "validation.json")
 _RECORDING = "recording.json"  # of `imprint.recording`, which lies above this package
 
 
@@ -134,11 +137,24 @@ class Store:
         An empty description removes what was known, and sources that are not named keep theirs. Imprints, validation
         and the checksum of the store stay as they are. A signature covers descriptions: sign the store again.
         """
-        changed = write_description(self.path, self.source_ids, self.source_names, about)
+        with self.editing():
+            changed = write_description(self.path, self.source_ids, self.source_names, about)
         self.signed = None if changed else self.signed
         self._read_description()
         if changed:
             warn_unsigned(self.path)
+
+    def editing(self, *, replaced: str | None = None) -> "AbstractContextManager[None]":
+        """Write to files beside those of the store, in `path`; what changed takes effect in its bucket, if any.
+
+        replaced: a folder of which everything is written again.
+        """
+        return editing(self.mirror, *_BESIDE, replaced=replaced)
+
+    def bring(self, file: Path) -> None:
+        """Have a file that lies beside the store on this machine, if the store is in a bucket and has it."""
+        if self.mirror is not None:
+            self.mirror.bring_to(file)
 
     @property
     def warnings(self) -> tuple[str, ...]:

@@ -5,6 +5,7 @@ those of its tensors that were asked for. `uploading` writes such a folder. Ever
 address, through `locate`, `Mirror` or `Upload`, at the edges.
 """
 
+import contextlib
 import os
 import stat
 from collections.abc import Callable
@@ -14,7 +15,7 @@ from imprint.errors import StoreError
 from imprint.store.addresses import Address, is_address, parse_address
 from imprint.store.bucket import Bucket, Object
 from imprint.store.contents import CONTENTS, LONGEST, Contents, Entry
-from imprint.store.files import sha256
+from imprint.store.files import Lock, sha256
 from imprint.store.parts import place_file
 
 Fetch = Callable[[str], None]
@@ -46,7 +47,11 @@ class Mirror:
         contents = self.look()
         if contents is None or not contents.files:
             raise StoreError(f"there is nothing at {self.address}: no list of files, {CONTENTS}, is there.")
-        self._forget(contents)
+        with contextlib.suppress(StoreError):  # a process of this machine writes there, and what it has is not listed
+            lock = Lock(self.cache) if self.cache.is_dir() else None
+            self._forget(contents)
+            if lock is not None:
+                lock.release()
         for entry in contents.files:
             if whole or not entry.path.endswith(LATER):
                 self.bring(entry, self.folder)
@@ -80,6 +85,12 @@ class Mirror:
 
         return fetch
 
+    def bring_to(self, place: Path) -> None:
+        """Put a file of the folder into its place, if the folder has it."""
+        entry = self.contents.find(place.relative_to(self.folder).as_posix()) if self.contents else None
+        if entry is not None:
+            self.bring(entry, self.folder)
+
     def bring(self, entry: Entry, folder: Path) -> None:
         """Put a file of the list into a folder: from the cache if it is there as it was written, or by download."""
         place = folder / entry.path
@@ -112,7 +123,22 @@ def open_whole(place: str | os.PathLike[str]) -> Path:
     return Mirror(place).open(whole=True).folder if is_address(place) else Path(place)
 
 
-def refuse_address(place: str | os.PathLike[str], what: str, advice: str) -> None:
-    """Refuse the address of a bucket where only a folder will do."""
-    if is_address(place):
-        raise StoreError(f"{parse_address(place)} is in a bucket, and {what}: {advice}.")
+def has_file(place: str | os.PathLike[str], name: str) -> bool:
+    """Tell whether there is a file of a name in a folder, or at an address."""
+    if not is_address(place):
+        return (Path(place) / name).is_file()
+    contents = Mirror(place).look()
+    return contents is not None and contents.find(name) is not None
+
+
+def has_anything(place: str | os.PathLike[str]) -> bool:
+    """Tell whether there is something at a path or an address."""
+    if not is_address(place):
+        return Path(place).exists()
+    contents = Mirror(place).look()
+    return contents is not None and bool(contents.files)
+
+
+def name_place(place: str | os.PathLike[str]) -> str:
+    """Return how messages name a folder or an address."""
+    return str(parse_address(place)) if is_address(place) else str(place)

@@ -13,12 +13,13 @@ import shutil
 import socket
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
 from imprint.errors import StoreError
 from imprint.store.bucket import Known
+from imprint.store.checkpoint import INSIDE
 from imprint.store.contents import CONTENTS, Contents, Entry
 from imprint.store.files import Lock, sha256, write
 from imprint.store.remote import LATER, WORK, Mirror, is_cached
@@ -34,11 +35,12 @@ class Upload:
 
     folder: what is in the bucket and more, on this machine. What an earlier process left here is kept if it was the
         last to write to the bucket; otherwise everything is brought from there.
-    whole: False brings plain values alone, where the rest is not written again.
+    editing: changes a few files beside those of a complete store, in the folder from which it is read.
     """
 
-    def __init__(self, mirror: Mirror, *, whole: bool = True) -> None:
-        self.mirror, self.folder = mirror, mirror.cache / WORK
+    def __init__(self, mirror: Mirror, *, editing: bool = False) -> None:
+        self.mirror, self._editing = mirror, editing
+        self.folder = mirror.folder if editing else mirror.cache / WORK
         mirror.cache.mkdir(parents=True, exist_ok=True)
         self._local = Lock(mirror.cache)
         self._guard, self._ended = threading.Lock(), threading.Event()
@@ -53,11 +55,11 @@ class Upload:
             before = mirror.look()
             self._tag = mirror.found.tag if mirror.found else None
             self._refuse_other(before, own)
-            if before is None or before.writer != own:  # others have gone on from there, or nothing is there any more
-                shutil.rmtree(self.folder, ignore_errors=True)
+            if before is None or before.writer != own:  # others have gone on, or nothing is there any more
+                shutil.rmtree(mirror.cache / WORK, ignore_errors=True)
             self._swap(replace(before or Contents.begin(), writer=own, who=who, held=True))
             self.folder.mkdir(parents=True, exist_ok=True)
-            self._bring(whole)
+            self._bring()
         except BaseException:
             with contextlib.suppress(StoreError):
                 if self._contents.held:
@@ -79,10 +81,10 @@ class Upload:
             )
         logger.warning("%s was left by %s, and is taken over", self.mirror.address, found.who)
 
-    def _bring(self, whole: bool) -> None:
+    def _bring(self) -> None:
         """Bring what is missing here; what is here is as new as in the bucket, or newer."""
         for entry in self._contents.files:
-            if (whole or not entry.path.endswith(LATER)) and not (self.folder / entry.path).exists():
+            if not self._editing and not (self.folder / entry.path).exists():
                 self.mirror.bring(entry, self.folder)
 
     def has(self, path: str) -> bool:
@@ -124,6 +126,28 @@ class Upload:
             _move(self.folder / entry.path, self.mirror.folder / entry.path, entry)
         shutil.rmtree(self.folder, ignore_errors=True)
         self._local.release()
+
+    def finish_editing(self, beside: Collection[str], replaced: str | None) -> None:
+        """Upload what has changed beside a complete store, and end.
+
+        beside: the files and folders that may have changed.
+        replaced: the one of them of which everything is on this machine; of the others, tensors may not be.
+        """
+        here = [path for path in self._list_here() if path.split("/")[0] in beside]
+        with self._guard:
+            entries = {path: self._upload(path) for path in here}
+            for entry in self._contents.files:
+                top = entry.path.split("/")[0]
+                if top not in beside or (entry.path.endswith(LATER) and top != replaced):
+                    entries.setdefault(entry.path, entry)
+            self._swap(replace(self._contents.having(entries.values(), only=True), held=False))
+        self._end()
+        self.mirror.contents = self._contents
+        self._local.release()
+
+    def _list_here(self) -> list[str]:
+        paths = (place.relative_to(self.folder).as_posix() for place in self.folder.rglob("*") if place.is_file())
+        return sorted(path for path in paths if INSIDE.fullmatch(path))
 
     def close(self) -> None:
         """Let others write; whoever resumes finds what was uploaded, and this machine what it has besides."""
@@ -185,9 +209,8 @@ class Upload:
         """Write the list from time to time, so that others see that this process is alive."""
         while not self._ended.wait(min(1.0, SILENCE / 8)):
             waited = time.monotonic() - self._swapped
-            if self._lost or waited < (
-                max(1.0, _PATIENCE * self._took) if self._pending or self._written else SILENCE / 4
-            ):
+            is_due = bool(self._pending or self._written)
+            if self._lost or waited < (max(1.0, _PATIENCE * self._took) if is_due else SILENCE / 4):
                 continue
             try:
                 with self._guard:
@@ -196,6 +219,35 @@ class Upload:
             except StoreError as error:  # the next upload says what is wrong, if it still is
                 logger.debug("%s", error)
                 self._swapped = time.monotonic()
+
+
+def begin_upload(place: str | os.PathLike[str], content: str, *records: str) -> Upload:
+    """Begin to write to an address; refuse one that holds something else than `content`, in words.
+
+    records: the files of which one says that it holds that.
+    """
+    mirror = Mirror(place)
+    contents = mirror.look()
+    if contents is not None and contents.files and not any(contents.find(name) for name in records):
+        raise StoreError(f"{mirror.address} holds something else: give a new folder for {content}.")
+    return Upload(mirror)
+
+
+@contextlib.contextmanager
+def editing(mirror: Mirror | None, *beside: str, replaced: str | None = None) -> Iterator[None]:
+    """Have what is changed beside a complete store, in its folder on this machine, take effect in its bucket.
+
+    Without a mirror the folder is the store's own. After an error nothing has changed in the bucket.
+    """
+    if mirror is None:
+        yield
+        return
+    upload = Upload(mirror, editing=True)
+    try:
+        yield
+        upload.finish_editing({*beside, *filter(None, [replaced])}, replaced)
+    finally:
+        upload.close()
 
 
 def _identify(cache: Path) -> str:

@@ -16,7 +16,7 @@ from imprint.store.manifest import JOURNAL, MANIFEST, Manifest
 from imprint.store.reading import Store
 from imprint.store.remote import Mirror
 from imprint.store.request import Request
-from imprint.store.uploading import Upload
+from imprint.store.uploading import Upload, begin_upload
 from imprint.store.values import parsed
 from imprint.store.workspace import CheckChoices, Workspace
 
@@ -50,9 +50,7 @@ class Writer(Workspace[Store]):
         contents = mirror.look()
         if contents is not None and contents.find(MANIFEST) is not None:
             return mirror.open().folder
-        if contents is not None and contents.files and contents.find(JOURNAL) is None:
-            raise StoreError(f"{mirror.address} holds something else: give a new folder for the store.")
-        self._upload = Upload(mirror)
+        self._upload = begin_upload(self._out, self.content, JOURNAL)
         return self._upload.folder
 
     def _open_finished(self) -> Store:
