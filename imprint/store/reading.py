@@ -53,7 +53,7 @@ class Store:
     def __init__(
         self, path: str | os.PathLike[str], *, signed_by: PublicKey | None = None, within: "Store | None" = None
     ) -> None:
-        self.mirror = within.mirror if within else Mirror(path).open() if is_address(path) else None
+        self.mirror: Mirror | None = within.mirror if within else Mirror(path).open() if is_address(path) else None
         self.path = self.mirror.folder if self.mirror and not within else Path(path)
         self.place = str(self.mirror.address_of(self.path) if self.mirror else self.path)
         self._refuse_incomplete()
