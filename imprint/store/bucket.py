@@ -19,7 +19,9 @@ from imprint.store.addresses import Address
 from imprint.store.files import Lock, sync, temporary_folder
 from imprint.store.values import clipped
 
+_CLOCK = "unfinished.clock"
 _PIECE = 32 << 20  # bytes that are downloaded at once
+_LONGEST = 256 << 20  # bytes of an object that is replaced as a whole
 _SECRET = re.compile(r"SECRET|KEY|TOKEN|PASSWORD|CREDENTIAL|SAS|SIGNATURE", re.IGNORECASE)
 _QUERY = re.compile(r"\?\S+")
 _LONG = 200  # characters of an error's reason
@@ -152,8 +154,18 @@ class Bucket:
                 "processes could overwrite each other's work."
             ) from error
         except (exceptions.AlreadyExistsError, exceptions.PreconditionError, FileNotFoundError):
-            now = self.read(name, len(content))  # a repeated request may be told of its own first attempt
+            now = self.read(name, _LONGEST)  # a repeated request may be told of its own first attempt
             return now.tag if now is not None and now.content == content else None
+
+    def tag(self, name: str) -> str | None:
+        """Return what identifies the present version of an object; None if there is none."""
+        import obstore
+
+        with self._explained("read", name):
+            try:
+                return str(obstore.head(self._client, name)["e_tag"])
+            except FileNotFoundError:
+                return None
 
     @contextlib.contextmanager
     def _alone(self) -> Iterator[None]:
@@ -173,6 +185,13 @@ class Bucket:
             yield
         finally:
             lock.release()
+
+    def now(self) -> float:
+        """Return the time by the clock that dates objects; that of this machine may be minutes off."""
+        self.upload(_CLOCK, b".")
+        found = self.read(_CLOCK, 1)
+        self.delete(_CLOCK)
+        return time.time() if found is None else found.written  # another process has just done the same
 
     def delete(self, name: str) -> None:
         """Delete an object that nothing refers to any more; it does no harm if that fails."""

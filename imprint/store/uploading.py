@@ -73,7 +73,7 @@ class Upload:
         """Refuse to write where somebody else is at work."""
         if found is None or not found.held or found.writer == own or self.mirror.found is None:
             return
-        silent = time.time() - self.mirror.found.written
+        silent = self.mirror.bucket.now() - self.mirror.found.written
         if silent < SILENCE:
             raise StoreError(
                 f"{self.mirror.address} is being written to by {found.who}: wait for it. If it was killed, its claim "
@@ -161,8 +161,9 @@ class Upload:
                     self.mirror.bucket.delete(CONTENTS)
         except StoreError as error:
             logger.warning("%s", error)
-        self._end()
-        self._local.release()
+        finally:  # interrupted a second time, too: what goes on claiming the address would keep everybody out
+            self._end()
+            self._local.release()
 
     def _end(self) -> None:
         self._ended.set()
@@ -181,6 +182,7 @@ class Upload:
             raise StoreError(f"{place} cannot be read: {error.strerror or error}.") from error
         entry = self._contents.plan(path, Known(digest, size), self._objects)
         if self._contents.find(path) != entry:
+            self._refuse_taken_over()  # before an object is overwritten, and not only before the list is
             self.mirror.bucket.upload(entry.object, content)
             self._written.add(entry.object)
         return entry
@@ -192,14 +194,25 @@ class Upload:
         contents = replace(contents, number=contents.number + 1)
         tag = self.mirror.bucket.swap(CONTENTS, contents.to_bytes(), self._tag)
         if tag is None:
-            self._lost = f"another process has taken over writing to {self.mirror.address}: this one cannot go on."
-            self._refuse_lost()
+            self._lose()
         self._tag, self._contents, before = tag, contents, self._objects | self._written
         self._objects, self._written = {entry.object for entry in contents.files}, set()
         for name in before - self._objects:
             self.mirror.bucket.delete(name)
         self._swapped = time.monotonic()
         self._took = self._swapped - began
+
+    def _refuse_taken_over(self) -> None:
+        """Refuse to go on if the list is not as this process wrote it: it was stopped so long that another one writes.
+
+        What that one has uploaded may lie in objects of the same names, which must stay as its list says.
+        """
+        if self.mirror.bucket.tag(CONTENTS) != self._tag:
+            self._lose()
+
+    def _lose(self) -> None:
+        self._lost = f"another process has taken over writing to {self.mirror.address}: this one cannot go on."
+        self._refuse_lost()
 
     def _refuse_lost(self) -> None:
         if self._lost:
