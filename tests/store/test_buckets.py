@@ -2,7 +2,6 @@
 
 import json
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -97,7 +96,7 @@ def _kill_after(monkeypatch: pytest.MonkeyPatch, puts: int) -> list[str]:
 
 
 @pytest.fixture
-def small_shards(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def small_shards(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two sources in a file, and a list after every file."""
     from imprint.store.workspace import Workspace
 
@@ -108,7 +107,6 @@ def small_shards(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(
         Workspace, "bound", lambda self, d, n: replace(real(self, d, n), rows_per_file=2, rows_at_once=2)
     )
-    return
 
 
 def test_a_store_in_a_bucket_has_the_bytes_and_scores_of_a_local_one(url: str, tmp_path: Path, cache: Cache) -> None:
@@ -134,7 +132,12 @@ def test_shards_are_downloaded_when_they_are_needed_and_once(
     cache.move("two")
     loaded: list[str] = []
     real = Bucket.download
-    monkeypatch.setattr(Bucket, "download", lambda self, n, k, p: (loaded.append(n), real(self, n, k, p))[1])
+
+    def download(self: Bucket, name: str, known: Known, place: Path) -> None:
+        loaded.append(name)
+        real(self, name, known, place)
+
+    monkeypatch.setattr(Bucket, "download", download)
     store = imprint.Store(url)
     assert set(loaded) == {MANIFEST, "sources.json"}
     _scores(store)
