@@ -12,13 +12,15 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet --constr
 
 # An environment of its own for the serving engine that long tests start.
 VLLM := .venv-vllm
+# And one for the S3 server that system tests start.
+S3 := .venv-s3
 
 # SLICE and MINUTES: a part of the long tests, as in SLICE=3/8, and after how many minutes no more of them are started.
 SLICE ?=
 MINUTES ?=
 FAST := -m "not system and not wide and not long" --ignore tests/attacks -n $(WORKERS) --dist worksteal
 
-.PHONY: demo test coverage test-system test-long serving-engine lint docs release-check clean
+.PHONY: demo test coverage test-system test-long serving-engine s3-server lint docs release-check clean
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/.report
@@ -32,7 +34,7 @@ coverage: lint
 	$(BIN)/pytest $(FAST) --cov --cov-report=term
 
 # Processes that are killed, signals, mounts, servers and browsers; and claims on more architectures, plans and pages.
-test-system: $(VENV)/.test
+test-system: $(VENV)/.test $(S3)/.ready
 	$(BIN)/pytest -m "(system or wide) and not long" --ignore tests/attacks -n $(WORKERS) --dist worksteal tests
 
 # Corpora, load and attacks.
@@ -41,6 +43,9 @@ test-long: $(VENV)/.test
 
 # vLLM for CPUs, whose requirements clash with ours; TORCH_INDEX matters here too. With it, test-long starts servers on 127.0.0.1.
 serving-engine: $(VLLM)/.ready
+
+# An S3 server in memory, whose requirements clash with ours. With it, test-system starts one on 127.0.0.1.
+s3-server: $(S3)/.ready
 
 lint: $(VENV)/.test
 	$(BIN)/ruff check .
@@ -57,7 +62,7 @@ release-check: $(VENV)/.release
 	$(BIN)/python tests/release.py dist -- --constraint constraints.txt $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
 
 clean:
-	rm -rf $(VENV) $(VLLM) site dist imprint-demo .coverage .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) $(VLLM) $(S3) site dist imprint-demo .coverage .mypy_cache .ruff_cache .pytest_cache .hypothesis
 
 $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
@@ -91,4 +96,10 @@ $(VLLM)/.ready: requirements/vllm.txt
 		$(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
 	$(VLLM)/bin/python -m pip --disable-pip-version-check install --quiet --no-deps --requirement $<
 	$(VLLM)/bin/python -c "import vllm.entrypoints.openai.api_server"
+	touch $@
+
+$(S3)/.ready: requirements/s3.txt
+	$(PYTHON) -m venv $(S3)
+	$(S3)/bin/python -m pip --disable-pip-version-check install --quiet --no-deps --requirement $<
+	$(S3)/bin/python -c "import moto.server"
 	touch $@

@@ -1,7 +1,6 @@
 """Renders ground truth, and scores compared with it."""
 
 from collections.abc import Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rich.console import Group, RenderableType
@@ -17,7 +16,7 @@ if TYPE_CHECKING:
     from imprint.evaluation.truth import Truth
 
 
-def render_truth(truth: "Truth", path: Path) -> RenderableType:
+def render_truth(truth: "Truth", path: str) -> RenderableType:
     """Render what a ground truth holds."""
     runs, subsets, queries = truth.values.shape
     what = "random halves" if truth.subsets.kind == "halves" else "all data, and removals from it"

@@ -11,6 +11,7 @@ from imprint.readout.reader import list_readouts
 from imprint.recording.header import read_header
 from imprint.recording.journal import read_journal
 from imprint.store.reading import Store
+from imprint.store.remote import name_place, open_whole
 from imprint.validation.record import find_outdated, read_validation
 
 
@@ -23,7 +24,7 @@ def inspect_store(store: Store) -> dict[str, Any]:
         decided = None if checkpoint.decided is None else asdict(checkpoint.decided)
         checkpoints.append({**entry, "decided": decided, "measured": asdict(checkpoint.measured)})
     return {
-        "path": str(store.path),
+        "path": store.place,
         "sources": len(store),
         "n": store.n,
         "largest_sources": [
@@ -85,11 +86,12 @@ def _bytes_per_source(store: Store) -> int:
 
 def inspect_recording(path: Path) -> dict[str, Any]:
     """Return what a recording holds, finished or not, as JSON values; the class of its optimiser is not needed."""
-    header = read_header(path)
-    steps = [entry.step for entry in read_journal(path, header.groups, header.n)]
+    folder = open_whole(path)
+    header = read_header(folder)
+    steps = [entry.step for entry in read_journal(folder, header.groups, header.n)]
     losses = [[batch.loss for batch in step.batches] for step in (steps[:1] + steps[-1:])]
     return {
-        "path": str(path),
+        "path": name_place(path),
         "recording": header.sha256 if header.finished else None,
         "finished": header.finished,
         "steps": len(steps),

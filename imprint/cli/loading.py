@@ -31,6 +31,7 @@ from imprint.plan import Plan, engine_for
 from imprint.runtime.threads import set_threads
 from imprint.simulation.recorded import open_run, settle_states
 from imprint.sources import Sources
+from imprint.store.addresses import is_address
 from imprint.store.parts import PartsFolder, Share
 from imprint.store.request import DTYPES
 from imprint.store.shared_plan import agree_on_plan, find_plan
@@ -139,7 +140,7 @@ class Objects:
         if named is None:
             return None
         _ = self.task  # first: the function that returns the task may train and record it
-        is_string = ":" in named and not Path(named).exists()
+        is_string = ":" in named and not is_address(named) and not Path(named).exists()
         return open_run(self._find("run", named) if is_string else named)
 
     @cached_property

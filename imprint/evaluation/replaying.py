@@ -228,7 +228,7 @@ def _keep_runs(out: str | os.PathLike[str] | None, request: dict[str, Any], work
         with tempfile.TemporaryDirectory(prefix="imprint-replays-") as folder:
             yield _KeptRuns(work, about, Path(folder), None)
         return
-    files = TruthFolder(Path(out))
+    files = TruthFolder(out)
     with files.opened(request, work.subsets) as found:
         about = {**(found or about), "runs": max((found or about)["runs"], request["runs"])}
         kept = _KeptRuns(work, about, files.path, files)

@@ -5,7 +5,6 @@ import inspect
 import logging
 import os
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -63,7 +62,7 @@ def retrain(
         if not (parts := open_folder(out)).holds(TRUTH):
             return _retrain_on(executor, parts, given, work, progress)
         TruthPart(work, request, Share(1, 1), parts.out).make(progress)  # refuses what was begun without parts
-    folder = None if out is None else TruthFolder(Path(out))
+    folder = None if out is None else TruthFolder(out)
     bar = Progress("retraining", len(seeds) * work.units, work.unit, progress)
     with folder.opened(request, subsets) if folder else contextlib.nullcontext() as found, contextlib.closing(bar):
         rows = folder.read_values(found) if folder and found else {}

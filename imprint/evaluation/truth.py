@@ -35,15 +35,19 @@ from imprint.evaluation.subsets import Subsets
 from imprint.plan import Question
 from imprint.sources import Sources
 from imprint.statistics import ROUNDING
+from imprint.store.addresses import is_address
 from imprint.store.files import refuse_unreadable, write_tensors
 from imprint.store.fingerprint import changed, compare_data, of_sources
 from imprint.store.folder import PARTS, locked, make_folder, write_sealed
 from imprint.store.manifest import versions
+from imprint.store.remote import open_whole
+from imprint.store.uploading import Upload, begin_upload
 from imprint.store.values import Value, read_json, sealed
 
 logger = logging.getLogger(__name__)
 TRUTH = "truth.json"
 SUBSETS = "subsets.safetensors"
+_CONTENT = "the ground truth"
 SCHEMA = 4
 SEEDED, NAMED, ASKED = 2, 3, 4  # the first schema with today's seeds; whose values name their truth; with a question
 PROBES = {"losses": "loss on probe example", "measures": "F at random parameters of query"}
@@ -145,8 +149,8 @@ class Truth:
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> "Truth":
-        """Read a folder of ground truth. Incomplete runs are left out, with a warning."""
-        folder = TruthFolder(Path(path))
+        """Read a folder of ground truth, or one in a bucket. Incomplete runs are left out, with a warning."""
+        folder = TruthFolder(open_whole(path))
         request = folder.read_request()
         runs, subsets, count = (request[key] for key in ("runs", "subsets", "queries"))
         trained, kept = folder.read_subsets(request), folder.read_values(request)
@@ -173,21 +177,46 @@ class Truth:
 
 
 class TruthFolder:
-    """The files of a ground truth."""
+    """The files of a ground truth.
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
+    place: its folder, or the address of one in a bucket, which is written in a folder on this machine.
+    """
+
+    def __init__(self, place: str | os.PathLike[str]) -> None:
+        self._place = place
+        self._upload: Upload | None = None
+        self.path = Path(place)
 
     @contextlib.contextmanager
     def opened(self, request: dict[str, Any], subsets: Subsets) -> Iterator[dict[str, Any] | None]:
         """Lock the folder for writing; return what it records of the same request, or None."""
-        make_folder(self.path, "the ground truth", TRUTH)
-        with locked(self.path):
-            kept = self.read_request() if (self.path / TRUTH).is_file() else None
-            if kept is not None:
-                self.compare(kept, request)
-                self._write_subsets(subsets)
-            yield kept
+        with self._uploading():
+            make_folder(self.path, _CONTENT, TRUTH)
+            with locked(self.path):
+                kept = self.read_request() if (self.path / TRUTH).is_file() else None
+                if kept is not None:
+                    self.compare(kept, request)
+                    self._write_subsets(subsets)
+                yield kept
+
+    @contextlib.contextmanager
+    def _uploading(self) -> Iterator[None]:
+        """Upload what is written meanwhile, if the ground truth is in a bucket."""
+        if not is_address(self._place):
+            yield
+            return
+        self._upload = begin_upload(self._place, _CONTENT, TRUTH)
+        self.path = self._upload.folder
+        try:
+            yield
+            values = sorted(place.name for place in self.path.glob("values-*.safetensors"))
+            self._upload.finish([*values, SUBSETS, TRUTH])
+        finally:
+            self._upload.close()
+
+    def _publish(self, *names: str) -> None:
+        if self._upload is not None:
+            self._upload.push(*names)
 
     def compare(self, kept: dict[str, Any], wanted: dict[str, Any]) -> None:
         """Refuse another request than the recorded one, except for the number of runs."""
@@ -207,6 +236,7 @@ class TruthFolder:
         if not (self.path / TRUTH).is_file() or self.read_request() != about:
             write_sealed(self.path / TRUTH, about)
         self._write_subsets(subsets)
+        self._publish(SUBSETS, TRUTH)
 
     def _write_subsets(self, subsets: Subsets) -> None:
         if not (self.path / SUBSETS).is_file():
@@ -251,6 +281,7 @@ class TruthFolder:
         metadata = {"sha256": _hash(values), "truth": _identity(about), "models": f"{models.start}-{models.stop - 1}"}
         file = self.path / f"values-{models.start:06}.safetensors"
         write_tensors(file, {"values": values}, metadata)
+        self._publish(file.name)
 
     def read_values(self, about: dict[str, Any]) -> dict[int, Tensor]:
         """Read the values of the finished models, by their number, in order."""

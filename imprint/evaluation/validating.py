@@ -29,7 +29,14 @@ from imprint.store.fingerprint import of_batches
 from imprint.store.folder import locked
 from imprint.store.reading import Store
 from imprint.task import Task
-from imprint.validation.record import Validation, list_outcomes, remove_validation, write_examples, write_validation
+from imprint.validation.record import (
+    WITNESSES,
+    Validation,
+    list_outcomes,
+    remove_validation,
+    write_examples,
+    write_validation,
+)
 from imprint.validation.verdict import SEEDS, judge
 from imprint.validation.witnesses import find_uncounted, predict_removals, read_effects
 
@@ -129,7 +136,7 @@ def validate(
         queries, device=made.task.device, batch_size=batch_size, collate_fn=made.collate_queries(queries)
     )
     draw = np.random.default_rng(derive_seed(seed, VALIDATION))
-    with locked(store.path):
+    with store.editing(replaced=WITNESSES), locked(store.path):
         earlier = list_outcomes(store)
         remove_validation(store)  # whatever happens from here on, no verdict stands without its witnesses
         given = iter([batch for _, batch in batches])

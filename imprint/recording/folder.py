@@ -1,6 +1,7 @@
 """The folder of a recording while it is written: locked, resumable after any interruption, with few checkpoints."""
 
 import contextlib
+import os
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,15 +15,18 @@ from imprint.recording.header import RECORD, Conditions, Header, Kept, read_head
 from imprint.recording.journal import STEPS, Entry, Journal, Position, read_journal
 from imprint.recording.records import Circumstances, Step
 from imprint.recording.settings import describe_groups
+from imprint.store.addresses import is_address
 from imprint.store.checkpoint import File
 from imprint.store.files import Lock, clear_leftovers, sha256
 from imprint.store.folder import make_folder
+from imprint.store.uploading import begin_upload
 
 _MOST = 8  # checkpoints between start and end, where the recorder chooses
 _HELD = (
     "is held by an earlier RunRecorder of this process: call its close() to resume the recording with a new one, or "
     "its finish() if the training is over"
 )
+_CONTENT = "the recording"
 _SHORTEST = 10  # steps between two of them
 
 
@@ -55,12 +59,19 @@ class RecordingFolder:
 
     header: what is known of the run; None in a new folder until `begin`.
     entries: the steps that an unfinished recording already has; empty once the run goes on.
+    place: a folder, or the address of one in a bucket: there a run is uploaded with each checkpoint, and at its end.
     """
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        make_folder(path, "the recording", RECORD)
-        self._lock = Lock(path, advice=_HELD)
+    def __init__(self, place: str | os.PathLike[str]) -> None:
+        self.place = place
+        self._upload = begin_upload(place, _CONTENT, RECORD) if is_address(place) else None
+        self.path = path = Path(place) if self._upload is None else self._upload.folder
+        try:
+            make_folder(path, _CONTENT, RECORD)
+            self._lock = Lock(path, advice=_HELD)
+        except BaseException:
+            self._leave()
+            raise
         try:
             clear_leftovers(path)
             self._journal = Journal(path)
@@ -70,7 +81,7 @@ class RecordingFolder:
                 refuse_finished(path, self.header)
                 self.entries = read_journal(path, self.header.groups, self.header.n)
         except BaseException:
-            self._lock.release()
+            self.release()
             raise
 
     @property
@@ -88,6 +99,7 @@ class RecordingFolder:
         self._journal.resume([])
         self.header = replace(header, checkpoints=(write_checkpoint(self.path, 0, model, optimiser, header.groups),))
         self.header.write(self.path)
+        self._publish()
 
     def go_back(self, step: int) -> Position | None:
         """Drop all steps and checkpoints after a step; return where that one left the order of the data."""
@@ -143,6 +155,21 @@ class RecordingFolder:
             checkpoints=(*kept, latest), seconds=seconds, settings=describe_groups(optimiser), schedule=schedule
         )
         self._remove(removed)
+        self._publish()
+
+    def _publish(self) -> None:
+        """Upload the run up to its latest checkpoint."""
+        if self._upload is not None:
+            self._upload.push(*self._list_files(), now=True)
+
+    def _list_files(self) -> list[str]:
+        """List the files that a resumed or repeated run needs, the record last."""
+        files = [file.path for kept in self.require_header().checkpoints for file in kept.files]
+        return [*files, *([STEPS] if (self.path / STEPS).exists() else []), RECORD]
+
+    def _leave(self) -> None:
+        if self._upload is not None:
+            self._upload.close()
 
     def finish(self, seconds: float) -> None:
         """Declare the recording complete, after so many seconds of training."""
@@ -150,11 +177,14 @@ class RecordingFolder:
         place = self.path / STEPS
         journal = File(STEPS, sha256(place), place.stat().st_size)
         self._replace(finished=True, journal=journal, seconds=seconds)
-        self.release()
+        self._lock.release()
+        if self._upload is not None:
+            self._upload.finish(self._list_files())
 
     def release(self) -> None:
         """Let other processes in."""
         self._lock.release()
+        self._leave()
 
     def _replace(self, **fields: Any) -> None:
         self.header = replace(self.require_header(), **fields)

@@ -14,12 +14,14 @@ from imprint.recording.records import Circumstances, OptimiserState, Step
 from imprint.recording.settings import find_class
 from imprint.store.files import sha256
 from imprint.store.fingerprint import DataPrint, of_tensors
+from imprint.store.remote import open_whole
 from imprint.task import Parameters, Task
 
 
 class Recording:
     """Reads the recording of a training run that `RunRecorder` has finished.
 
+    path: its folder, or the address of one in a bucket, which is downloaded as a whole.
     optimiser: the class of the run's optimiser, if it is none of torch.optim.
 
     >>> import tempfile, torch
@@ -38,7 +40,7 @@ class Recording:
     """
 
     def __init__(self, path: str | os.PathLike[str], optimiser: type[Optimizer] | None = None) -> None:
-        self.path = Path(path)
+        self.path = open_whole(path)
         self._header = _read_finished(self.path)
         self._optimiser = find_class(self._header.optimiser, optimiser)
         self._steps = _read_steps(self.path, self._header)

@@ -6,7 +6,6 @@ import time
 import warnings
 from collections.abc import Iterator
 from itertools import chain
-from pathlib import Path
 from typing import Any
 
 from torch import Tensor, nn
@@ -72,7 +71,7 @@ class RunRecorder:
             raise PlanError(f"every must be a number of steps of at least 1, got {every!r}.")
         if not isinstance(seed, int) or not 0 <= seed < 2**63:
             raise PlanError(f"seed must be a whole number of at least 0, got {seed!r}.")
-        self.folder, self._every, self._seed = Path(folder), every, seed
+        self._every, self._seed = every, seed
         self._subject = Subject(model, optimiser, scheduler)
         examples = None if data is None else Data(data, device="cpu", collate_fn=collate_fn)
         self._data = None if examples is None else of_data(examples)
@@ -89,7 +88,8 @@ class RunRecorder:
         self._seconds, self._since = 0.0, 0.0
         self._recording: Recording | None = None
         self._hooks: list[Any] = []
-        self._files = RecordingFolder(self.folder)
+        self._files = RecordingFolder(folder)
+        self.folder = self._files.path
         try:
             self._prepare(step)
         except BaseException:
@@ -350,7 +350,7 @@ class RunRecorder:
         if header.checkpoints[-1].step != self.steps:
             self._keep()
         self._files.finish(self._seconds)
-        self._recording = Recording(self.folder, type(self.optimiser))
+        self._recording = Recording(self._files.place, type(self.optimiser))
         self.close()
         return self._recording
 

@@ -126,6 +126,10 @@ def describe_change(
 def changing(store: Store | str | os.PathLike[str]) -> Iterator[Next]:
     """Keep other processes from changing a store, and remove what changes before have left."""
     opened = Store.of(store)
+    if opened.mirror is not None:
+        raise StoreError(
+            f"{opened.place} is in a bucket, where stores are not changed: simulate its sources at another address."
+        )
     with locked(opened.path):
         found = Store(opened.path)  # another process may have changed it since it was opened
         clear_unused(found.path, found.manifest)

@@ -25,6 +25,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from imprint.errors import StoreError
+from imprint.store.addresses import is_address, parse_address
 
 try:
     import fcntl
@@ -139,6 +140,8 @@ def find_nearest_folder(out: str | os.PathLike[str] | None) -> Path:
     """Find the existing folder in which `out` will be made; without `out`, that of temporary files."""
     if out is None:
         return Path(tempfile.gettempdir())
+    if is_address(out):
+        out = parse_address(out).cache
     place = Path(out).absolute().parent
     while not place.exists() and place != place.parent:
         place = place.parent

@@ -13,6 +13,8 @@ from imprint.store.checkpoint import File
 from imprint.store.files import sha256
 from imprint.store.layouts import Layout, find_misfit
 from imprint.store.manifest import MANIFEST
+from imprint.store.parts import is_sound
+from imprint.store.remote import Fetch
 from imprint.store.values import shown
 
 _Stamp = tuple[int, int, int, int]
@@ -22,11 +24,12 @@ class Files:
     """The files of a store, opened for reading.
 
     manifest: the checksum of the manifest that lists them; errors say where another has taken its place.
+    fetch: brings a file from where the folder is a copy of, if it is one.
     sources: id and name of every source, once they are known: errors say whose imprints are in a file.
     """
 
-    def __init__(self, folder: Path, manifest: str | None = None) -> None:
-        self._manifest = manifest
+    def __init__(self, folder: Path, manifest: str | None = None, fetch: Fetch | None = None) -> None:
+        self._manifest, self._fetch = manifest, fetch
         self.folder = folder.absolute()  # a relative path holds where it was given, wherever the process goes
         self.sources: list[tuple[str, str]] = []
         self._root = str(self.folder)
@@ -52,10 +55,12 @@ class Files:
             return False
 
     def _check(self, file: File) -> None:
+        if file.path in self._verified and self._is_unchanged(file):
+            return
+        if self._fetch is not None and not is_sound(self.folder / file.path, file):
+            self._fetch(file.path)
         place = self.folder / file.path
         try:
-            if file.path in self._verified and self._is_unchanged(file):
-                return
             if not place.is_file():
                 raise StoreError(f"{place} is missing: the store is damaged{self._name_sources(file)}.")
             if not Path(os.path.realpath(place)).is_relative_to(os.path.realpath(self.folder)):

@@ -23,6 +23,7 @@ from pathlib import Path
 
 from imprint.display import count_of, name_some
 from imprint.errors import PlanError, StoreError
+from imprint.store.addresses import is_address, parse_address
 from imprint.store.checkpoint import File
 from imprint.store.files import LOCK, find_leftovers, is_leftover, sha256, sync, temporary_folder
 from imprint.store.folder import PARTS, locked
@@ -127,6 +128,11 @@ class PartsFolder:
     """The folder of the parts that will be merged into one in `out`."""
 
     def __init__(self, out: str | os.PathLike[str]) -> None:
+        if is_address(out):
+            raise StoreError(
+                f"{parse_address(out)} is in a bucket, and parts meet in a folder that all of them see: make and merge "
+                "them there."
+            )
         self.out = Path(out)
         self.path = self.out / PARTS
         self.shared = self.path / SHARED

@@ -8,6 +8,7 @@ import hashlib
 import os
 from bisect import bisect_right
 from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from imprint.about import About
 from imprint.errors import StoreError
 from imprint.keys import PublicKey
 from imprint.plan import Question
+from imprint.store.addresses import is_address
 from imprint.store.checkpoint import Checkpoint, File
 from imprint.store.compatibility import Compatibility
 from imprint.store.describing import read_description, write_description
@@ -24,13 +26,16 @@ from imprint.store.folder import PARTS
 from imprint.store.layouts import base_layout, basis_layout, imprints_layout, noise_layout
 from imprint.store.manifest import JOURNAL, LONGEST, MANIFEST, Manifest
 from imprint.store.opening import Files
+from imprint.store.remote import Mirror
 from imprint.store.signing import Signed, check_signature, warn_changed, warn_unsigned
 from imprint.store.table import Table
+from imprint.store.uploading import editing
 from imprint.store.values import read_hashed
 from imprint.task import Functional, Parameters, Task
 from imprint.tensors.rows import Rows
 
 _ATTEMPTS = 10  # to open a store that other processes change meanwhile
+_BESIDE = ("about.json", "signature.json", "validation.json")
 _RECORDING = "recording.json"  # of `imprint.recording`, which lies above this package
 
 
@@ -39,6 +44,9 @@ class Store:
 
     `imprint.simulate` returns one; `Store(path)` opens one made earlier.
 
+    path: its folder, or the address of one in a bucket, such as s3://bucket/news, whose files are downloaded when they
+        are needed. `place` is either as it was given, and `path` then the folder on this machine.
+    within: the store in whose folder this one lies.
     signed_by: a public key, or its file: a store that its owner has not signed as it is (`imprint sign`) is refused.
     origin: what `simulate` made it from (task, data, sources, run), in the process that did; empty where it was opened.
     table: its sources as the store keeps them, with digests of their members.
@@ -50,8 +58,18 @@ class Store:
     source_names: tuple[str, ...]
     source_sizes: tuple[int, ...]
 
-    def __init__(self, path: str | os.PathLike[str], *, signed_by: PublicKey | None = None) -> None:
-        self.path = Path(path)
+    def __init__(
+        self, path: str | os.PathLike[str], *, signed_by: PublicKey | None = None, within: "Store | None" = None
+    ) -> None:
+        self.mirror: Mirror | None = within.mirror if within else Mirror(path).open() if is_address(path) else None
+        self.path = self.mirror.folder if self.mirror and not within else Path(path)
+        self.place = str(self.mirror.address_of(self.path) if self.mirror else self.path)
+        self._refuse_incomplete()
+        self.origin: dict[str, Any] = {}
+        self._open(signed_by)
+
+    def _refuse_incomplete(self) -> None:
+        """Refuse a folder that is no store, or not yet."""
         if not os.path.lexists(self.path):
             raise StoreError(f"there is no folder {self.path}.")
         try:
@@ -59,7 +77,7 @@ class Store:
         except OSError as error:  # such as a folder that may not be looked into
             raise StoreError(f"{self.path} cannot be read: {error.strerror or error}.") from error
         if not complete and begun:
-            raise StoreError(f"{self.path} holds an unfinished simulation: make the same call again to finish it.")
+            raise StoreError(f"{self.place} holds an unfinished simulation: make the same call again to finish it.")
         if not complete and (self.path / PARTS).is_dir():
             raise StoreError(
                 f"{self.path} holds parts of a store that are not merged: imprint.merge({str(self.path)!r}), or "
@@ -67,13 +85,11 @@ class Store:
             )
         if not complete and (self.path / _RECORDING).is_file():
             raise StoreError(
-                f"{self.path} is the recording of a training run, not a store: imprint.simulate(..., run=folder), or "
+                f"{self.place} is the recording of a training run, not a store: imprint.simulate(..., run=folder), or "
                 "`imprint simulate TASK --run FOLDER`, makes a store from it."
             )
         if not complete:
-            raise StoreError(f"{self.path} holds no store: there is no manifest.json (was the simulation finished?).")
-        self.origin: dict[str, Any] = {}
-        self._open(signed_by)
+            raise StoreError(f"{self.place} holds no store: there is no manifest.json (was the simulation finished?).")
 
     @classmethod
     def of(cls, store: "Store | str | os.PathLike[str]") -> "Store":
@@ -82,9 +98,7 @@ class Store:
 
     def __repr__(self) -> str:
         plan, used = self.manifest.plan, sum(c.weight > 0 for c in self.checkpoints)
-        return (
-            f"Store({str(self.path)!r}: {len(self)} sources, {used} checkpoints, {plan.engine}, {self.bytes:,} bytes)"
-        )
+        return f"Store({self.place!r}: {len(self)} sources, {used} checkpoints, {plan.engine}, {self.bytes:,} bytes)"
 
     def __len__(self) -> int:
         return len(self.source_ids)
@@ -127,11 +141,24 @@ class Store:
         """
         if self.signed is None:
             warn_changed(self.path, self.description_sha256)
-        changed = write_description(self.path, self.source_ids, self.source_names, about)
+        with self.editing():
+            changed = write_description(self.path, self.source_ids, self.source_names, about)
         self.signed = None if changed else self.signed
         self._read_description()
         if changed:
             warn_unsigned(self.path)
+
+    def editing(self, *, replaced: str | None = None) -> "AbstractContextManager[None]":
+        """Write to files beside those of the store, in `path`; what changed takes effect in its bucket, if any.
+
+        replaced: a folder of which everything is written again.
+        """
+        return editing(self.mirror, *_BESIDE, replaced=replaced)
+
+    def bring(self, file: Path) -> None:
+        """Have a file that lies beside the store on this machine, if the store is in a bucket and has it."""
+        if self.mirror is not None:
+            self.mirror.bring_to(file)
 
     @property
     def warnings(self) -> tuple[str, ...]:
@@ -206,7 +233,9 @@ class Store:
             self._files.check_again(file)
 
     def verify(self) -> None:
-        """Check every file against its checksum and its tensors against the manifest."""
+        """Check every file against its checksum and its tensors against the manifest; in a bucket, every object."""
+        if self.mirror:
+            self.mirror.verify()
         self._files.forget()
         for file in self.manifest.files():
             self._files.check(file)
@@ -226,7 +255,8 @@ class Store:
         """Read what the store says of itself; begin anew where another process has changed it meanwhile."""
         for _ in range(_ATTEMPTS):
             value, self.sha256 = read_hashed(self.path / MANIFEST, LONGEST)
-            self._files = Files(self.path, self.sha256)
+            fetch = self.mirror.fetch_into(self.path) if self.mirror else None
+            self._files = Files(self.path, self.sha256, fetch)
             try:
                 self.signed = None if signed_by is None else check_signature(self.path, self.sha256, signed_by)
                 self.manifest = Manifest.from_json(value)

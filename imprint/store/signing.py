@@ -77,7 +77,8 @@ def sign_store(store: "Store", key: PrivateKey) -> Path:
     content = json.dumps(about, sort_keys=True, separators=(",", ":"))
     signature = base64.b64encode(signer.sign(content.encode())).decode()
     text = json.dumps({"content": content, "signature": signature}, indent=1)
-    write(place / SIGNATURE, lambda path: path.write_text(text, encoding="utf-8"))
+    with store.editing():
+        write(place / SIGNATURE, lambda path: path.write_text(text, encoding="utf-8"))
     return place / SIGNATURE
 
 

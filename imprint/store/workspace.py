@@ -111,6 +111,9 @@ class Workspace(ABC, Generic[Whole]):
         """Tell whether a checkpoint is simulated here."""
         return True
 
+    def _publish(self, *names: str) -> None:
+        """Tell who follows the making of the folder from elsewhere that files in it are new."""
+
     def chunks(self, count: int) -> range:
         """Return which of so many chunks of sources are to be simulated here."""
         return range(count)
@@ -178,6 +181,7 @@ class Workspace(ABC, Generic[Whole]):
         checkpoints = [asdict(value) if value else None for value in settled]
         journal = {"schema": SCHEMA, "request": asdict(self.request), "checkpoints": checkpoints}
         write_sealed(self.path / JOURNAL, journal)
+        self._publish(JOURNAL)
 
     def snapshot(self, folder: str) -> Path | None:
         """Return the file in which a chunk of sources keeps its state; None where nothing outlives the process."""
@@ -195,6 +199,7 @@ class Workspace(ABC, Generic[Whole]):
         file = self._describe_file(name, rows)
         if not self._temporary:  # killed right here, the file is not on the list, and is made again
             self._done.add(file)
+            self._publish(name, FILES)
         return file
 
     def done(

@@ -9,11 +9,14 @@ import weakref
 from pathlib import Path
 
 from imprint.errors import StoreError
+from imprint.store.addresses import is_address
 from imprint.store.comparison import Evaluate, compare_training_data, difference
 from imprint.store.files import write
-from imprint.store.manifest import MANIFEST, Manifest
+from imprint.store.manifest import JOURNAL, MANIFEST, Manifest
 from imprint.store.reading import Store
+from imprint.store.remote import Mirror
 from imprint.store.request import Request
+from imprint.store.uploading import Upload, begin_upload
 from imprint.store.values import parsed
 from imprint.store.workspace import CheckChoices, Workspace
 
@@ -21,7 +24,10 @@ logger = logging.getLogger(__name__)
 
 
 class Writer(Workspace[Store]):
-    """The folder of a store that is being written; a temporary one without `out`."""
+    """The folder of a store that is being written; a temporary one without `out`.
+
+    out: a folder, or the address of one in a bucket: files are uploaded as they are finished, the manifest last.
+    """
 
     record = MANIFEST
     content = "the store"
@@ -29,29 +35,67 @@ class Writer(Workspace[Store]):
     def __init__(
         self, out: str | os.PathLike[str] | None, request: Request, evaluate: Evaluate, check: CheckChoices
     ) -> None:
-        path = Path(tempfile.mkdtemp(prefix="imprint-") if out is None else out)
-        super().__init__(path, request, evaluate, check, temporary=out is None)
+        self._out: str | os.PathLike[str] = tempfile.mkdtemp(prefix="imprint-") if out is None else out
+        self._upload: Upload | None = None
+        path = self._open_address() if is_address(self._out) else Path(self._out)
+        try:
+            super().__init__(path, request, evaluate, check, temporary=out is None)
+        except BaseException:
+            self._leave()
+            raise
+
+    def _open_address(self) -> Path:
+        """Return the folder on this machine in which to write what goes to a bucket, or read what is complete there."""
+        mirror = Mirror(self._out)
+        contents = mirror.look()
+        if contents is not None and contents.find(MANIFEST) is not None:
+            return mirror.open().folder
+        self._upload = begin_upload(self._out, self.content, JOURNAL)
+        return self._upload.folder
 
     def _open_finished(self) -> Store:
-        return open_same(self.path, self.request, self._evaluate)
+        if self._upload is not None:  # it was killed before the manifest was in the bucket
+            self._upload_store()
+        return open_same(self._out, self.request, self._evaluate)
+
+    def _publish(self, *names: str) -> None:
+        if self._upload is not None:
+            self._upload.push(*names)
+
+    def _upload_store(self) -> None:
+        """Upload what is missing of a complete store, the manifest last."""
+        assert self._upload is not None
+        files = [file.path for file in Manifest.read(self.path / MANIFEST).files()]
+        self._upload.finish([*files, MANIFEST])
+
+    def _leave(self) -> None:
+        if self._upload is not None:
+            self._upload.close()
+
+    def stop(self, interrupted: bool = False) -> bool:
+        resumable = super().stop(interrupted)
+        self._leave()
+        return resumable
 
     def finish(self, manifest: Manifest) -> Store:
         """Write the manifest, and open what is now a store."""
         write_manifest(self.path, manifest)
         self.close()
-        store = Store(self.path)
+        if self._upload is not None:
+            self._upload_store()
+        store = Store(self._out)
         if self._temporary:  # a temporary folder lives as long as its store
             weakref.finalize(store, _remove, self.path, os.getpid())
         return store
 
 
-def open_same(path: Path, request: Request, evaluate: Evaluate) -> Store:
+def open_same(path: str | os.PathLike[str], request: Request, evaluate: Evaluate) -> Store:
     """Open the store in a folder; refuse one that was made from another request."""
     store = Store(path)
     if different := difference(store.manifest.request, request, evaluate):
-        raise StoreError(f"{path} already holds a store, made otherwise: {different}. Give another folder.")
+        raise StoreError(f"{store.place} already holds a store, made otherwise: {different}. Give another folder.")
     compare_training_data(store.manifest.request, request).warn()
-    logger.info("%s already holds this store", path)
+    logger.info("%s already holds this store", store.place)
     return store
 
 

@@ -103,6 +103,7 @@ def write_examples(store: Store, hashes: Sequence[bytes]) -> str:
 def read_examples(store: Store, validation: Validation) -> set[int]:
     """Read the hashes of the removed training examples."""
     file = store.path / WITNESSES / _EXAMPLES
+    store.bring(file)
     try:
         refuse_unreadable(file)
         if sha256(file) != validation.examples:

@@ -20,7 +20,7 @@ def open_witnesses(store: Store, validation: Validation) -> list[Store]:
     """Open the stores of a validation's witnesses; refuse those that are not the ones it was made with."""
     found = []
     for run, checksum in enumerate(validation.witnesses):
-        witness = Store(witness_folder(store, run))
+        witness = Store(witness_folder(store, run), within=store)
         request, own = witness.manifest.request, store.manifest.request
         fits = witness.removes and len(witness) == len(validation.removals) and request.n == own.n
         fits = fits and request.data == own.data and (not store.removes or request.recording == own.recording)

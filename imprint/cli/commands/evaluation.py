@@ -25,6 +25,7 @@ from imprint.evaluation.metrics import evaluate as evaluate_scores
 from imprint.evaluation.reports.page import Preface, check_place, write_report
 from imprint.evaluation.truth import Truth
 from imprint.store.manifest import MANIFEST
+from imprint.store.remote import has_file
 
 
 def evaluate(
@@ -152,7 +153,7 @@ def _refuse_wrong_paths(store: Path, truth: Path) -> None:
 
 
 def _is_store(path: Path) -> bool:
-    return (path / MANIFEST).is_file()
+    return has_file(path, MANIFEST)
 
 
 def _attribute(

@@ -61,7 +61,7 @@ def merge(
         if json:
             typer.echo(dumps({"path": str(target), **truth.about}))
         else:
-            console.print(render_truth(truth, target))
+            console.print(render_truth(truth, str(target)))
         return
     with show_progress(errors, "merging") as advance:
         try:

@@ -183,7 +183,9 @@ AboutFiles = Annotated[
         "`SOURCE=FILE` where the dataset of a Croissant file has another name than the source.",
     ),
 ]
-StorePath = Annotated[Path, typer.Argument(help="The store's folder.")]
+StorePath = Annotated[
+    Path, typer.Argument(help="The store's folder, or its address in a bucket, such as `s3://bucket/news`.")
+]
 
 
 def choose_executor(

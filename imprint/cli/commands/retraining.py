@@ -40,10 +40,12 @@ from imprint.evaluation.retraining import retrain as retrain_subsets
 from imprint.evaluation.retraining import retrain_part
 from imprint.evaluation.subsets import Subsets
 from imprint.evaluation.together import Together
-from imprint.evaluation.truth import Truth, TruthFolder
+from imprint.evaluation.truth import TRUTH, Truth, TruthFolder
 from imprint.runtime.progress import Advance
 from imprint.simulation.executors import Executor
+from imprint.store.addresses import is_address, parse_address
 from imprint.store.parts import PartsFolder, Share
+from imprint.store.remote import WORK, has_file, name_place, open_whole
 
 Removal = Literal["halves", "sources", "examples", "unions"]
 How = Literal["retrain", "replays", "run"]
@@ -59,7 +61,9 @@ def retrain(
             "returns a model trained on the examples whose indices are in `subset`; with `--run`, your task.",
         ),
     ],
-    out: Annotated[Path, typer.Option("--out", "-o", help="The folder to write the ground truth to.")],
+    out: Annotated[
+        Path, typer.Option("--out", "-o", help="The folder for the ground truth, or its address in a bucket.")
+    ],
     kind: Annotated[
         Removal | None,
         typer.Option(
@@ -174,9 +178,9 @@ def retrain(
         return
     if json:
         effects = [effect.to_json() for effect in list_effects(truth)]
-        typer.echo(dumps({"path": str(out), **truth.about, "question": truth.question, "effects": effects}))
+        typer.echo(dumps({"path": name_place(out), **truth.about, "question": truth.question, "effects": effects}))
     else:
-        console.print(render_truth(truth, out))
+        console.print(render_truth(truth, name_place(out)))
         console.print(render_effects(truth))
 
 
@@ -276,7 +280,7 @@ def find_record(objects: Objects, module: str) -> Record:
 
 def is_truth(path: Path) -> bool:
     """Tell whether a folder holds ground truth."""
-    return (path / "truth.json").is_file()
+    return has_file(path, TRUTH)
 
 
 def _load_sources(objects: Objects) -> imprint.Sources:
@@ -291,9 +295,9 @@ def _load_sources(objects: Objects) -> imprint.Sources:
 
 def _count_finished(out: Path, subsets: Subsets, seed: int) -> int:
     """Count the models that a folder holds of the same ground truth."""
-    folder = TruthFolder(out)
     if not is_truth(out):
         return 0
+    folder = TruthFolder(open_whole(out))
     about = folder.read_request()
     same = about["kind"] == subsets.kind and about["n"] == subsets.n and about["seed"] == seed
     return len(folder.read_values(about)) if same and about["subsets"] == len(subsets) else 0
@@ -316,11 +320,12 @@ def _explain_interruption(out: Path) -> Iterator[None]:
     except BaseException as error:
         if not isinstance(error, KeyboardInterrupt) and "RuntimeError: KeyboardInterrupt" not in str(error):
             raise
-        if any(out.rglob("values-*.safetensors")):
-            text = f"stopped: finished models are in {escape_markup(out)}, the same command will resume from there"
+        place = parse_address(out).cache / WORK if is_address(out) else out
+        if any(place.rglob("values-*.safetensors")):
+            text = f"stopped: finished models are in {name_place(out)}, the same command will resume from there"
         else:
             text = "stopped before the first models were finished: the same command will start over"
-        errors.print(text, soft_wrap=True)
+        errors.print(escape_markup(text), soft_wrap=True)
         raise KeyboardInterrupt from error  # torch turns it into a RuntimeError inside its own code
 
 

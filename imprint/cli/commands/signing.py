@@ -41,4 +41,4 @@ def sign(
     """
     opened = imprint.Store(store)
     file = sign_store(opened, key)
-    console.print(f"{escape_markup(opened.path)} signed: {escape_markup(file.name)}", soft_wrap=True)
+    console.print(f"{escape_markup(opened.place)} signed: {escape_markup(file.name)}", soft_wrap=True)

@@ -62,8 +62,10 @@ from imprint.cli.terminal import (
 from imprint.display import for_terminal
 from imprint.errors import ConfigurationError, ReliabilityWarning
 from imprint.recording.header import RECORD
+from imprint.store.addresses import is_address, parse_address
 from imprint.store.manifest import JOURNAL, MANIFEST
 from imprint.store.parts import PART, PartsFolder, Share
+from imprint.store.remote import WORK, has_anything, has_file
 
 _LOADED = ("task", "data", "sources", "collate_fn", "checkpoints", "run")  # what a simulation loads
 
@@ -147,7 +149,9 @@ def _check(objects: Objects, out: str | None, **more: Any) -> imprint.Check:
 def simulate(
     context: typer.Context,
     task: TaskString = None,
-    out: Annotated[str | None, typer.Option("--out", "-o", help="The folder to write the store to.")] = None,
+    out: Annotated[
+        str | None, typer.Option("--out", "-o", help="The folder for the store, or its address in a bucket.")
+    ] = None,
     data: DataString = None,
     sources: SourcesString = None,
     checkpoint: CheckpointStrings = None,
@@ -215,7 +219,7 @@ def simulate(
     folder = experiment.out
     if folder is None:
         raise ConfigurationError("no folder was given for the store: add --out runs/NAME.")
-    if (Path(folder) / MANIFEST).is_file():
+    if has_file(folder, MANIFEST):
         errors.print(f"{escape_markup(folder)} is complete; only checking that it matches", soft_wrap=True)
     with redirect_prints():
         objects = Objects(experiment, None if part is None else Share.parse(part))
@@ -226,7 +230,7 @@ def simulate(
     shown: tuple[str, ...] = ()
     if part is not None:
         note["line"] = format_command(context)
-    elif checking and not Path(folder).exists():
+    elif checking and not has_anything(folder):
         with redirect_prints(), errors.status("loading, and timing a few steps"):
             found = _check(objects, folder, compare=False)
         errors.print(render_check(found))
@@ -280,7 +284,9 @@ def _use_threads_of(store: imprint.Store) -> None:
 
 def _find_workspace(out: str, part: str | None) -> Path:
     """Return the folder that this process writes to."""
-    return Path(out) if part is None else PartsFolder(out).of(Share.parse(part))
+    if part is not None:
+        return PartsFolder(out).of(Share.parse(part))
+    return parse_address(out).cache / WORK if is_address(out) else Path(out)
 
 
 @contextmanager
@@ -301,7 +307,7 @@ def inspect(store: StorePath, signed_by: SignedBy = None, json: AsJson = False) 
 
     For example: `imprint inspect runs/news`
     """
-    recorded = (store / RECORD).is_file() and not (store / MANIFEST).is_file()
+    recorded = has_file(store, RECORD) and not has_file(store, MANIFEST)
     values = inspect_recording(store) if recorded else inspect_store(imprint.Store(store, signed_by=signed_by))
     if json:
         typer.echo(dumps(values))
@@ -334,6 +340,6 @@ def describe(
     opened.describe(read_descriptions(files))
     values = describe_ownership(opened)
     if json:
-        typer.echo(dumps({"path": str(opened.path), **values}))
+        typer.echo(dumps({"path": opened.place, **values}))
     else:
-        console.print(f"{escape_markup(opened.path)}: {escape_markup(render_ownership(values))}", soft_wrap=True)
+        console.print(f"{escape_markup(opened.place)}: {escape_markup(render_ownership(values))}", soft_wrap=True)

@@ -12,11 +12,12 @@ from imprint.cli.commands.options import AsJson, SignedBy
 from imprint.cli.terminal import console, errors, escape_markup
 from imprint.errors import ConfigurationError
 from imprint.export.record import RECORD
+from imprint.store.addresses import is_address
 from imprint.validation.witnesses import verify_witnesses
 
 
 def verify(
-    store: Annotated[Path, typer.Argument(help="The folder of a store or of an export.")],
+    store: Annotated[Path, typer.Argument(help="The folder of a store or of an export, or a store in a bucket.")],
     url: Annotated[
         str | None,
         typer.Option(
@@ -39,7 +40,7 @@ def verify(
 
     For example: `imprint verify runs/news`, or `imprint verify news-vllm --url http://127.0.0.1:8000`
     """
-    if (store / RECORD).is_file():
+    if not is_address(store) and (store / RECORD).is_file():
         if signed_by is not None:
             raise ConfigurationError(f"--signed-by is for stores, and {store} is an export: exports are not signed.")
         _verify_export(store, url, api_key, json)
@@ -50,9 +51,9 @@ def verify(
     opened.verify()
     verify_witnesses(opened)
     if json:
-        typer.echo(dumps({"path": str(opened.path), "bytes": opened.bytes, "sound": True}))
+        typer.echo(dumps({"path": opened.place, "bytes": opened.bytes, "sound": True}))
     else:
-        text = f"{escape_markup(opened.path)}: all files match their checksums ({opened.bytes:,} bytes)."
+        text = f"{escape_markup(opened.place)}: all files match their checksums ({opened.bytes:,} bytes)."
         console.print(text, soft_wrap=True)
 
 
