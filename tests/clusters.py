@@ -14,6 +14,7 @@ _SETTINGS = {
     "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",  # on loopback only, as on Windows
     "RAY_AUTH_MODE": "token",
     "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_worker_niceness": "0",  # on a busy machine workers would wait for everything else
 }
 
 

@@ -16,7 +16,7 @@ import torch
 from imprint import PartsError, Plan, PlanError, RayExecutor, Sources, StoreError, Task, simulate
 from imprint.errors import DataError, ReliabilityWarning
 from imprint.simulation import sharing
-from imprint.simulation.executors import Executor, InProcess, Outcome, Place, Recipe, Reports
+from imprint.simulation.executors import Executor, InProcess, Outcome, Place, Recipe, Reports, running
 from imprint.simulation.executors.forwarding import Forwarded, forward
 from imprint.simulation.executors.pickling import to_bytes
 from imprint.simulation.executors.running import Heard
@@ -48,7 +48,7 @@ class Fake:
 
     @contextmanager
     def open(self, recipe: Recipe, reports: Reports) -> Iterator["Fake"]:
-        self.recipe, self.reports, self.running = recipe, reports, list[Share]()
+        self.recipe, self.reports, self.under_way = recipe, reports, list[Share]()
         yield self
 
     def slots(self) -> int:
@@ -56,11 +56,11 @@ class Fake:
 
     def start(self, share: Share) -> None:
         self.began.append(str(share))
-        self.running.append(share)
-        self.most = max(self.most, len(self.running))
+        self.under_way.append(share)
+        self.most = max(self.most, len(self.under_way))
 
     def wait(self) -> list[Outcome]:
-        share = self.running.pop()
+        share = self.under_way.pop()
         if failure := self.fails(share, self.began.count(str(share))):
             return [Outcome(share, failure, f"Traceback of {share}: {failure}", final=failure.startswith("final"))]
 
@@ -72,6 +72,11 @@ class Fake:
         except Exception as error:
             return [Outcome.of_error(share, error, traceback.format_exc())]
         return [Outcome(share)]
+
+
+@pytest.fixture(autouse=True)
+def no_pause(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(running, "_PAUSE", 0.0)
 
 
 def test_parts_made_by_an_executor_are_the_store_of_one_run(made: Made, tmp_path: Path) -> None:
@@ -106,6 +111,13 @@ def test_a_part_whose_worker_dies_is_tried_again(made: Made, tmp_path: Path, cap
     assert contents(store.path) == contents(made(TANGENT))
     assert executor.began.count("2/3") == 3 and len(executor.began) == 5
     assert caplog.messages.count("part 2/3 is tried again, and resumes: its worker died") == 2
+
+
+def test_what_failed_waits_a_little_while_others_are_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(running, "_PAUSE", 0.3)
+    executor = Fake(lambda share, attempt: "busy" if share.number == 1 and attempt == 1 else None, at_once=1)
+    run(tmp_path / "store", TANGENT, executor=executor)
+    assert executor.began == ["1/3", "2/3", "3/3", "1/3"]
 
 
 def test_a_part_that_always_fails_is_reported_once_and_the_others_are_made(

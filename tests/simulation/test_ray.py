@@ -105,7 +105,7 @@ def test_a_driver_that_is_killed_is_resumed(cluster: str, tmp_path: Path) -> Non
         time.sleep(0.05)
     driver.send_signal(signal.SIGKILL)
     driver.wait()
-    store = run(out, TANGENT, task=Task(task().model, cross_entropy), executor=RayExecutor(retries=5))
+    store = run(out, TANGENT, task=Task(task().model, cross_entropy), executor=RayExecutor())
     after = files_of(out)
     assert before and {name: after[name] for name in before} == before
     whole = run(tmp_path / "whole", TANGENT, task=Task(task().model, cross_entropy))

@@ -56,7 +56,9 @@ class RayExecutor:
     def __post_init__(self) -> None:
         for name, least in (("parts", 1), ("cpus", 1), ("retries", 0)):
             value = getattr(self, name)
-            if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < least):
+            if value is None and name == "parts":
+                continue
+            if isinstance(value, bool) or not isinstance(value, int) or value < least:
                 raise PlanError(f"{name} must be a whole number of at least {least}, got {value!r}.")
         if not isinstance(self.gpus, int | float) or self.gpus < 0 or (self.gpus > 1 and self.gpus != int(self.gpus)):
             raise PlanError(f"gpus must be a whole number, or a share of one such as 0.5, got {self.gpus!r}.")
@@ -69,8 +71,8 @@ class RayExecutor:
                 "the task's model is on a GPU, and the parts are given none: give gpus=1, or move the model to the CPU."
             )
         with _connected(self.address) as ray, _marked(recipe) as marker:
-            packed = to_bytes(recipe.make, recipe.given, ray.cloudpickle)
-            pool = _RayPool(ray, self, packed, marker, reports)
+            inputs = ray.put(to_bytes(recipe.make, recipe.given, ray.cloudpickle))
+            pool = _RayPool(ray, self, inputs, marker, reports)
             try:
                 yield pool
             finally:
@@ -129,10 +131,10 @@ def _marked(recipe: Recipe) -> Iterator[Path]:
 class _RayPool:
     """A connection to a cluster, and the parts that are made on it."""
 
-    def __init__(self, ray: Any, executor: RayExecutor, packed: bytes, marker: Path, reports: Reports) -> None:
+    def __init__(self, ray: Any, executor: RayExecutor, inputs: Any, marker: Path, reports: Reports) -> None:
         self._ray, self._executor, self._reports = ray, executor, reports
         self._running: dict[Any, Share] = {}
-        self._inputs, self._marker = ray.put(packed), str(marker)
+        self._inputs, self._marker = inputs, str(marker)
         here = ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy(
             ray.get_runtime_context().get_node_id(), soft=True
         )

@@ -2,8 +2,9 @@
 
 import builtins
 import logging
+import time
 import warnings
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import closing, contextmanager
 
@@ -15,6 +16,8 @@ from imprint.simulation.executors.protocol import Executor, Outcome, Pool, Recip
 from imprint.store.parts import Share
 
 logger = logging.getLogger(__name__)
+_PAUSE = 2.0  # seconds before the first repetition, in which a process that is dying lets go of the folder; then more
+_LOOK = 0.1  # seconds between two looks at whether it is time
 
 
 def run_parts(executor: Executor, recipe: Recipe, progress: bool | Advance, known: Iterable[str] = ()) -> int:
@@ -55,21 +58,31 @@ class _Run:
     def __init__(self, retries: int, recipe: Recipe, pool: Pool, heard: "Heard") -> None:
         self._retries, self._recipe, self._pool, self._heard = retries, recipe, pool, heard
         self._attempts: Counter[Share] = Counter()
+        self._due: dict[Share, float] = {}  # when a part may be tried again
         self._failures: dict[Share, Outcome] = {}
 
     def make(self, shares: Iterable[Share]) -> dict[Share, Outcome]:
         """Make parts; return how those ended that could not be made."""
-        waiting, running = deque(shares), 0
+        waiting, running = list(shares), 0
         while waiting or running:
-            while waiting and running < max(1, self._pool.slots()):
-                self._attempts[waiting[0]] += 1
-                self._pool.start(waiting.popleft())
+            while running < max(1, self._pool.slots()) and (share := self._find_due(waiting)) is not None:
+                waiting.remove(share)
+                self._attempts[share] += 1
+                self._pool.start(share)
                 running += 1
+            if not running:
+                time.sleep(_LOOK)
+                continue
             for outcome in self._pool.wait():
                 running -= 1
                 if self._is_due_again(outcome):
                     waiting.append(outcome.share)
         return dict(sorted(self._failures.items(), key=lambda pair: pair[0].number))
+
+    def _find_due(self, waiting: Iterable[Share]) -> Share | None:
+        """Return the first part that may be made now."""
+        now = time.monotonic()
+        return next((share for share in waiting if self._due.get(share, now) <= now), None)
 
     def _is_due_again(self, outcome: Outcome) -> bool:
         """Take note of how an attempt ended; tell whether the part is to be tried again."""
@@ -78,6 +91,7 @@ class _Run:
             self._heard.finish(share)
             return False
         if not outcome.final and self._attempts[share] <= self._retries:
+            self._due[share] = time.monotonic() + _PAUSE * self._attempts[share]
             logger.warning("part %s is tried again, and resumes: %s", share, outcome.error)
             return True
         same = [other for other, earlier in self._failures.items() if earlier.error == outcome.error]
