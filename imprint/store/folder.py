@@ -31,12 +31,13 @@ def make_folder(path: Path, content: str, *records: str) -> bool:
         found = path.exists()
         path.mkdir(parents=True, exist_ok=True)
         foreign = [file.name for file in path.iterdir() if file.name != LOCK and not is_leftover(file)]
-        if PARTS in foreign:
+        complete = any((path / name).exists() for name in records)  # a killed merge leaves parts beside its result
+        if PARTS in foreign and not complete:
             raise StoreError(
-                f"{path} holds parts that are made one by one: make the others, and merge them (`imprint "
-                f"merge`). To make {content} at once, give another folder, or delete {path / PARTS}."
+                f"{path} holds an unfinished simulation or retraining in parts: make the others, and merge them "
+                f"(`imprint merge`). To make {content} at once, give another folder, or delete {path / PARTS}."
             )
-        if foreign and not any((path / name).exists() for name in records):
+        if foreign and not complete:
             raise StoreError(f"{path} holds something else: give a new folder for {content}.")
         return found
     except (OSError, ValueError) as error:  # ValueError: a path that no file can have

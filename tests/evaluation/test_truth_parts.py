@@ -128,7 +128,7 @@ def test_what_is_no_part_of_it_is_refused(tmp_path: Path) -> None:
         merge_truth(tmp_path / "truth")
     with pytest.raises(StoreError, match=r"there is no truth.json\. Merge its parts first: imprint merge"):
         Truth.load(tmp_path / "truth")
-    with pytest.raises(StoreError, match="holds parts that are made one by one"):
+    with pytest.raises(StoreError, match="holds an unfinished simulation or retraining in parts"):
         ask(tmp_path / "truth")
 
 

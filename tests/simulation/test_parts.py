@@ -240,6 +240,15 @@ def test_merging_removes_the_parts_and_merging_again_changes_nothing(tmp_path: P
     assert contents(merge(tmp_path / "store", progress=False).path) == before
 
 
+def test_a_complete_store_is_returned_though_its_parts_were_not_removed(tmp_path: Path) -> None:
+    """As where a merge was killed before it was done."""
+    all_parts(tmp_path / "store", 2)
+    shutil.copytree(tmp_path / "store" / "parts", tmp_path / "parts")
+    store = merge(tmp_path / "store", progress=False)
+    shutil.move(tmp_path / "parts", tmp_path / "store" / "parts")
+    assert run(tmp_path / "store", TANGENT).sha256 == store.sha256
+
+
 def test_parts_in_other_folders_are_copied_and_stay(made: Made, tmp_path: Path) -> None:
     """As where machines have no common file system: what the first has shared is copied to the others."""
     part(tmp_path / "a", "1/2")
@@ -373,7 +382,9 @@ def test_parts_and_a_whole_simulation_do_not_mix(tmp_path: Path) -> None:
     with pytest.raises(StoreError, match="was begun without parts"):
         part(tmp_path / "whole", "1/2")
     part(tmp_path / "store", "1/2")
-    with pytest.raises(StoreError, match="holds parts that are made one by one: make the others, and merge"):
+    with pytest.raises(
+        StoreError, match="holds an unfinished simulation or retraining in parts: make the others, and merge"
+    ):
         run(tmp_path / "store", TANGENT)
     with pytest.raises(StoreError, match=r"holds parts of a store that are not merged: imprint\.merge"):
         Store(tmp_path / "store")
