@@ -4,6 +4,7 @@ A process that is killed meanwhile leaves the parts as they were, and a folder t
 completes it. What follows from all imprints, such as how chaotic a run is, is concluded here.
 """
 
+import logging
 import os
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -13,6 +14,7 @@ from typing import Literal
 
 from safetensors import SafetensorError, safe_open
 
+from imprint.about import About
 from imprint.errors import StoreError, first_line
 from imprint.runtime.notices import Notices
 from imprint.runtime.progress import Advance, Progress
@@ -23,10 +25,11 @@ from imprint.simulation.guards import check_weights
 from imprint.simulation.taking_over import check_choices
 from imprint.store.checkpoint import Checkpoint, File, ShardFigures, read_figures
 from imprint.store.comparison import difference
+from imprint.store.describing import describe_new
 from imprint.store.folder import locked
 from imprint.store.layouts import find_misfit, imprints_layout
 from imprint.store.manifest import MANIFEST, SOURCES, Cost, Manifest
-from imprint.store.part_descriptions import describe_merged
+from imprint.store.part_descriptions import read_shared_descriptions
 from imprint.store.part_writing import (
     PartRecord,
     SharedCheckpoint,
@@ -52,6 +55,7 @@ from imprint.store.values import parsed, read_json
 from imprint.store.workspace import ABOUT
 from imprint.store.writing import write_manifest
 
+logger = logging.getLogger(__name__)
 Places = str | os.PathLike[str] | Iterable[str | os.PathLike[str]]
 
 
@@ -75,12 +79,13 @@ def merge(parts: Places, out: str | os.PathLike[str] | None = None, *, progress:
     records = {number: (path, PartRecord.read(path)) for number, path in finished.items()}
     merging = _Merging(folders, target, _read_shared(folders), records)
     merging.compare()
+    about = merging.read_descriptions()
     target.mkdir(parents=True, exist_ok=True)
     with locked(target):
         manifest = merging.put_together(progress)
         write_manifest(target, manifest)
     store = Store(target)
-    describe_merged(store, folders)
+    describe_new(store, about)
     with locked(target):
         remove_parts(folders, target)
     return store
@@ -96,7 +101,10 @@ def _return_merged(folders: Sequence[PartsFolder], target: Path) -> Store:
                 f"{target} already holds a store, made otherwise than the parts in {folder.path}: {different}. Give "
                 "another folder with out=."
             )
-    describe_merged(store, folders)
+    try:
+        describe_new(store, read_shared_descriptions(folders, store.source_ids))
+    except StoreError as error:  # the store is complete without it
+        logger.warning("the sources of %s are not described: %s", target, error)
     tidy_up(folders, target)
     return store
 
@@ -220,6 +228,11 @@ class _Merging:
                         f"part {Share(number, self.of)} simulated checkpoint {index} otherwise than the others: "
                         f"{different}. Delete {path}, and make it again."
                     )
+
+    def read_descriptions(self) -> tuple[About, ...]:
+        """Read what the parts know of the sources."""
+        ids = read_json(self.records[1][0] / SOURCES).record("ids", "names", "sizes")["ids"]
+        return read_shared_descriptions(self.folders, [value.text() for value in ids.items()])
 
     def put_together(self, progress: bool | Advance) -> Manifest:
         """Put all files in their places; return the manifest that describes them."""

@@ -85,6 +85,26 @@ def test_parts_whose_seal_is_broken_are_refused(parts: Path, tmp_path: Path) -> 
         merge(folder, progress=False)
 
 
+@pytest.mark.parametrize("text", ["{", "{}", '{"schema": 1, "description": 3}', '{"schema": 99}'])
+def test_descriptions_that_are_damaged_are_refused_before_anything_is_merged(
+    text: str, parts: Path, tmp_path: Path
+) -> None:
+    folder = Path(shutil.copytree(parts, tmp_path / "store"))
+    place = folder / "parts" / "shared" / "description" / "about.json"
+    place.parent.mkdir()
+    place.write_text(text)
+    with pytest.raises(StoreError, match=r"description.about\.json") as error:
+        merge(folder, progress=False)
+    assert "\n" not in str(error.value) and not (folder / "manifest.json").exists()
+    place.unlink()
+    merge(folder, progress=False)
+    copied = shutil.copytree(parts / "parts", folder / "parts")  # as if it had been killed right after the manifest
+    (copied / "shared" / "description").mkdir()
+    (copied / "shared" / "description" / "about.json").write_text(text)
+    merge(folder, progress=False).verify()
+    assert not copied.exists()
+
+
 def test_unchanged_parts_are_merged(parts: Path, tmp_path: Path) -> None:
     folder = Path(shutil.copytree(parts, tmp_path / "store"))
     merge(folder, progress=False)

@@ -433,6 +433,19 @@ def test_a_plan_that_is_chosen_automatically_is_that_of_the_first_part(tmp_path:
     assert len(merge(tmp_path / "store", progress=False)) == 6
 
 
+def test_descriptions_that_differ_between_folders_are_refused(tmp_path: Path) -> None:
+    sources = Sources.by_label([i % 6 for i in range(N)]).describe({"3": About(owner="The Times")})
+    given: dict[str, Any] = {"plan": TANGENT, "progress": False}
+    simulate_part("1/2", task(), data(), sources, out=tmp_path / "a", **given)
+    shutil.copytree(tmp_path / "a" / "parts" / "shared", tmp_path / "b" / "parts" / "shared")
+    shutil.rmtree(tmp_path / "b" / "parts" / "shared" / "description")
+    other = sources.describe({"3": About(owner="The Post")})
+    simulate_part("2/2", task(), data(), other, out=tmp_path / "b", **given)
+    with pytest.raises(StoreError, match=r"b/parts/shared/description describes source '3' otherwise than .*a/parts"):
+        merge([tmp_path / "a", tmp_path / "b"], tmp_path / "store", progress=False)
+    assert not (tmp_path / "store").exists()
+
+
 def test_the_merged_store_knows_whose_its_sources_are(tmp_path: Path) -> None:
     sources = Sources.by_label([i % 6 for i in range(N)]).describe({"3": About(owner="The Times", licence="CC0")})
     for number in (2, 1):
