@@ -183,9 +183,10 @@ def merge_truth(
     are removed once it is complete, those in other folders stay. The same call again returns the ground truth.
     """
     folders, target = find_target(parts, out)
-    if (target / TRUTH).is_file():
+    merged = (target / TRUTH).is_file()
+    require_parts(folders, target, "ground truth", merged=merged)
+    if merged:
         return _return_merged(folders, target)
-    require_parts(folders, target, "ground truth")
     of, about = _read_same(folders)
     finished = find_finished(folders, of)
     _refuse_gaps(finished, about)

@@ -72,9 +72,10 @@ def merge(parts: Places, out: str | os.PathLike[str] | None = None, *, progress:
     folders are copied and stay. The same call again returns the store.
     """
     folders, target = find_target(parts, out)
-    if (target / MANIFEST).is_file():
+    merged = (target / MANIFEST).is_file()
+    require_parts(folders, target, "a store", merged=merged)
+    if merged:
         return _return_merged(folders, target)
-    require_parts(folders, target, "a store")
     finished = find_finished(folders, _count_parts(folders))
     records = {number: (path, PartRecord.read(path)) for number, path in finished.items()}
     merging = _Merging(folders, target, _read_shared(folders), records)

@@ -251,13 +251,18 @@ def find_target(
     return folders, folders[0].out if out is None else Path(out)
 
 
-def require_parts(folders: Sequence[PartsFolder], target: Path, content: str) -> None:
-    """Refuse folders without parts, and a folder for them to be merged into that holds something else."""
+def require_parts(folders: Sequence[PartsFolder], target: Path, content: str, *, merged: bool = False) -> None:
+    """Refuse folders without parts, and a folder for them to be merged into that holds something else.
+
+    merged: whether that folder holds the result already, and may be without parts.
+    """
     for folder in folders:
-        if not folder.path.is_dir():
+        if not folder.path.is_dir() and not (merged and folder.out.absolute() == target.absolute()):
             raise StoreError(
                 f"{folder.out} holds no parts: give the folder that was the out= of the parts of {content}."
             )
+    if merged:
+        return
     if target.exists() and not target.is_dir():
         raise StoreError(f"{target} is a file: give a folder for {content}.")
     names = {path.name for path in target.iterdir() if not is_leftover(path)} if target.is_dir() else set()

@@ -128,6 +128,9 @@ def test_what_is_no_part_of_it_is_refused(tmp_path: Path) -> None:
         merge_truth(tmp_path / "truth")
     with pytest.raises(StoreError, match=r"there is no truth.json\. Merge its parts first: imprint merge"):
         Truth.load(tmp_path / "truth")
+    ask(tmp_path / "whole")
+    with pytest.raises(StoreError, match="nothing holds no parts"):
+        merge_truth(tmp_path / "nothing", tmp_path / "whole")
     with pytest.raises(StoreError, match="holds an unfinished simulation or retraining in parts"):
         ask(tmp_path / "truth")
 

@@ -397,6 +397,8 @@ def test_parts_and_a_whole_simulation_do_not_mix(tmp_path: Path) -> None:
 def test_folders_without_parts_are_refused(made: Made, tmp_path: Path) -> None:
     with pytest.raises(StoreError, match="holds no parts: give the folder that was the out="):
         merge(tmp_path / "nothing")
+    with pytest.raises(StoreError, match="nothing holds no parts: give the folder that was the out="):
+        merge(tmp_path / "nothing", made(TANGENT))  # which is a complete store
     with pytest.raises(StoreError, match="there are no parts to merge"):
         merge([])
     all_parts(tmp_path / "a", 2)
