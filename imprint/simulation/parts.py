@@ -70,11 +70,11 @@ def simulate_part(
         raise PlanError(f"a part has not all sources, so {min(refused)}= is for the merged store: imprint.validate.")
 
     def open_part(request: Request, inputs: Inputs) -> PartWriter:
-        if not share.of_chunks(len(sources)):
-            logger.warning("part %s has no sources: there are only %d", share, len(sources))
         return PartWriter(out, share, request, inputs.seen, check_choices, len(sources))
 
     agree = partial(agree_on_plan, folder, share, task, sources)
     made = simulate_into(open_part, task, data, sources, plan, agree=agree, **options)[0]
+    if made.count == 0:
+        logger.warning("part %s has no sources: the other parts have all %d", share, len(sources))
     share_description(folder, sources)
     return made

@@ -193,7 +193,7 @@ class PartWriter(Workspace[Part]):
         return self.share.of_chunks(count)
 
     def bound(self, decided: Decided, sources: int) -> Decided:
-        """Return choices with files so small that every part has some, if there are enough sources."""
+        """Return choices with files of at most an N-th of the sources, rounded up, where there are N parts."""
         rows = min(decided.rows_per_file, max(1, -(-sources // self.share.of)))
         return replace(decided, rows_per_file=rows, rows_at_once=min(decided.rows_at_once, rows))
 

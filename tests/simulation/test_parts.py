@@ -64,9 +64,13 @@ def test_any_number_of_parts_is_the_same_store(plan: str, of: int, made: Made, t
     assert contents(store.path) == contents(whole)
 
 
-def test_sources_that_fit_one_file_are_shared_out_all_the_same(tmp_path: Path) -> None:
-    made = all_parts(tmp_path / "store", 4, memory="1GB")
+def test_sources_that_fit_one_file_are_shared_out_all_the_same(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.WARNING):
+        made = all_parts(tmp_path / "store", 4, memory="1GB")
     assert [each.count for each in made] == [0, 2, 2, 2]
+    assert caplog.text.count("part 4/4 has no sources") == caplog.text.count("has no sources") == 1
     store = merge(tmp_path / "store", progress=False)
     assert store.checkpoints[0].choices.rows_per_file == 2
     whole = run(tmp_path / "whole", TANGENT, memory="1GB")
@@ -414,7 +418,7 @@ def test_parts_beyond_the_sources_are_empty_and_say_so(tmp_path: Path, caplog: p
     with caplog.at_level(logging.WARNING):
         made = all_parts(tmp_path / "store", 8)
     assert sorted(each.count for each in made) == [0, 0, 1, 1, 1, 1, 1, 1]
-    assert caplog.text.count("has no sources: there are only 6") == 2
+    assert caplog.text.count("has no sources: the other parts have all 6") == 2
 
 
 def test_shares_cover_all_chunks_once_and_the_first_has_the_first() -> None:
