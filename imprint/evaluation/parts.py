@@ -78,15 +78,15 @@ class TruthPart:
         return groups[share.start : share.stop]
 
     def _return_merged(self, folder: PartsFolder) -> Part:
-        """Say that a folder has all models; refuse one that was begun without parts."""
+        """Say that a folder has all models; refuse one that lacks some, which are added without parts."""
         files = TruthFolder(folder.out)
         kept = files.read_request()
         files.compare(kept, self.request)
         there = sum(model < self._total for model in files.read_values(kept))
         if there < self._total:
             raise StoreError(
-                f"{folder.out} holds ground truth that is made without parts ({there} of {self._total} models are "
-                "there): call retrain, or give another folder."
+                f"{folder.out} already holds ground truth ({there} of {self._total} models are there): the others are "
+                "trained without parts, by retrain; or give another folder."
             )
         return Part(self.share, folder.out, self._total, self._total, "model", self.share.of)
 

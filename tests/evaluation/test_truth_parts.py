@@ -138,10 +138,19 @@ def test_what_is_no_part_of_it_is_refused(tmp_path: Path) -> None:
 def test_a_part_in_a_folder_that_was_begun_whole_is_refused(tmp_path: Path) -> None:
     with pytest.raises(Killed):
         ask(tmp_path / "truth", progress=dies_after(6))
-    with pytest.raises(StoreError, match=r"is made without parts \(6 of 10 models are there\)"):
+    with pytest.raises(StoreError, match=r"already holds ground truth \(6 of 10 models are there\)"):
         part(tmp_path / "truth", "1/2")
     ask(tmp_path / "truth")
     assert part(tmp_path / "truth", "1/2").finished == 2
+
+
+def test_runs_are_added_to_merged_parts_without_parts(tmp_path: Path) -> None:
+    all_parts(tmp_path / "truth", 2)
+    before = merge_truth(tmp_path / "truth")
+    with pytest.raises(StoreError, match="the others are trained without parts, by retrain"):
+        part(tmp_path / "truth", "1/2", runs=before.runs + 1)
+    more = ask(tmp_path / "truth", runs=before.runs + 1)
+    assert more.runs == before.runs + 1 and torch.equal(more.values[: before.runs], before.values)
 
 
 def test_a_changed_training_is_refused_where_a_part_goes_on(tmp_path: Path) -> None:
