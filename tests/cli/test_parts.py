@@ -6,7 +6,8 @@ import pytest
 
 from imprint import Plan, Store
 from imprint.evaluation import Truth
-from tests.cli.commands import MODEL, Command, imprints
+from tests.cli.commands import MODEL, Command, Finished, imprints
+from tests.cli.test_evaluation import INTERRUPTED
 from tests.cli.test_evaluation import MODEL as TRAINED
 
 
@@ -82,3 +83,20 @@ def test_parts_of_a_ground_truth_are_merged(command: Command, empty: Path) -> No
     assert merged.code == 0 and "Ground truth truth" in merged.out
     assert Truth.load("truth").values.shape == (1, 4, 5)
     assert command("merge", "truth", "--json").values["kind"] == "removal"
+
+
+def test_an_interrupted_part_of_a_ground_truth_tells_of_its_own_models(command: Command, empty: Path) -> None:
+    (empty / "tired.py").write_text(INTERRUPTED)
+
+    def make(part: str, patience: int) -> Finished:
+        (empty / "patience").write_text(str(patience))
+        return command("retrain", "tired.py:train", "--kind", "sources", "--out", "truth", "--part", part)
+
+    assert make("1/2", 0).code == 0
+    early = make("2/2", 1)
+    assert early.code == 130 and early.err == (
+        "stopped before the first models were finished: the same command will start over\n"
+    )
+    late = make("2/2", 3)
+    assert "stopped: finished models are in truth/parts/2-of-2, the same command will resume from there" in late.err
+    assert "1 model of part 2/2 is finished\n" in make("2/2", 0).err

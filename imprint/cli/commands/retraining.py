@@ -20,6 +20,7 @@ from imprint.cli.ground_truth import render_truth
 from imprint.cli.loading import Objects
 from imprint.cli.terminal import console, errors, escape_markup, redirect_prints, show_progress
 from imprint.data import length_of
+from imprint.display import count_of
 from imprint.errors import ConfigurationError
 from imprint.evaluation.effects import list_effects
 from imprint.evaluation.replaying import Record, replay_run, replay_seeds
@@ -29,6 +30,7 @@ from imprint.evaluation.subsets import Subsets
 from imprint.evaluation.together import Together
 from imprint.evaluation.truth import Truth, TruthFolder
 from imprint.runtime.progress import Advance
+from imprint.store.parts import PartsFolder, Share
 
 Removal = Literal["halves", "sources", "examples", "unions"]
 How = Literal["retrain", "replays", "run"]
@@ -138,12 +140,13 @@ def retrain(
         )
     kind = _choose_kind(how, kind, count, share, runs, both=replay and run is not None)
     named = Experiment(task=task, data=data, sources=sources, queries=queries, collate_fn=collate, device=device)
-    with redirect_prints(), _explain_interruption(out), show_progress(errors, "retraining") as advance:
+    own = out if part is None else PartsFolder(out).of(Share.parse(part))  # where this command writes
+    with redirect_prints(), _explain_interruption(own), show_progress(errors, "retraining") as advance:
         objects, function = _load_training(train, named, how)
         subsets = _make_subsets(kind, _load_sources(objects), count, _SHARE if share is None else share, seed)
-        done, models = _count_finished(out, subsets, seed), runs * len(subsets)
+        done, models = _count_finished(own, subsets, seed), runs * len(subsets)
         if done:
-            errors.print(_describe_resuming(done, models, how), soft_wrap=True)
+            errors.print(_describe_resuming(done, models, how, part), soft_wrap=True)
         options: dict[str, Any] = {"runs": runs, "seed": seed, "out": out, "part": part, "progress": advance}
         truth = _make_truth(objects, run or function, how, subsets, **options)
     if isinstance(truth, imprint.Part):
@@ -273,7 +276,9 @@ def _count_finished(out: Path, subsets: Subsets, seed: int) -> int:
     return len(folder.read_values(about)) if same and about["subsets"] == len(subsets) else 0
 
 
-def _describe_resuming(done: int, models: int, how: How) -> str:
+def _describe_resuming(done: int, models: int, how: How, part: str | None) -> str:
+    if part is not None:  # how many it has follows from how many are trained together
+        return f"{count_of(done, 'model')} of part {part} {'is' if done == 1 else 'are'} finished"
     if done < models:
         return f"resuming: {done:,} of {models:,} models are finished"
     again = "; your own function trains one again, to check that it still matches" if how == "retrain" else ""
