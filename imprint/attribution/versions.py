@@ -89,11 +89,13 @@ def compare(first: Attribution, second: Attribution, *, k: int = 5, level: float
         spearman_of_means=_correlate_means(effects, without),
         ceiling=_find_ceiling(one, other) if len(difference.replicates) == 2 else None,
         k=k,
-        overlap=mean_estimate(shared, (0, 1)),
+        overlap=mean_estimate(
+            shared, (0, 1), runs=[np.array([_overlap(left, k).mean() for left in each]) for each in without]
+        ),
         only_first=_find_alone(first, second),
         only_second=_find_alone(second, first),
         noise=noise,
-        threshold=_find_threshold(levels, 1 - level),
+        threshold=_find_threshold(effects, levels, 1 - level),
         level=level,
         about={**_list_about(one.labels), **_list_about(other.labels)},
         warnings=tuple(_warn(first, second, len(common))),
@@ -235,15 +237,22 @@ def _find_query_level(effects: Pair) -> list[tuple[Array, int]]:
     return [(each.var(0, ddof=1) / len(each), len(each) - 1)] if len(each) > 1 else []
 
 
-def _find_threshold(levels: list[tuple[Array, int]], alpha: float) -> float | None:
-    """Return how many of its standard errors the clearest difference must exceed to be called; None where none is."""
+def _find_threshold(effects: Pair, levels: list[tuple[Array, int]], alpha: float) -> float | None:
+    """Return how many of its standard errors the clearest difference must exceed to be called; None where none is.
+
+    Sources differ in it, as their variances are known with different degrees of freedom; the clearest is the one that
+    exceeds its own by most.
+    """
     if not levels:
         return None
+    differences = effects[1].mean(0) - effects[0].mean(0)
     variances = np.stack([variance for variance, _ in levels])
     quantiles = np.array([student_quantile(freedom, 1 - alpha / variances.shape[1]) for _, freedom in levels])
     total = variances.sum(0)
-    with np.errstate(invalid="ignore"):
-        return float(np.median(np.where(total > 0, quantiles @ variances / total, quantiles.max())))
+    with np.errstate(divide="ignore", invalid="ignore"):
+        needed = np.where(total > 0, quantiles @ variances / total, quantiles.max())
+        reached = np.where(total > 0, np.abs(differences) / np.sqrt(total), np.where(differences == 0, 0.0, np.inf))
+    return float(needed[np.argmax(reached / needed)])
 
 
 def _find_run_levels(

@@ -110,6 +110,25 @@ def test_a_source_that_really_gained_is_found_and_is_the_only_one() -> None:
     assert [row.source for row in back.lost] == ["s0"] and back.sources[0].verdict == "lost"
 
 
+def test_the_clearest_difference_is_called_where_it_exceeds_the_threshold() -> None:
+    called = []
+    for seed in range(40):
+        found = compare(version(seed, "abc"), later(seed, moved=0.5 * (seed % 8), wander=1.0))
+        clearest = min(found.sources, key=lambda row: row.p_value or 0.0)
+        assert clearest.standard_error is not None and found.threshold is not None
+        assert clearest.beyond_noise == (abs(clearest.difference) > found.threshold * clearest.standard_error)
+        called.append(clearest.beyond_noise)
+    assert 5 < sum(called) < 35
+
+
+def test_the_interval_of_the_overlap_has_the_variance_of_runs() -> None:
+    one, other = version(0), later(0, wander=1.0)
+    over_queries = compare(*(replace(each, replicates=()) for each in (one, other)), k=2).overlap
+    found = compare(one, other, k=2).overlap
+    assert found.value == over_queries.value
+    assert found.low < over_queries.low and found.high > over_queries.high
+
+
 def test_fewer_runs_and_more_sources_need_clearer_differences() -> None:
     few, many = compare(version(0, "ab"), later(0)), compare(version(0, "abcdef"), later(0))
     assert few.threshold is not None and many.threshold is not None and few.threshold > 2 * many.threshold
