@@ -44,14 +44,15 @@ def test_saved_attributions_are_compared(saved: tuple[Path, Path], command: Comm
 
 
 def test_stores_are_attributed_with_a_task_each(empty: None, command: Command) -> None:
-    later_model = MODEL.replace("torch.manual_seed(0)\ndata", "torch.manual_seed(0)\nmodel = 1\ndata")
+    assert MODEL.count("nn.Linear(3, 3)") == 1
     Path("june.py").write_text(MODEL)
-    Path("july.py").write_text(later_model + "task.model.weight.data += 0.1\n")
+    Path("july.py").write_text(MODEL.replace("nn.Linear(3, 3)", "nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 3))"))
     for month in ("june", "july"):
         assert command("simulate", f"{month}.py:task", "--no-check", "-o", month).code == 0
     asked = ("compare", "june", "july", "--task", "june.py:task")
     found = command(*asked, "--second-task", "july.py:task", "--json").values
-    assert command(*asked, "--json").values == found  # a store holds its own weights
+    refused = command(*asked)  # with the task of the earlier store for both
+    assert refused.code == 1 and refused.err.startswith("error: ")
     results: list[Any] = []
     for month in ("june", "july"):
         at = loaded(Path(f"{month}.py"))
@@ -75,6 +76,14 @@ WRONG: list[tuple[tuple[str, ...], str]] = [
     (("june.safetensors", "nothing.safetensors"), "nothing.safetensors is not a saved attribution"),
     (("june.safetensors", "nothing"), "there is no folder nothing"),
     (("june.safetensors", "july.safetensors", "--signed-by", "key"), "--signed-by is for stores"),
+    *(
+        (("june.safetensors", "july.safetensors", f"--{option}", value), f"--{option} is for stores, and june.saf")
+        for option, value in (
+            *(("task", "a.py:task"), ("queries", "a.py:queries"), ("collate", "a.py:collate")),
+            *(("readout", "jvp"), ("memory", "1GB"), ("device", "cpu")),
+        )
+    ),
+    (("june", "july.safetensors", "--second-task", "a.py:t"), "--second-task is for stores, and july.safetensors is a"),
     (("june.safetensors", "july.safetensors", "-o", "all.txt"), "--out must end in .csv"),
 ]
 

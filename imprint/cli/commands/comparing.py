@@ -72,11 +72,14 @@ def compare(
     - `imprint compare runs/june runs/july --task june.py:task --second-task july.py:task --queries june.py:queries`
     """
     check_output(out, ".csv")
+    for_stores = {"task": task, "queries": queries, "collate": collate, "readout": readout, "memory": memory}
+    for_stores |= {"device": device}
+    _refuse_for_saved(for_stores, first, second)
+    _refuse_for_saved({"second-task": second_task}, second)
     results = []
     for place, task_of in ((first, task), (second, second_task or task)):
-        if place.is_file() or place.suffix == _SAVED:
-            if signed_by is not None:
-                raise ConfigurationError(f"--signed-by is for stores, and {place} is a saved attribution.")
+        if _is_saved(place):
+            _refuse_for_saved({"signed-by": signed_by}, place)
             results.append(imprint.Attribution.load(place))
             continue
         given = Experiment(task=task_of, queries=queries, collate_fn=collate, memory=memory, device=device)
@@ -89,6 +92,20 @@ def compare(
         typer.echo(dumps(found.to_json()))
     else:
         console.print(render_changes(found, top))
+
+
+def _is_saved(place: Path) -> bool:
+    """Tell whether a path is that of a saved attribution, and not of a store."""
+    return place.is_file() or place.suffix == _SAVED
+
+
+def _refuse_for_saved(options: dict[str, Any], *places: Path) -> None:
+    """Refuse options for stores where all of these are saved attributions, which have their scores already."""
+    given = [name for name, value in options.items() if value is not None]
+    if given and all(map(_is_saved, places)):
+        listed = " and ".join(map(str, places))
+        are = "is a saved attribution" if len(places) == 1 else "are saved attributions"
+        raise ConfigurationError(f"--{given[0]} is for stores, and {listed} {are}: omit it.")
 
 
 def _attribute(
