@@ -181,6 +181,19 @@ def _read_one_shared(folder: PartsFolder) -> _Shared:
     return _Shared(folder, request, checkpoints)
 
 
+class _Remarks(dict[str, str]):
+    """What the engine that settled a checkpoint has remarked, as the parts share it; what is missing is refused."""
+
+    def __init__(self, place: Path, remarks: dict[str, str]) -> None:
+        super().__init__(remarks)
+        self._place = place
+
+    def __missing__(self, name: str) -> str:
+        raise StoreError(
+            f"{self._place} lacks the remark {name!r}: delete {self._place.parent.parent}, and make the parts again."
+        )
+
+
 @dataclass(frozen=True)
 class _Piece:
     """A file of the store, and where it lies before the parts are merged."""
@@ -330,7 +343,7 @@ class _Merging:
         checkpoint = manifest.checkpoints[index]
         if checkpoint.decided is None:
             return checkpoint
-        remarks = self.shared.checkpoints[index].remarks
+        remarks = _Remarks(self.shared.folder.shared / name_checkpoint(index), self.shared.checkpoints[index].remarks)
         figures = [self._read_figures(manifest, index, file) for file in checkpoint.imprints]
         found = Simulated(
             *(index, manifest.plan, checkpoint.decided, checkpoint.measured, figures, notices.add), lambda: remarks

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from imprint import Store, StoreError, merge
+from imprint.simulation.engines.spectral import Spectral
 from imprint.store.folder import write_sealed
 from tests.simulation.killing import PLANS, run_part
 
@@ -103,6 +104,16 @@ def test_descriptions_that_are_damaged_are_refused_before_anything_is_merged(
     (copied / "shared" / "description" / "about.json").write_text(text)
     merge(folder, progress=False).verify()
     assert not copied.exists()
+
+
+def test_a_remark_that_the_engine_needs_and_is_missing_is_refused_in_one_line(
+    parts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = Path(shutil.copytree(parts, tmp_path / "store"))
+    monkeypatch.setattr(Spectral, "conclude", lambda found: found.remarks()["parting"])
+    with pytest.raises(StoreError, match=r"shared.checkpoint-000 lacks the remark 'parting': delete .*parts, and"):
+        merge(folder, progress=False)
+    assert not (folder / "manifest.json").exists()
 
 
 def test_unchanged_parts_are_merged(parts: Path, tmp_path: Path) -> None:
