@@ -183,8 +183,8 @@ class PartsFolder:
             name = _FOLDER.fullmatch(path.name)
             if name and int(name[2]) != share.of:
                 raise StoreError(
-                    f"{self.out} is being made in {int(name[2])} parts ({path.name}), and {share} is one of "
-                    f"{share.of}: give one of those, or delete {self.path} to divide it anew."
+                    f"{self.out} is divided into {int(name[2])} parts, not {share.of}: give one of those, or delete "
+                    f"{self.path} to divide it anew."
                 )
 
     def publish(self, name: str, fill: Callable[[Path], None]) -> bool:

@@ -394,7 +394,7 @@ def test_a_part_of_something_else_is_refused(tmp_path: Path) -> None:
     for text in ("1/2", "2/2"):
         with pytest.raises(StoreError, match="holds parts of something else: the plan's steps was 6, is 7"):
             part(tmp_path / "store", text, other)
-    with pytest.raises(StoreError, match=r"is being made in 2 parts \(1-of-2\), and 1/3 is one of 3"):
+    with pytest.raises(StoreError, match=r"is divided into 2 parts, not 3: give one of those"):
         part(tmp_path / "store", "1/3")
     part(tmp_path / "store", "2/2")
     merge(tmp_path / "store", progress=False)
