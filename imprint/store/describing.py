@@ -46,7 +46,7 @@ _Described = Annotated[About, read_about_record]
 
 
 @dataclass(frozen=True)
-class Change:
+class Revision:
     """What was known of some sources before their descriptions were changed at some time."""
 
     time: str
@@ -61,7 +61,7 @@ class Description:
     """
 
     about: dict[str, _Described]
-    changes: tuple[Change, ...] = ()
+    changes: tuple[Revision, ...] = ()
     forgotten: int = 0
 
     def of(self, ids: Sequence[str]) -> tuple[About, ...]:
@@ -114,7 +114,7 @@ def write_description(
         if not changed:
             return False
         was = {name: before.about.get(name, NOTHING) for name in changed}
-        changes = (*before.changes, Change(datetime.now(UTC).isoformat(timespec="seconds"), was))
+        changes = (*before.changes, Revision(datetime.now(UTC).isoformat(timespec="seconds"), was))
         forgotten = before.forgotten + max(0, len(changes) - _KEPT)
         _write(folder, Description(now, changes[-_KEPT:], forgotten))
         return True
