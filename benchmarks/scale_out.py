@@ -63,7 +63,7 @@ def measure(inputs: dict[str, Any], steps: int, executor: Executor | None) -> Ru
 @contextmanager
 def cluster(workers: int) -> Iterator[None]:
     """Start a cluster on this machine alone, whose workers have the priority of this process."""
-    os.environ["RAY_worker_niceness"] = "0"
+    os.environ["RAY_worker_niceness"] = "0"  # noqa: SIM112  (Ray reads it so)
     ray.init(num_cpus=workers, include_dashboard=False, object_store_memory=200 << 20, logging_level=logging.ERROR)
     try:
         yield

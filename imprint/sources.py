@@ -31,7 +31,7 @@ class Sources:
     """Sets of training examples, in order, each with a unique id and a display name.
 
     length: how many training examples there are, where that is known.
-    about: whose each source is, its licence and address, as `describe` sets them; empty where no source is described.
+    about: each source's owner, licence and address, as `describe` sets them; empty where no source is described.
 
     >>> sources = Sources.by_label(["times", "post", "times"])
     >>> sources

@@ -48,7 +48,7 @@ class Labels:
     removes: whether the scores are those of finite removals, which do not add up exactly.
     summed: how many scores of single sources each score is the sum of; empty where none is a sum.
     difference: whether the scores are the difference of two results.
-    source_about: whose each source is, its licence and address; empty where nothing is known of any.
+    source_about: each source's owner, licence and address; empty where nothing is known of any.
     validation: how predicted effects compare with removals that were really made; None where none was. With enough
         queries it is about these, `store_validation` is about those that the store was validated on.
     """

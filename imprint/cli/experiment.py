@@ -50,7 +50,8 @@ class Experiment:
     run: the folder of a recorded run, or the import string of one.
     plan: fields of a `Plan`, which override the `plan` in the task's module.
     training_steps, training_batch: how long a training is, to compare a simulation with retraining.
-    about: files that say whose each source is; "SOURCE=FILE" for a Croissant file of a source with another name.
+    about: files with each source's owner, licence and address; "SOURCE=FILE" for a Croissant file of a source with
+        another name.
     """
 
     task: str | None = None

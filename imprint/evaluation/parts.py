@@ -136,8 +136,8 @@ class TruthPart:
         if found is not None and found != shared:
             path = folder.of(self.share)
             raise StoreError(
-                f"{path} was begun otherwise than {folder.shared / REQUEST} says: delete {path}, and make the part "
-                "again."
+                f"{path} started with other choices than {folder.shared / REQUEST} records: delete {path}, and "
+                "make the part again."
             )
         return shared, tried
 
@@ -152,7 +152,7 @@ class TruthPart:
             return None
         of, about = found
         if of != self.share.of:
-            raise StoreError(f"{folder.out} is being made in {of} parts, and {self.share} is one of {self.share.of}.")
+            raise StoreError(f"{folder.out} is divided into {of} parts, not {self.share.of}: give one of those.")
         if about["runs"] != self.request["runs"]:
             raise StoreError(
                 f"{folder.out} is being made with runs={about['runs']}, not {self.request['runs']}: all parts need the "

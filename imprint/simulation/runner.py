@@ -26,7 +26,7 @@ from imprint.simulation.inputs import Inputs
 from imprint.simulation.recorded import Recorded, open_run, settle_states
 from imprint.simulation.sizing import fit_batches
 from imprint.simulation.taking_over import check_choices
-from imprint.simulation.work import Work, count_units
+from imprint.simulation.work import Simulation, count_units
 from imprint.sources import Sources
 from imprint.store.checkpoint import Checkpoint
 from imprint.store.comparison import compare_training_data, difference
@@ -221,7 +221,7 @@ def _fill(
         inputs.examine()
         if repeat is not None:
             _take_over(repeat, request, workspace, inputs)
-        work = Work(inputs, memory, workspace, bar)
+        work = Simulation(inputs, memory, workspace, bar)
         done: tuple[Checkpoint, ...] = ()
         for index, settings in enumerate(inputs.settings):
             done = (*done, work.checkpoint(index, settings))

@@ -31,7 +31,7 @@ from imprint.store.workspace import Workspace
 from imprint.task import Parameters
 
 
-class Work:
+class Simulation:
     """A simulation under way: every checkpoint, every chunk of sources that belongs to the folder."""
 
     def __init__(self, inputs: Inputs, memory: int | str | None, workspace: Workspace[Any], bar: Progress) -> None:

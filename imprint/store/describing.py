@@ -47,7 +47,7 @@ _Described = Annotated[About, read_about_record]
 
 
 @dataclass(frozen=True)
-class Change:
+class Revision:
     """What was known of some sources before their descriptions were changed at some time."""
 
     time: str
@@ -62,7 +62,7 @@ class Description:
     """
 
     about: dict[str, _Described]
-    changes: tuple[Change, ...] = ()
+    changes: tuple[Revision, ...] = ()
     forgotten: int = 0
 
     def of(self, ids: Sequence[str]) -> tuple[About, ...]:
@@ -163,7 +163,7 @@ def describe_new(store: "Store", about: Sequence[About]) -> None:
 
 def _change(folder: Path, before: Description, now: dict[str, About], changed: Sequence[str]) -> None:
     was = {name: before.about.get(name, NOTHING) for name in changed}
-    changes = (*before.changes, Change(datetime.now(UTC).isoformat(timespec="seconds"), was))
+    changes = (*before.changes, Revision(datetime.now(UTC).isoformat(timespec="seconds"), was))
     forgotten = before.forgotten + max(0, len(changes) - _KEPT)
     _write(folder, Description(now, changes[-_KEPT:], forgotten))
 

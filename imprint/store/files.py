@@ -168,6 +168,16 @@ def sha256(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
+def find_damage(place: Path, size: int, checksum: str) -> str | None:
+    """Return what is wrong with a file of this size and checksum, such as "missing"; None if it is as written."""
+    try:
+        if place.is_file() and place.stat().st_size == size and sha256(place) == checksum:
+            return None
+        return "damaged" if place.is_file() else "missing"
+    except OSError as error:  # such as a bad sector
+        return f"damaged ({error.strerror})"
+
+
 def _explain(place: Path, error: OSError | SafetensorError) -> StoreError:
     number = error.errno if isinstance(error, OSError) else _find_errno(str(error))
     reason = os.strerror(number) if number else str(error)

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from imprint.errors import StoreError
 from imprint.store.checkpoint import File
-from imprint.store.files import append, refuse_unreadable, sha256, write
+from imprint.store.files import append, find_damage, refuse_unreadable, write
 from imprint.store.records import read
 from imprint.store.values import parsed
 
@@ -55,12 +55,8 @@ class Finished:
 
     def _is_sound(self, file: File) -> bool:
         place = self._folder / file.path
-        try:
-            if place.is_file() and place.stat().st_size == file.bytes and sha256(place) == file.sha256:
-                return True
-            state = "damaged" if place.is_file() else "missing"
-        except OSError as error:  # such as a bad sector
-            state = f"damaged ({error.strerror})"
+        if (state := find_damage(place, file.bytes, file.sha256)) is None:
+            return True
         rows = f", rows {file.rows[0]} to {file.rows[1] - 1}" if file.rows else ""
         logger.warning("%s is %s: its shard is simulated again%s", place, state, rows)
         return False

@@ -147,7 +147,7 @@ class PartWriter(Workspace[Part]):
         shared = SharedRequest.find(self.folder)
         if shared is not None and shared.of != self.share.of:
             raise StoreError(
-                f"{self.folder.out} is being made in {shared.of} parts, and {self.share} is one of {self.share.of}."
+                f"{self.folder.out} is divided into {shared.of} parts, not {self.share.of}: give one of those."
             )
         return None if shared is None else shared.request
 
@@ -207,8 +207,8 @@ class PartWriter(Workspace[Part]):
         begun = own is not None and any((self.path / name_checkpoint(index)).glob("imprints-*"))
         if begun and own and (different := compare_choices(own.choices, agreed.choices)):
             raise StoreError(
-                f"{self.path} was begun otherwise than {self.folder.shared / name_checkpoint(index)} says: {different}."
-                f" Delete {self.path}, and make the part again."
+                f"{self.path} started with other choices than {self.folder.shared / name_checkpoint(index)} records: "
+                f"{different}. Delete {self.path}, and make the part again."
             )
         return agreed
 

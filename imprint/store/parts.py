@@ -25,7 +25,16 @@ from imprint.display import count_of, name_some
 from imprint.errors import PlanError, StoreError
 from imprint.store.addresses import is_address, parse_address
 from imprint.store.checkpoint import File
-from imprint.store.files import LOCK, find_leftovers, is_leftover, sha256, sync, temporary_folder
+from imprint.store.files import (
+    LOCK,
+    find_damage,
+    find_leftovers,
+    is_leftover,
+    refuse_irregular,
+    sync,
+    temporary_folder,
+    write,
+)
 from imprint.store.folder import PARTS, locked
 from imprint.store.values import Value, read_json
 
@@ -189,8 +198,8 @@ class PartsFolder:
             name = _FOLDER.fullmatch(path.name)
             if name and int(name[2]) != share.of:
                 raise StoreError(
-                    f"{self.out} is being made in {int(name[2])} parts ({path.name}), and {share} is one of "
-                    f"{share.of}: give one of those, or delete {self.path} to divide it anew."
+                    f"{self.out} is divided into {int(name[2])} parts, not {share.of}: give one of those, or delete "
+                    f"{self.path} to divide it anew."
                 )
 
     def publish(self, name: str, fill: Callable[[Path], None]) -> bool:
@@ -336,16 +345,13 @@ class MissingPartsError(StoreError):
 
 def is_sound(place: Path, file: File) -> bool:
     """Tell whether a file is there as it was written."""
-    try:
-        return place.is_file() and place.stat().st_size == file.bytes and sha256(place) == file.sha256
-    except OSError:  # such as a bad sector
-        return False
+    return find_damage(place, file.bytes, file.sha256) is None
 
 
 def refuse_damaged(place: Path, file: File, advice: str) -> None:
     """Refuse a file that is not what was written."""
-    if not is_sound(place, file):
-        state = "damaged: it differs from its checksum" if place.is_file() else "missing"
+    if found := find_damage(place, file.bytes, file.sha256):
+        state = "damaged: it differs from its checksum" if found == "damaged" else found
         raise StoreError(f"{place} is {state}. To go on, {advice}.")
 
 
@@ -354,28 +360,27 @@ def place_file(source: Path, place: Path, *, link: bool) -> bool:
 
     link: try that.
     """
-    try:
-        place.parent.mkdir(parents=True, exist_ok=True)
-        with temporary_folder(place.parent) as folder:
-            beside = folder / f"file{place.suffix}"
-            linked = link and _link(source, beside)
-            if not linked:
-                shutil.copyfile(source, beside)
-                sync(beside)
-            beside.replace(place)
-        sync(place.parent)
-        return linked
-    except OSError as error:
-        raise StoreError(f"could not write {place}: {error.strerror or error}.") from error
+    if link and _link(source, place):
+        return True
+    write(place, lambda beside: shutil.copyfile(source, beside))
+    return False
 
 
 def _link(source: Path, place: Path) -> bool:
-    """Give a file another name; return False where the file system cannot, and of a link, which may lead anywhere."""
+    """Give a file another name, in place of what has it.
+
+    Return False where the file system cannot, and of a link, which may lead anywhere.
+    """
+    refuse_irregular(place)
     try:
-        os.link(source, place, follow_symlinks=False)
+        place.parent.mkdir(exist_ok=True)
+        with temporary_folder(place.parent) as folder:
+            beside = folder / "file"
+            os.link(source, beside, follow_symlinks=False)
+            if beside.is_symlink():  # a name of the link, not of the file; what it leads to may go with the parts
+                return False
+            beside.replace(place)
+        sync(place.parent)
     except (OSError, NotImplementedError):
-        return False
-    if place.is_symlink():  # another name of the link, not of the file; what it leads to may go with the parts
-        place.unlink()
         return False
     return True

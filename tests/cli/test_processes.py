@@ -71,7 +71,7 @@ def test_ctrl_c_keeps_the_steps_that_were_chosen(
 
     given = ("simulate", "model.py:task", "-o", "runs/news", "-p", "lr=auto", "--no-check")
     with monkeypatch.context() as patch:
-        patch.setattr("imprint.simulation.work.Work._simulate", interrupted)
+        patch.setattr("imprint.simulation.work.Simulation._simulate", interrupted)
         stopped = command(*given)
     assert stopped.code == 130 and "starts over" not in stopped.err
     assert (empty / "runs/news/unfinished.json").is_file()

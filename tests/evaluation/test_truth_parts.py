@@ -124,7 +124,7 @@ def test_what_is_no_part_of_it_is_refused(tmp_path: Path) -> None:
         part(tmp_path / "truth", "2/2", seed=1)
     with pytest.raises(StoreError, match="is being made with runs=2, not 3"):
         part(tmp_path / "truth", "2/2", runs=3)
-    with pytest.raises(StoreError, match=r"is being made in 2 parts"):
+    with pytest.raises(StoreError, match=r"is divided into 2 parts, not 3"):
         part(tmp_path / "truth", "2/3")
     with pytest.raises(StoreError, match=r"of its 2 parts, these are missing: 2/2"):
         merge_truth(tmp_path / "truth")

@@ -1,6 +1,7 @@
 """Parts of a simulation, merged, are the store that one simulation makes: of every plan, in any number and order."""
 
 import copy
+import errno
 import logging
 import shutil
 from dataclasses import replace
@@ -13,7 +14,7 @@ import torch
 from imprint import About, Part, Plan, Sources, Store, StoreError, Task, merge, simulate, simulate_part
 from imprint.errors import PlanError, ReliabilityWarning
 from imprint.runtime.memory import budget
-from imprint.store.parts import PartsFolder, Share
+from imprint.store.parts import PartsFolder, Share, place_file
 from tests.simulation.engines.trainings import Training, classification, mlp
 from tests.simulation.killing import (
     PLANS,
@@ -270,9 +271,30 @@ def test_parts_in_other_folders_are_copied_and_stay(made: Made, tmp_path: Path) 
 def test_a_file_system_without_hard_links_gets_copies(
     made: Made, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("imprint.store.parts._link", lambda source, place: False)
+    monkeypatch.setattr("imprint.store.parts._link", lambda *_: False)
     all_parts(tmp_path / "store", 2, PLANS["spectral"])
     assert contents(merge(tmp_path / "store", progress=False).path) == contents(made(PLANS["spectral"]))
+
+
+def test_a_full_disk_is_explained_where_parts_are_copied(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    all_parts(tmp_path / "a", 2)
+
+    def fail(*_: Any) -> None:
+        raise OSError(errno.ENOSPC, "as on a full disk")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(shutil, "copyfile", fail)
+        with pytest.raises(StoreError, match=r"could not write .*Make room and make the same call again"):
+            merge(tmp_path / "a", tmp_path / "store", progress=False)
+    merge(tmp_path / "a", tmp_path / "store", progress=False).verify()
+
+
+@pytest.mark.parametrize("link", [True, False])
+def test_no_link_is_replaced_by_a_file_of_a_part(link: bool, tmp_path: Path) -> None:
+    (tmp_path / "source").touch()
+    (tmp_path / "place").symlink_to(tmp_path / "source")
+    with pytest.raises(StoreError, match="it is a link, and only a regular file is replaced"):
+        place_file(tmp_path / "source", tmp_path / "place", link=link)
 
 
 def test_folders_that_were_settled_apart_are_refused(tmp_path: Path) -> None:
@@ -372,7 +394,7 @@ def test_a_part_of_something_else_is_refused(tmp_path: Path) -> None:
     for text in ("1/2", "2/2"):
         with pytest.raises(StoreError, match="holds parts of something else: the plan's steps was 6, is 7"):
             part(tmp_path / "store", text, other)
-    with pytest.raises(StoreError, match=r"is being made in 2 parts \(1-of-2\), and 1/3 is one of 3"):
+    with pytest.raises(StoreError, match=r"is divided into 2 parts, not 3: give one of those"):
         part(tmp_path / "store", "1/3")
     part(tmp_path / "store", "2/2")
     merge(tmp_path / "store", progress=False)

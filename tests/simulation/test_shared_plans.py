@@ -40,7 +40,7 @@ def test_an_automatic_plan_is_not_taken_over_for_another_model(tmp_path: Path) -
 
 def test_a_part_that_fails_takes_its_automatic_plan_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Plan, "auto", lambda *_, **__: TANGENT)
-    monkeypatch.setattr("imprint.simulation.work.Work.checkpoint", lambda *_: 1 / 0)
+    monkeypatch.setattr("imprint.simulation.work.Simulation.checkpoint", lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         simulate_part("1/2", task(), data(), SOURCES, "auto", out=tmp_path / "store", progress=False)
     assert not (tmp_path / "store").exists()

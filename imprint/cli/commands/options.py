@@ -178,8 +178,8 @@ AboutFiles = Annotated[
     typer.Option(
         "--about",
         metavar="[SOURCE=]FILE",
-        help="Whose each source is, its licence and address: a `.csv` or `.json` table with the columns source, owner, "
-        "licence and url, or a Croissant file, which describes one source (repeat the option for several). "
+        help="Files with each source's owner, licence and address: a `.csv` or `.json` table with the columns source, "
+        "owner, licence and url, or a Croissant file, which describes one source (repeat the option for several). "
         "`SOURCE=FILE` where the dataset of a Croissant file has another name than the source.",
     ),
 ]

@@ -198,7 +198,7 @@ def simulate(
 
     - `imprint simulate my_model.py:task --run runs/train --out runs/news`, to repeat a recorded run without each source
 
-    - `imprint simulate my_model.py:task --about owners.csv --out runs/news`, to keep whose each source is
+    - `imprint simulate my_model.py:task --about owners.csv --out runs/news`, to keep the owner of each source
 
     - `imprint simulate --config news.toml`
 
@@ -328,7 +328,7 @@ def describe(
     signed_by: SignedBy = None,
     json: AsJson = False,
 ) -> None:
-    """Say whose the sources of a store are: owner, licence and address.
+    """Set the owner, licence and address of a store's sources.
 
     Sources are named by their ids, or by names that only one has. Those in no file keep what is known of them, and an
     empty row removes it. The store keeps what was known before. Imprints, validation and logs stay as they are, but a
