@@ -253,8 +253,8 @@ class _Merging:
 
     def read_descriptions(self) -> tuple[About, ...]:
         """Read what the parts know of the sources."""
-        ids = read_json(self.records[1][0] / SOURCES).record("ids", "names", "sizes")["ids"]
-        return read_shared_descriptions(self.folders, [value.text() for value in ids.items()])
+        table = Table.read(read_json(self.records[1][0] / SOURCES), self.request.n)
+        return read_shared_descriptions(self.folders, table.ids)
 
     def put_together(self, progress: bool | Advance) -> Manifest:
         """Put all files in their places; return the manifest that describes them."""
