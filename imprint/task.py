@@ -21,6 +21,7 @@ from imprint.batches import own_containers
 from imprint.compat import math_attention
 from imprint.display import name_some
 from imprint.errors import TaskError
+from imprint.forms import Form
 from imprint.model.dropout import apply_dropout
 from imprint.model.measures import MEASURES, require_targets
 from imprint.model.replica import Replica
@@ -61,6 +62,7 @@ class Task:
         or any function of (model, batch) with one value per query.
     regulariser: r(model) -> scalar, such as the weight decay used in training; it enters the objective once.
     parameters: glob, or globs, over `model.named_parameters()`. Frozen parameters (`requires_grad=False`) are left out.
+    form: how JSON becomes a query, for `imprint serve`.
 
     >>> task = Task.classifier(nn.Linear(3, 2), measure="margin")
     >>> task
@@ -80,6 +82,7 @@ class Task:
         measure: str | PerExample | None = None,
         regulariser: Callable[[nn.Module], Tensor] | None = None,
         parameters: str | Sequence[str] = "*",
+        form: Form | None = None,
     ) -> None:
         if (outputs is None) != (output_loss is None):
             raise TaskError("outputs= and output_loss= belong together: give both, or give loss= alone.")
@@ -90,6 +93,7 @@ class Task:
         self.outputs = outputs
         self.output_loss = output_loss
         self.regulariser = regulariser
+        self.form = form
         self.parameter_globs = (parameters,) if isinstance(parameters, str) else tuple(parameters)
         if loss is None:
             assert outputs is not None and output_loss is not None

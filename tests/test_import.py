@@ -11,7 +11,7 @@ import imprint
 PACKAGE = Path(imprint.__file__).parent
 MODULES = {".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts) for path in PACKAGE.rglob("*.py")}
 # Packages that serve one use each: nothing else may import them.
-EDGES = {"cli", "benchmarking", "export", "credit"}
+EDGES = {"cli", "benchmarking", "export", "credit", "serve"}
 
 
 def _loaded(*statements: str) -> list[set[str]]:
@@ -71,10 +71,12 @@ def test_a_cycle_between_packages_would_be_found() -> None:
     assert _imports(tree) == {"imprint.simulation.runner"}
 
 
-def test_nothing_depends_on_the_edges_but_the_command_line() -> None:
+def test_nothing_depends_on_the_edges_but_the_service_and_the_command_line() -> None:
     graph = _graph()
     for edge in EDGES:
-        assert {part for part, used in graph.items() if edge in used} <= {"cli"}
+        assert {part for part, used in graph.items() if edge in used} <= {"cli", "serve"}
+    assert not any("serve" in used for part, used in graph.items() if part != "cli")
+    assert "export" not in graph["serve"]
 
 
 def test_simulation_and_readout_know_nothing_of_each_other() -> None:

@@ -1,7 +1,10 @@
-"""Score every query against every source of a store: `attribute`, and `self_influence` of training examples."""
+"""Score every query against every source of a store: `attribute`, and `self_influence` of training examples.
+
+`Scorer` does the same for a service, which reads one batch after another from the same store.
+"""
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import accumulate, product
 from typing import Any, TypedDict, Unpack, overload
@@ -13,6 +16,7 @@ from torch import Tensor
 from imprint.attribution.collecting import Collected
 from imprint.attribution.labels import SHARED_EXAMPLES, Labels, describe_replay
 from imprint.attribution.noise import assess_noise
+from imprint.attribution.replicates import replicate
 from imprint.attribution.result import Attribution
 from imprint.attribution.top import Order, Top, limit_top, rank_scores
 from imprint.attribution.uncertainty import ERROR, LACKING, explain_errors
@@ -28,7 +32,7 @@ from imprint.sources import Sources
 from imprint.store.fingerprint import are_sources, of_batches, probe_measures, recognise_data
 from imprint.store.reading import Store
 from imprint.task import Batch, Task
-from imprint.tensors.vectors import root_mean_squares
+from imprint.tensors.vectors import root_mean_square, root_mean_squares
 from imprint.validation.record import find_verdict, has_witnesses, read_validation
 from imprint.validation.verdict import QUERIES
 from imprint.validation.witnesses import judge_queries
@@ -107,7 +111,8 @@ def attribute(
         bar.close()
     noise, scores, replicates = _read_noise(reader, batches), found.scores, found.replicates
     effect = (found.squares / (firsts[-1] * len(store))) ** 0.5 / store.n
-    labels = _make_labels(task, reader, batches, noise, effect)
+    asked = {"queries": of_batches(batches), "measures": probe_measures(task, batches)}
+    labels = _make_labels(task, reader, noise, effect, asked)
     labels.details[ERROR] = explain_errors(noise, replicates, lacking)
     if k is None:
         result = Attribution(labels, scores, noise_changes=noise, replicates=replicates)
@@ -157,9 +162,14 @@ def _read_noise(reader: Reader, batches: Sequence[tuple[int, Batch]]) -> Tensor 
 
 
 def _make_labels(
-    task: Task, reader: Reader, batches: Sequence[tuple[int, Batch]], noise: Tensor | None, effect: float
+    task: Task, reader: Reader, noise: Tensor | None, effect: float, asked: Mapping[str, Any], *, show: bool = True
 ) -> Labels:
-    """Return what the scores are about, with all warnings; `effect` is the root mean square of removal effects."""
+    """Return what the scores are about, with all warnings.
+
+    effect: the root mean square of removal effects.
+    asked: the fingerprints of the queries.
+    show: whether warnings that the store did not show are shown.
+    """
     store = reader.store
     request, first = store.manifest.request, store.checkpoints[0]
     chaos, warnings = assess_noise(noise, effect)
@@ -178,18 +188,56 @@ def _make_labels(
             **{"store": store.sha256, "model": store.model_sha256},
             **{"data": vars(request.data), "sources": request.sources, "plan": request.plan.to_json()},
             "parameters": {name: spec.to_json() for name, spec in request.parameters.items()},
-            "queries": of_batches(batches),
-            "measures": probe_measures(task, batches),
+            **asked,
             **({} if request.recording is None else {"recording": request.recording}),
             **({} if store.signed is None else {"signer": store.signed.key}),
         },
-        _show_warnings(reader, warnings),
+        _show_warnings(reader, warnings) if show else tuple(dict.fromkeys((*reader.warnings, *warnings))),
         store.question,
         store.removes,
         validation=(verdict := find_verdict(store, task.measure_name)),
         store_validation=verdict,
         source_about=store.about,
     )
+
+
+class Scorer:
+    """A store made ready to attribute batches of queries, one after another.
+
+    Unlike `attribute`, it prepares the readout once, says nothing on standard error, and leaves out what is about all
+    queries of a call: their fingerprints, and the verdict on their own effects. Not for several threads at once.
+
+    >>> import imprint
+    >>> task = imprint.Task.classifier(torch.nn.Linear(2, 2))
+    >>> data = torch.eye(2), torch.tensor([0, 1])
+    >>> store = imprint.simulate(task, data, imprint.Sources.per_example(2), imprint.Plan(steps=5, lr=0.1), progress=False)
+    >>> Scorer(task, store).attribute(data, 2).scores.shape
+    torch.Size([2, 2])
+    """
+
+    def __init__(
+        self,
+        task: Task,
+        store: Store,
+        *,
+        readout: ReadoutName | None = None,
+        step: float | None = None,
+        memory: int | str | None = None,
+    ) -> None:
+        self.task, self.store = task, store
+        self.reader = Reader(task, store, readout=readout, step=step, memory=memory)
+
+    def attribute(self, batch: Batch, count: int) -> Attribution:
+        """Score the `count` queries of a batch against every source."""
+        reader = self.reader
+        reader.forget_queries()
+        found, deviations = reader.scores_with_deviations(batch, count)
+        scores, changes = found.cpu(), reader.noise_changes(batch, count)
+        noise = None if changes is None else changes.cpu()
+        replicates = replicate(reader.units, None if deviations is None else deviations.cpu())
+        labels = _make_labels(self.task, reader, noise, root_mean_square(scores) / self.store.n, {}, show=False)
+        labels.details[ERROR] = explain_errors(noise, replicates, LACKING[self.store.question])
+        return Attribution(labels, scores, noise_changes=noise, replicates=replicates)
 
 
 def _show_warnings(reader: Reader, more: Sequence[str]) -> tuple[str, ...]:

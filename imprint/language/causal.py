@@ -14,6 +14,7 @@ from imprint.compat import forward_hooks, has_values
 from imprint.errors import TaskError
 from imprint.language.checkpointing import checkpointing
 from imprint.language.data import SEGMENTS, read_columns, segment_sums
+from imprint.language.forms import CompletionForm
 from imprint.language.head import in_full_precision, log_likelihoods, of_targets, token_log_probs, weighted_sum
 from imprint.language.presets import Preset, adapter_names, blocks, causal, text_config, with_adapter
 from imprint.task import Batch, Parameters, Task
@@ -105,6 +106,7 @@ class LanguageTask(Task):
             parameters=parameters,
         )
         self.measure_name, self.better = "log-likelihood", "higher"
+        self.form = None if tokenizer is None else CompletionForm(tokenizer, self._context)
         self._contracts = self._probe()
 
     @cached_property

@@ -7,6 +7,7 @@ that a query is a few calls of the kernels.
 import logging
 import math
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import assert_never, get_args
 
 import torch
@@ -169,6 +170,11 @@ class Reader:
                 f"{float(total[query, source])}: look for NaN or infinity in the query, or an undefined measurement."
             )
         return total, each
+
+    def forget_queries(self) -> None:
+        """Leave out of `warnings` what the queries so far have shown; what was settled on the first ones stays."""
+        self.observed = replace(self.observed, largest=0.0, products=None)
+        self._silent = False
 
     @property
     def warnings(self) -> tuple[str, ...]:

@@ -5,6 +5,8 @@ data, who contributed which, and which labels are wrong.
 """
 
 from dataclasses import dataclass
+from functools import cache
+from typing import Any
 
 import numpy as np
 import torch
@@ -12,6 +14,7 @@ from torch import Tensor, nn
 
 from imprint.errors import MissingExtra
 from imprint.evaluation.training import Training
+from imprint.forms import PictureForm
 from imprint.plan import Plan
 from imprint.sources import Sources
 from imprint.task import Task
@@ -50,11 +53,7 @@ class Digits:
 
 def load(split: int = 0) -> Digits:
     """Load the digits and split them."""
-    try:
-        from sklearn.datasets import load_digits
-    except ImportError as error:
-        raise MissingExtra("the digits data", "report") from error
-    pictures, labels = load_digits(return_X_y=True)
+    pictures, labels = _load_pictures()
     x = torch.from_numpy(pictures).float()
     x, y = (x - x.mean()) / x.std(), torch.from_numpy(labels)
     draw = np.random.default_rng(split)
@@ -76,6 +75,23 @@ def load(split: int = 0) -> Digits:
     )
 
 
+def _load_pictures() -> tuple[Any, Any]:
+    """Return all pictures, (1797, 64) numbers from 0 to 16, and their labels."""
+    try:
+        from sklearn.datasets import load_digits
+    except ImportError as error:
+        raise MissingExtra("the digits data", "report") from error
+    pictures, labels = load_digits(return_X_y=True)
+    return pictures, labels
+
+
+@cache
+def form() -> PictureForm:
+    """Return how JSON becomes a query: 64 numbers from 0, paper, to 16, ink, standardised as the training data is."""
+    x = torch.from_numpy(_load_pictures()[0]).float()
+    return PictureForm((8, 8), 10, mean=float(x.mean()), scale=float(x.std()), low=0, high=16, flat=True)
+
+
 def model() -> nn.Module:
     """Build a freshly initialised perceptron, 64-32-10."""
     return nn.Sequential(nn.Linear(64, 32), nn.ReLU(), nn.Linear(32, 10))
@@ -88,4 +104,4 @@ def task(model: nn.Module) -> Task:
         squares = torch.stack([p.square().sum() for p in model.parameters()])
         return TRAINING.weight_decay / 2 * squares.sum()
 
-    return Task.classifier(model, regulariser=weight_decay)
+    return Task.classifier(model, regulariser=weight_decay, form=form())

@@ -1,0 +1,158 @@
+"""How JSON becomes a query of a task: what a service needs to know beside the task itself.
+
+A task that is served has a form: `Task(..., form=...)`. `PictureForm` and `NumbersForm` are for classifiers of arrays;
+language tasks with a tokenizer have a form of their own.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
+
+import torch
+from torch import Tensor
+
+from imprint.batches import Batch, concatenate
+from imprint.errors import DataError
+
+if TYPE_CHECKING:
+    from imprint.task import Task
+
+Kind = Literal["picture", "numbers", "completion"]
+_UNKNOWN = -1  # the label of a query for which the model's own answer stands in
+
+
+@runtime_checkable
+class Form(Protocol):
+    """How JSON becomes a query of a task, and what a person is shown of it."""
+
+    @property
+    def kind(self) -> Kind:
+        """What a query is to a person, by which pages choose how to show it."""
+        ...
+
+    @property
+    def schema(self) -> dict[str, Any]:
+        """The JSON Schema of one query."""
+        ...
+
+    @property
+    def example(self) -> Any:
+        """A valid query, in JSON values."""
+        ...
+
+    def read(self, query: Any) -> Batch:
+        """Return a query as a batch of one; refuse what is none with a `DataError` for whoever sent it."""
+        ...
+
+    def join(self, batches: Sequence[Batch]) -> Batch:
+        """Return batches of one as one batch."""
+        ...
+
+    def fill(self, task: "Task", batch: Batch) -> Batch:
+        """Return a batch with what its queries left open, such as labels that the model is asked for."""
+        ...
+
+    def answer(self, batch: Batch, row: int) -> str:
+        """Return the answer that is attributed, for a person."""
+        ...
+
+
+@dataclass(frozen=True)
+class NumbersForm:
+    """Queries of a classifier of arrays: `{"pixels": [...], "label": 3}`.
+
+    shape: of one input. The JSON has its numbers in a flat list.
+    classes: the names of the classes, or how many there are.
+    mean, scale: inputs are standardised as (number − mean) / scale.
+    field: what the list is called in JSON.
+    low, high: what the numbers are between, if anything.
+    flat: whether the model takes an input as one row of numbers, whatever its shape.
+
+    Without a label, the class that the model finds likeliest is attributed.
+
+    >>> form = NumbersForm((2,), classes=3)
+    >>> form.read({"values": [0.5, 1], "label": 2})
+    (tensor([[0.5000, 1.0000]]), tensor([2]))
+    """
+
+    shape: tuple[int, ...]
+    classes: int | tuple[str, ...]
+    mean: float = 0.0
+    scale: float = 1.0
+    field: str = "values"
+    low: float | None = None
+    high: float | None = None
+    flat: bool = False
+    kind: Kind = "numbers"
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The names of the classes."""
+        return tuple(map(str, range(self.classes))) if isinstance(self.classes, int) else self.classes
+
+    @property
+    def size(self) -> int:
+        """How many numbers an input has."""
+        return math.prod(self.shape)
+
+    @property
+    def schema(self) -> dict[str, Any]:
+        limits = {} if self.low is None else {"minimum": self.low}
+        limits |= {} if self.high is None else {"maximum": self.high}
+        numbers = {"type": "array", "items": {"type": "number", **limits}, "minItems": self.size, "maxItems": self.size}
+        label = {"type": ["integer", "null"], "minimum": 0, "maximum": len(self.names) - 1}
+        return {
+            "type": "object",
+            "properties": {self.field: numbers, "label": label},
+            "required": [self.field],
+            "additionalProperties": False,
+        }
+
+    @property
+    def example(self) -> Any:
+        return {self.field: [0.0 if self.low is None else self.low] * self.size}
+
+    def read(self, query: Any) -> Batch:
+        if not isinstance(query, dict) or not query.keys() <= {self.field, "label"} or self.field not in query:
+            raise DataError(f'a query is an object with "{self.field}" and, if you like, "label".')
+        given, label = query[self.field], query.get("label")
+        if not isinstance(given, list) or len(given) != self.size or not all(map(self._is_number, given)):
+            between = "" if self.low is None and self.high is None else f" from {self.low} to {self.high}"
+            raise DataError(f'"{self.field}" is a list of {self.size} numbers{between}.')
+        if label is not None and (isinstance(label, bool) or not isinstance(label, int)):
+            raise DataError('"label" is the number of a class.')
+        if label is not None and not 0 <= label < len(self.names):
+            raise DataError(f'"label" is a class from 0 to {len(self.names) - 1}.')
+        values = (torch.tensor(given, dtype=torch.float64) - self.mean) / self.scale
+        inputs = values.float().reshape(1, *((self.size,) if self.flat else self.shape))
+        if not bool(inputs.isfinite().all()):
+            raise DataError(f'a number in "{self.field}" is too large.')
+        return inputs, torch.tensor([_UNKNOWN if label is None else label])
+
+    def _is_number(self, value: Any) -> bool:
+        if isinstance(value, bool) or not isinstance(value, int | float) or abs(value) > 1e30:
+            return False
+        return (self.low is None or value >= self.low) and (self.high is None or value <= self.high)
+
+    def join(self, batches: Sequence[Batch]) -> Batch:
+        return concatenate(list(batches))
+
+    def fill(self, task: "Task", batch: Batch) -> Batch:
+        inputs, labels = batch
+        if bool((labels != _UNKNOWN).all()):
+            return batch
+        with torch.no_grad(), task.evaluating():
+            logits: Tensor = task.call(lambda model, given: model(given), task.state(), inputs.to(task.device))
+        return inputs, torch.where(labels == _UNKNOWN, logits.argmax(1).cpu(), labels)
+
+    def answer(self, batch: Batch, row: int) -> str:
+        return self.names[int(batch[1][row])]
+
+
+@dataclass(frozen=True)
+class PictureForm(NumbersForm):
+    """Queries of a classifier of grey pictures: `{"pixels": [...], "label": 3}`, row by row from the top left."""
+
+    field: str = "pixels"
+    kind: Kind = "picture"

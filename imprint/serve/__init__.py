@@ -1,0 +1,1 @@
+"""The service: attributions over HTTP, credited in the ledger, and pages that people read."""
