@@ -23,6 +23,7 @@ from imprint.errors import (
     TaskError,
 )
 from imprint.evaluation.validating import Comparison, validate
+from imprint.forms import NumbersForm, PictureForm
 from imprint.plan import Plan
 from imprint.readout.reader import Reader
 from imprint.recorder import Recorder
@@ -56,8 +57,10 @@ __all__ = [
     "ImprintError",
     "Inside",
     "MissingExtra",
+    "NumbersForm",
     "Part",
     "PartsError",
+    "PictureForm",
     "Plan",
     "PlanError",
     "RayExecutor",

@@ -16,7 +16,7 @@ from torch import Tensor
 from imprint.attribution.collecting import Collected
 from imprint.attribution.labels import SHARED_EXAMPLES, Labels, describe_replay
 from imprint.attribution.noise import assess_noise
-from imprint.attribution.replicates import replicate
+from imprint.attribution.replicates import Replicates, replicate
 from imprint.attribution.result import Attribution
 from imprint.attribution.top import Order, Top, limit_top, rank_scores
 from imprint.attribution.uncertainty import ERROR, LACKING, explain_errors
@@ -210,9 +210,10 @@ class Scorer:
     >>> import imprint
     >>> task = imprint.Task.classifier(torch.nn.Linear(2, 2))
     >>> data = torch.eye(2), torch.tensor([0, 1])
-    >>> store = imprint.simulate(task, data, imprint.Sources.per_example(2), imprint.Plan(steps=5, lr=0.1), progress=False)
-    >>> Scorer(task, store).attribute(data, 2).scores.shape
-    torch.Size([2, 2])
+    >>> sources, plan = imprint.Sources.per_example(2), imprint.Plan(steps=5, lr=0.1)
+    >>> store = imprint.simulate(task, data, sources, plan, progress=False)
+    >>> [result.scores.shape for result in Scorer(task, store).attribute(data, 2, [(0, 1), (1, 2)])]
+    [torch.Size([1, 2]), torch.Size([1, 2])]
     """
 
     def __init__(
@@ -227,15 +228,28 @@ class Scorer:
         self.task, self.store = task, store
         self.reader = Reader(task, store, readout=readout, step=step, memory=memory)
 
-    def attribute(self, batch: Batch, count: int) -> Attribution:
-        """Score the `count` queries of a batch against every source."""
+    def attribute(self, batch: Batch, count: int, spans: Sequence[tuple[int, int]] = ()) -> list[Attribution]:
+        """Score the `count` queries of a batch against every source; return a result for each span of them.
+
+        spans: where the queries of each asker begin and end; by default all are one's. A result speaks of its own
+            queries alone, whatever else was in the batch.
+        """
         reader = self.reader
-        reader.forget_queries()
         found, deviations = reader.scores_with_deviations(batch, count)
         scores, changes = found.cpu(), reader.noise_changes(batch, count)
         noise = None if changes is None else changes.cpu()
-        replicates = replicate(reader.units, None if deviations is None else deviations.cpu())
-        labels = _make_labels(self.task, reader, noise, root_mean_square(scores) / self.store.n, {}, show=False)
+        replicates = replicate(reader.units, deviations)
+        return [self._label(span, scores, noise, replicates) for span in spans or [(0, count)]]
+
+    def _label(
+        self, span: tuple[int, int], scores: Tensor, noise: Tensor | None, replicates: tuple[Replicates, ...]
+    ) -> Attribution:
+        own = slice(*span)
+        scores, noise = scores[own], None if noise is None else noise[:, own]
+        replicates = tuple(each.change(lambda values: values[..., own, :]) for each in replicates)
+        self.reader.observe_only(scores)
+        effect = root_mean_square(scores) / self.store.n
+        labels = _make_labels(self.task, self.reader, noise, effect, {}, show=False)
         labels.details[ERROR] = explain_errors(noise, replicates, LACKING[self.store.question])
         return Attribution(labels, scores, noise_changes=noise, replicates=replicates)
 

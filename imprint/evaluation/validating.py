@@ -29,6 +29,7 @@ from imprint.store.fingerprint import of_batches
 from imprint.store.folder import locked
 from imprint.store.reading import Store
 from imprint.task import Task
+from imprint.validation.drift import find_typical
 from imprint.validation.record import (
     WITNESSES,
     Validation,
@@ -167,6 +168,7 @@ def validate(
             earlier=earlier,
             seed=seed,
             seconds=round(time.monotonic() - began, 3),
+            typical=find_typical(effects),
         )
         write_validation(store, validation)
     return Comparison(validation, work.names, predict_removals(effects, chosen), actual)

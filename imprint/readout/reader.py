@@ -171,10 +171,10 @@ class Reader:
             )
         return total, each
 
-    def forget_queries(self) -> None:
-        """Leave out of `warnings` what the queries so far have shown; what was settled on the first ones stays."""
-        self.observed = replace(self.observed, largest=0.0, products=None)
-        self._silent = False
+    def observe_only(self, scores: Tensor) -> None:
+        """Have `warnings` speak of these scores, not of all so far; what checkpoints have shown of each other stays."""
+        largest = float(scores.abs().amax())
+        self.observed, self._silent = replace(self.observed, largest=largest), largest == 0
 
     @property
     def warnings(self) -> tuple[str, ...]:

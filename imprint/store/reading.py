@@ -133,6 +133,10 @@ class Store:
         """What is known of the sources, in their order: owner, licence, address. Empty where no source is described."""
         return self._about
 
+    def is_outdated(self) -> bool:
+        """Tell whether the store was changed since it was opened."""
+        return self._files.is_outdated()
+
     def describe(self, about: "Mapping[str, About | Mapping[str, str]]") -> None:
         """Set the owner, licence and address of some sources, by their ids or by names that only one has.
 

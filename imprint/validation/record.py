@@ -5,7 +5,7 @@ A witness is a run that was really made without some sources. Those of one train
 """
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Annotated
@@ -27,7 +27,7 @@ from imprint.validation.verdict import Outcome, Verdict
 
 VALIDATION = "validation.json"
 WITNESSES = "witnesses"
-SCHEMA = 1
+SCHEMA = 2
 _LONGEST = 16 << 20  # bytes
 _EXAMPLES = "examples.safetensors"
 _MOST, _LARGEST = 1000, 4  # removals, and sources of one
@@ -35,6 +35,10 @@ _MOST, _LARGEST = 1000, 4  # removals, and sources of one
 
 def _read_removals(value: Value) -> tuple[tuple[int, ...], ...]:
     return tuple(item.wholes() for item in value.items())
+
+
+def _read_typical(value: Value) -> tuple[float, ...] | None:
+    return None if value.content is None else value.numbers()
 
 
 @dataclass(frozen=True)
@@ -48,6 +52,8 @@ class Validation:
     verdict: on the queries that were given, whose hash is `queries`, and how many were left out because they are
         training examples of a removed source, or repeated.
     earlier: how earlier validations of the same store ended. Trying seeds until one passes proves nothing.
+    typical: how large effects are on the queries: the smallest, the deciles and the largest of their root mean squares
+        over sources, by which a service notices other queries. None in files of schema 1.
     """
 
     store: Checksum
@@ -61,6 +67,7 @@ class Validation:
     earlier: tuple[Outcome, ...]
     seed: int
     seconds: NotNegative
+    typical: Annotated[tuple[float, ...] | None, _read_typical] = None
     versions: dict[str, str] = field(default_factory=versions)
     created: str = field(default_factory=lambda: datetime.now(UTC).isoformat(timespec="seconds"))
 
@@ -162,7 +169,7 @@ def _read_latest(store: Store) -> Validation | None:
         found = "none" if schema is None else schema.content
         raise StoreError(f"{file} has schema {found}, this version reads up to {SCHEMA}: upgrade imprint.")
     try:
-        validation = read(_File, value.unsealed()).validation
+        validation = read(_File, _upgrade(value.unsealed(), schema.whole(1))).validation
     except StoreError as error:
         raise StoreError(f"{error} Delete {VALIDATION}, or validate the store again.") from error
     if validation.store in (earlier for revision in store.manifest.history for earlier in revision.before):
@@ -171,6 +178,15 @@ def _read_latest(store: Store) -> Validation | None:
         raise StoreError(f"{file} is the validation of another store than {store.path}: delete it, and validate again.")
     _check_whole(validation, store, value)
     return validation
+
+
+def _upgrade(value: Value, schema: int) -> Value:
+    """Return what a file of an earlier schema says, in the fields of this one."""
+    kept = value.mapping().get("validation")
+    if schema > 1 or kept is None:
+        return value
+    fields = {name: item.content for name, item in kept.mapping().items()}
+    return replace(value, content={**value.content, "validation": {**fields, "typical": None}})
 
 
 def find_verdict(store: Store, measure: str) -> Verdict | None:

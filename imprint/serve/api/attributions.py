@@ -1,0 +1,159 @@
+"""`POST /v1/attributions`: how much each source moves some queries, credited if asked for."""
+
+import re
+import time
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Depends, Header, Request
+
+from imprint.attribution.top import Top, describe_validation
+from imprint.credit.ledger import Receipt
+from imprint.credit.money import PARTS
+from imprint.serve.access.guard import require
+from imprint.serve.access.roles import Identity
+from imprint.serve.errors import ApiError
+from imprint.serve.requests import (
+    AttributionAnswer,
+    AttributionRequest,
+    ErrorAnswer,
+    Milliseconds,
+    QueryEffects,
+    SourceEffect,
+    StrictRoute,
+)
+from imprint.serve.service import Answered, Service
+
+router = APIRouter(prefix="/v1", route_class=StrictRoute, tags=["attributions"])
+_KEY = re.compile("[!-~]{1,200}")
+_REFUSALS: dict[int | str, dict[str, Any]] = {
+    status: {"model": ErrorAnswer, "description": text}
+    for status, text in {
+        400: "The body is no JSON, or credit was asked for without an Idempotency-Key.",
+        401: "The key is missing, unknown, expired or revoked.",
+        403: "The role of the key may not do this.",
+        409: "The Idempotency-Key was used for another request.",
+        413: "The body is too large, or has too many queries.",
+        422: "The body is no query.",
+        429: "Too many queries wait, or the key sends too many requests: try again after Retry-After seconds.",
+        503: "The service is shutting down, or the ledger cannot be reached.",
+        504: "The queries were not read in time, and given up. Nothing was credited.",
+    }.items()
+}
+
+
+@router.post("/attributions", response_model=AttributionAnswer, responses=_REFUSALS)
+async def attribute(
+    request: Request,
+    body: AttributionRequest,
+    identity: Annotated[Identity, Depends(require("attribute"))],
+    idempotency_key: Annotated[
+        str | None,
+        Header(max_length=200, description="Names a crediting request: sent again, it credits nothing twice."),
+    ] = None,
+) -> AttributionAnswer:
+    """Return the effect of removing each source on one query or several, with their errors and shares.
+
+    With `credit`, the queries are credited in the ledger before the answer is sent, once for each Idempotency-Key.
+    """
+    began = time.monotonic()
+    service: Service = request.app.state.service
+    queries = [body.query] if body.queries is None else body.queries
+    if len(queries) > service.settings.batch:
+        raise ApiError(413, "too_many", f"a request has at most {service.settings.batch} queries, got {len(queries)}.")
+    if body.credit:
+        _check_credit(service, identity, idempotency_key)
+    answered = await service.attribute(queries)
+    read, receipt = time.monotonic(), None
+    if body.credit:
+        assert idempotency_key is not None
+        receipt = await service.credit(answered, caller=f"key:{identity.name}", key=idempotency_key)
+        request.app.state.metrics.count_credited(receipt)
+    now = time.monotonic()
+    spent = Milliseconds(
+        queued=1000 * answered.queued,
+        read=1000 * answered.read,
+        credited=1000 * (now - read) if body.credit else 0.0,
+        total=1000 * (now - began),
+    )
+    top = body.top if "top" in body.model_fields_set else service.settings.top
+    return _describe(answered, receipt, top, spent)
+
+
+def _check_credit(service: Service, identity: Identity, key: str | None) -> None:
+    if not identity.may("credit"):
+        raise ApiError(403, "forbidden", f"a key with the role {identity.role} may not credit queries.")
+    if service.ledger is None:
+        raise ApiError(409, "no_ledger", "this service has no ledger, so nothing can be credited.")
+    if key is None or not _KEY.fullmatch(key):
+        raise ApiError(
+            400,
+            "no_idempotency_key",
+            "crediting needs the header Idempotency-Key: 1 to 200 printable ASCII characters without spaces, another "
+            "one for each request, and the same one when you try again.",
+        )
+
+
+def _describe(answered: Answered, receipt: Receipt | None, top: int | None, spent: Milliseconds) -> AttributionAnswer:
+    """Return what a request is answered with. Of a request that was credited before, with what was credited then."""
+    result, labels = answered.result, answered.result.labels
+    return AttributionAnswer(
+        question=labels.question,
+        meaning=labels.meaning,
+        unit=labels.unit,
+        measure=labels.measure,
+        better=labels.better,
+        n=labels.n,
+        store=labels.fingerprints["store"],
+        model=labels.fingerprints["model"],
+        validation=describe_validation(labels)["validation"],
+        warnings=list(result.warnings),
+        repeated=receipt is not None and receipt.repeated,
+        queries=describe_queries(answered, receipt, top),
+        milliseconds=spent,
+    )
+
+
+def describe_queries(answered: Answered, receipt: Receipt | None, top: int | None) -> list[QueryEffects]:
+    """Return the effects on each query, the largest first, with what was credited where it was."""
+    result = answered.result
+    first: Top = result.top(result.scores.shape[1] if top is None else top)
+    described = []
+    for place, credits in enumerate(first):
+        about, rows = _find_division(answered, receipt, place)
+        entry = None if receipt is None else receipt.entries[place]
+        sources = [
+            SourceEffect(
+                source=credit.source,
+                name=credit.name,
+                removal_effect=credit.removal_effect if entry is None else -rows[credit.source]["score"] / about["n"],
+                standard_error=credit.standard_error if entry is None else rows[credit.source]["error"],
+                distinguishable=credit.distinguishable,
+                share=rows[credit.source]["share"] / PARTS if rows else None,
+            )
+            for credit in credits
+        ]
+        described.append(
+            QueryEffects(
+                answer=answered.answers[place],
+                sources=sources,
+                unattributed=about["unattributed"]["share"] / PARTS if about else None,
+                rule=about.get("rule"),
+                reason=about.get("reason", ""),
+                entry=None if entry is None else entry.sequence,
+                id=None if entry is None else about["query"],
+            )
+        )
+    return described
+
+
+def _find_division(
+    answered: Answered, receipt: Receipt | None, place: int
+) -> tuple[dict[str, Any], dict[str, dict[str, Any]]]:
+    """Return what the policy says of a query, and the line of each source; empty without a policy."""
+    if receipt is not None:
+        entry = receipt.entries[place]
+        return entry.about, {row["source"]: row for row in entry.rows}
+    if not answered.drafts:
+        return {}, {}
+    draft = answered.drafts[place]
+    return draft.about, {row["source"]: row for row in draft.rows}

@@ -1,0 +1,202 @@
+"""Puts the service together: routes, pages, middleware, and what starts and stops with them."""
+
+import asyncio
+import logging
+import traceback
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import AsyncExitStack, asynccontextmanager
+from typing import Any
+
+from fastapi import FastAPI, Request, Response
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse
+from sqlalchemy.exc import SQLAlchemyError
+from starlette.exceptions import HTTPException
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+import imprint
+from imprint.errors import ConflictError, CreditError, DataError, ImprintError, ReadoutError
+from imprint.serve.access import Access
+from imprint.serve.api import attributions, credit, health, sources
+from imprint.serve.batching import Closing, DeadlinePassed, Overloaded
+from imprint.serve.credit import CreditDesk
+from imprint.serve.errors import ApiError
+from imprint.serve.metrics import CountRequests, Exporter, Metrics
+from imprint.serve.middleware import protect
+from imprint.serve.pages import render_error
+from imprint.serve.pages import router as pages
+from imprint.serve.service import Service
+from imprint.serve.settings import Settings
+
+logger = logging.getLogger("imprint.serve")
+_INTERNAL = ApiError(500, "internal", "something went wrong in the service; its log says what.")
+_CODES = {404: "not_found", 405: "method_not_allowed", 400: "bad_request"}
+Handler = Callable[[Request, Any], Awaitable[Response]]
+
+
+def create_app(
+    settings: Settings,
+    service: Service,
+    access: Access,
+    *,
+    metrics: Metrics | None = None,
+    examples: list[tuple[Any, str]] | None = None,
+) -> FastAPI:
+    """Return the ASGI application of a service.
+
+    metrics: those that the service already tells of its batches.
+    examples: queries that the page offers, each with a caption.
+    """
+    desk = None if service.ledger is None else CreditDesk(service.ledger, service, access, settings)
+    metrics = metrics or Metrics()
+    metrics.watch(lambda: service.depth)
+
+    @asynccontextmanager
+    async def run(app: FastAPI) -> AsyncIterator[None]:
+        async with AsyncExitStack() as stack:
+            stack.push_async_callback(asyncio.to_thread, service.close)
+            if settings.metrics:
+                app.state.exporter = Exporter(metrics, settings.metrics)
+                stack.callback(app.state.exporter.close)
+            if desk is not None:
+                stack.callback(desk.close)
+                desk.start_verification()
+            yield
+
+    app = FastAPI(
+        title="Imprint",
+        version=imprint.__version__,
+        description="How much each data source moves a model's answers, read with forward passes only.",
+        openapi_url="/v1/openapi.json",
+        docs_url=None,
+        redoc_url=None,
+        lifespan=run,
+    )
+    app.state.settings, app.state.service, app.state.access = settings, service, access
+    app.state.credit, app.state.metrics, app.state.examples = desk, metrics, examples or []
+    for router in (health.router, attributions.router, sources.router):
+        app.include_router(router)
+    if desk is not None:
+        app.include_router(credit.router)
+    app.include_router(pages)
+    _describe_queries(app, service)
+    _handle_errors(app)
+    app.add_middleware(CountRequests, metrics=metrics)
+    app.add_middleware(CatchErrors)
+    protect(app, settings, access)
+    return app
+
+
+def _describe_queries(app: FastAPI, service: Service) -> None:
+    """Put the form of the task into the description of the API."""
+    describe = app.openapi
+
+    def openapi() -> dict[str, Any]:
+        found = describe()
+        fields = found["components"]["schemas"]["AttributionRequest"]["properties"]
+        query = {**service.form.schema, "description": "One query.", "examples": [service.form.example]}
+        fields["query"] = query
+        fields["queries"] = {"type": "array", "items": query, "minItems": 1, "maxItems": service.settings.batch}
+        return found
+
+    app.openapi = openapi  # type: ignore[method-assign]
+
+
+def _handle_errors(app: FastAPI) -> None:
+    """Turn every error into an answer that says what to do, and nothing about the inside of the service."""
+    found: dict[Any, Callable[[Request, Any], ApiError]] = {
+        ApiError: lambda request, error: error,
+        HTTPException: lambda request, error: ApiError(
+            error.status_code, _CODES.get(error.status_code, "refused"), str(error.detail), error.headers
+        ),
+        RequestValidationError: lambda request, error: ApiError(422, "invalid", _describe_invalid(error)),
+        DataError: lambda request, error: ApiError(422, "invalid", str(error)),
+        ReadoutError: lambda request, error: ApiError(422, "no_number", str(error)),
+        ConflictError: lambda request, error: ApiError(409, "conflict", str(error)),
+        CreditError: _explain_credit_error,
+        Overloaded: _refuse_load,
+        DeadlinePassed: lambda request, error: ApiError(
+            504, "too_late", "the queries were not read in time, and given up. Nothing was credited: try again."
+        ),
+        Closing: lambda request, error: ApiError(
+            503, "closing", "the service is shutting down: try again.", {"Retry-After": "5"}
+        ),
+        ImprintError: _hide_error,
+    }
+    for kind, explain in found.items():
+        app.add_exception_handler(kind, _make_handler(explain))
+
+
+def _make_handler(explain: Callable[[Request, Any], ApiError]) -> Handler:
+    async def handle(request: Request, error: Any) -> Response:
+        refusal = explain(request, error)
+        if refusal.status in (429, 504):
+            request.app.state.metrics.refused.labels(refusal.code).inc()
+        if _wants_json(request):
+            content = {"error": {"code": refusal.code, "message": refusal.message}}
+            return JSONResponse(content, refusal.status, refusal.headers)
+        return render_error(request, refusal)
+
+    return handle
+
+
+def _wants_json(request: Request) -> bool:
+    return request.url.path.startswith(("/v1/", "/healthz", "/readyz"))
+
+
+def _describe_invalid(error: RequestValidationError) -> str:
+    """Say which field is wrong and why, without repeating what was sent."""
+    texts = [f"{'.'.join(map(str, each['loc']))}: {each['msg']}" for each in error.errors()[:5]]
+    return "; ".join(texts)
+
+
+def _refuse_load(request: Request, error: Overloaded) -> ApiError:
+    return ApiError(429, "overloaded", str(error), {"Retry-After": str(error.retry_after)})
+
+
+def _explain_credit_error(request: Request, error: CreditError) -> ApiError:
+    if isinstance(error.__cause__, SQLAlchemyError):
+        logger.error("the ledger cannot be reached: %s", type(error.__cause__).__name__)
+        return ApiError(
+            503,
+            "no_database",
+            "the ledger cannot be reached. Nothing was credited, or its confirmation was lost: try again with the "
+            "same Idempotency-Key.",
+            {"Retry-After": "5"},
+        )
+    return _hide_error(request, error)
+
+
+def _hide_error(request: Request, error: Exception) -> ApiError:
+    _log_error(error, request.scope.get("path", ""))
+    return _INTERNAL
+
+
+def _log_error(error: Exception, path: str) -> None:
+    """Log where an error came from, without its message, which may quote what was asked."""
+    frames = "".join(traceback.format_list(traceback.extract_tb(error.__traceback__)[-8:]))
+    logger.error("%s while answering %s:\n%s", type(error).__name__, path, frames)
+
+
+class CatchErrors:
+    """Answers what nobody foresaw, in place of the server, whose log would quote the error."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        begun = False
+
+        async def note(message: Message) -> None:
+            nonlocal begun
+            begun = begun or message["type"] == "http.response.start"
+            await send(message)
+
+        try:
+            await self._app(scope, receive, note)
+        except Exception as error:
+            _log_error(error, scope.get("path", ""))
+            if scope["type"] != "http" or begun:
+                return  # an answer that was begun cannot be taken back; it ends here
+            content = {"error": {"code": _INTERNAL.code, "message": _INTERNAL.message}}
+            await JSONResponse(content, _INTERNAL.status)(scope, receive, send)

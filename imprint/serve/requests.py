@@ -1,0 +1,130 @@
+"""Requests and answers of the API: bodies in strict JSON, and the models that describe them."""
+
+from collections.abc import Callable, Coroutine
+from pathlib import Path
+from typing import Any
+
+from fastapi import Request, Response
+from fastapi.routing import APIRoute
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from imprint.errors import StoreError
+from imprint.serve.errors import ApiError
+from imprint.store.values import parsed
+
+
+def read_json(body: bytes) -> Any:
+    """Return the JSON of a body; refuse NaN, fields that stand twice, deep nesting, and what is no UTF-8."""
+    try:
+        return parsed(body, Path("the body")).content
+    except StoreError as error:
+        raise ApiError(400, "bad_json", str(error)) from error
+
+
+class _StrictRequest(Request):
+    async def json(self) -> Any:
+        return self.state.strict_json
+
+
+class StrictRoute(APIRoute):
+    """A route whose body is strict JSON, and says so by its content type."""
+
+    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+        handle = super().get_route_handler()
+
+        async def read_strictly(request: Request) -> Response:
+            strict = _StrictRequest(request.scope, request.receive)
+            if body := await strict.body():
+                kind = strict.headers.get("content-type", "").partition(";")[0].strip().lower()
+                if kind != "application/json":
+                    raise ApiError(415, "not_json", "the body must be application/json.")
+                strict.state.strict_json = read_json(body)
+            return await handle(strict)
+
+        return read_strictly
+
+
+class Strict(BaseModel):
+    """A body without further fields, and without conversions between types."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+
+class AttributionRequest(Strict):
+    """One query, or several."""
+
+    query: Any = Field(None, description="One query.")
+    queries: list[Any] | None = Field(None, min_length=1, description="Several queries, in place of `query`.")
+    top: int | None = Field(
+        None, ge=1, le=1_000_000, description="How many sources to list for each query, those with the largest effects."
+    )
+    credit: bool = Field(False, description="Credit the queries in the ledger. Needs the header Idempotency-Key.")
+
+    @model_validator(mode="after")
+    def _check(self) -> "AttributionRequest":
+        if (self.query is None) == (self.queries is None):
+            raise ValueError('give either "query" or "queries"')
+        return self
+
+
+class SourceEffect(BaseModel):
+    """What one source does to a query."""
+
+    source: str
+    name: str
+    removal_effect: float = Field(description="Change of the measurement if the source were removed.")
+    standard_error: float | None
+    distinguishable: bool | None = Field(description="Whether the effect can be told from 0; null if that is unknown.")
+    share: float | None = Field(description="The share under the policy of the service, from 0 to 1.")
+
+
+class QueryEffects(BaseModel):
+    """What the sources do to one query."""
+
+    answer: str = Field(description="What is attributed: the class, or the completion.")
+    sources: list[SourceEffect]
+    unattributed: float | None = Field(description="The share that no source is credited with.")
+    rule: str | None = Field(description="The rule of the policy that divided the query.")
+    reason: str = Field("", description="Why it was not the policy's own rule.")
+    entry: int | None = Field(None, description="The entry of the ledger, if the query was credited.")
+    id: str | None = Field(None, description="The name of the query in the ledger, which publishers see.")
+
+
+class Milliseconds(BaseModel):
+    """How long a request took, and where."""
+
+    queued: float
+    read: float
+    credited: float
+    total: float
+
+
+class AttributionAnswer(BaseModel):
+    """Effects of removing each source, with what they mean and how sure they are."""
+
+    question: str
+    meaning: str
+    unit: str
+    measure: str
+    better: str | None
+    n: int = Field(description="How many training examples there were.")
+    store: str
+    model: str
+    validation: dict[str, Any]
+    warnings: list[str]
+    repeated: bool = Field(description="Whether an earlier request with the same key was credited, and is answered.")
+    queries: list[QueryEffects]
+    milliseconds: Milliseconds
+
+
+class Refusal(BaseModel):
+    """Why a request was refused: a word for programs, and a sentence for people."""
+
+    code: str
+    message: str
+
+
+class ErrorAnswer(BaseModel):
+    """The answer to a request that was refused."""
+
+    error: Refusal
