@@ -21,6 +21,7 @@ from imprint.serve.api import attributions, credit, health, sources
 from imprint.serve.batching import Closing, DeadlinePassed, Overloaded
 from imprint.serve.credit import CreditDesk
 from imprint.serve.errors import ApiError
+from imprint.serve.logs import LogRequests
 from imprint.serve.metrics import CountRequests, Exporter, Metrics
 from imprint.serve.middleware import protect
 from imprint.serve.pages import render_error
@@ -84,6 +85,7 @@ def create_app(
     app.add_middleware(CountRequests, metrics=metrics)
     app.add_middleware(CatchErrors)
     protect(app, settings, access)
+    app.add_middleware(LogRequests)
     return app
 
 
@@ -168,12 +170,13 @@ def _explain_credit_error(request: Request, error: CreditError) -> ApiError:
 
 
 def _hide_error(request: Request, error: Exception) -> ApiError:
-    _log_error(error, request.scope.get("path", ""))
+    _log_error(error, request.scope)
     return _INTERNAL
 
 
-def _log_error(error: Exception, path: str) -> None:
-    """Log where an error came from, without its message, which may quote what was asked."""
+def _log_error(error: Exception, scope: Scope) -> None:
+    """Log where an error came from, without its message or the address, which may quote what was asked, or a token."""
+    path = getattr(scope.get("route"), "path", "an unknown route")
     frames = "".join(traceback.format_list(traceback.extract_tb(error.__traceback__)[-8:]))
     logger.error("%s while answering %s:\n%s", type(error).__name__, path, frames)
 
@@ -195,7 +198,7 @@ class CatchErrors:
         try:
             await self._app(scope, receive, note)
         except Exception as error:
-            _log_error(error, scope.get("path", ""))
+            _log_error(error, scope)
             if scope["type"] != "http" or begun:
                 return  # an answer that was begun cannot be taken back; it ends here
             content = {"error": {"code": _INTERNAL.code, "message": _INTERNAL.message}}

@@ -60,6 +60,7 @@ async def attribute(
     queries = [body.query] if body.queries is None else body.queries
     if len(queries) > service.settings.batch:
         raise ApiError(413, "too_many", f"a request has at most {service.settings.batch} queries, got {len(queries)}.")
+    request.state.queries = len(queries)
     if body.credit:
         _check_credit(service, identity, idempotency_key)
     answered = await service.attribute(queries)
@@ -68,6 +69,7 @@ async def attribute(
         assert idempotency_key is not None
         receipt = await service.credit(answered, caller=f"key:{identity.name}", key=idempotency_key)
         request.app.state.metrics.count_credited(receipt)
+        request.state.credited = 0 if receipt.repeated else len(receipt.entries)
     now = time.monotonic()
     spent = Milliseconds(
         queued=1000 * answered.queued,
