@@ -29,10 +29,15 @@ _UNREADABLE = (CreditError, KeyError, TypeError, ValueError, AttributeError, Ind
 
 @dataclass(frozen=True)
 class Problem:
-    """Something that is not as it was written; `sequence` is the place in the log, if it has one."""
+    """Something that is not as it was written.
+
+    sequence: its place in the log, if it has one.
+    span: the first and the last of the entries among which it is, where it is no single one.
+    """
 
     text: str
     sequence: int | None = None
+    span: tuple[int, int] | None = None
 
     def __str__(self) -> str:
         return for_terminal(self.text if self.sequence is None else f"entry {self.sequence}: {self.text}")
@@ -79,8 +84,8 @@ class Audit:
     tariff: tuple[int, Tariff] | None = None
     given: int = 0
 
-    def add(self, text: str, sequence: int | None = None) -> None:
-        self.problems.append(Problem(text, sequence))
+    def add(self, text: str, sequence: int | None = None, span: tuple[int, int] | None = None) -> None:
+        self.problems.append(Problem(text, sequence, span))
 
     def check_file(self) -> None:
         """Let the database check itself: an index that lacks rows would hide them from some queries alone."""
@@ -185,7 +190,7 @@ class Audit:
             self.nodes += 1
             if kept is None or tables.read_bytes(kept) != node:
                 first, last = index << level, (index + 1 << level) - 1
-                self.add(f"entries {first} to {last} do not match their stored tree node")
+                self.add(f"entries {first} to {last} do not match their stored tree node", span=(first, last))
         if self.frontier.size in self.sizes:
             self.roots[self.frontier.size] = self.frontier.root
 

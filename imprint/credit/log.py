@@ -86,14 +86,14 @@ def read_leaves(connection: Connection, start: int, stop: int, kind: Kind | None
     indexed = None if kind == "credit" else kind
     for row in read_rows(connection, start, stop, indexed):
         leaf = make_leaf(row)
-        if not _is_unchanged(row, leaf) or indexed not in (None, leaf.kind):
+        if not is_unchanged(row, leaf) or indexed not in (None, leaf.kind):
             raise CreditError(f"entry {row.sequence} was changed since it was written: run `imprint credit verify`.")
         if kind in (None, leaf.kind):
             yield leaf
 
 
-def _is_unchanged(row: Any, leaf: Leaf) -> bool:
-    """Check whether a leaf has its hash and its lines, and the columns of its row say what it says."""
+def is_unchanged(row: Any, leaf: Leaf) -> bool:
+    """Return whether a leaf has its hash and its lines, and the columns of its row say what it says."""
     if tables.read_bytes(row.hash) != leaf.hash:
         return False
     with translated_damage(f"entry {row.sequence}"):

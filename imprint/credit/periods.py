@@ -6,8 +6,8 @@ with one line for each source.
 
 import re
 from collections import Counter, defaultdict
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields
 from datetime import datetime
 from functools import lru_cache
 from typing import Any
@@ -29,7 +29,7 @@ _NAME = re.compile("[A-Za-z0-9._-]{1,50}")
 
 
 @dataclass
-class _Account:
+class Account:
     """What one source has in a period, or what is unattributed: amounts in micro-units, shares in billionths.
 
     parts, parts_by_size: of the queries that a pot for the whole period will pay.
@@ -40,6 +40,11 @@ class _Account:
     parts: int = 0
     by_size: int = 0
     parts_by_size: int = 0
+
+    def merge(self, other: "Account") -> None:
+        """Add what another account has."""
+        for each in fields(self):
+            setattr(self, each.name, getattr(self, each.name) + getattr(other, each.name))
 
 
 @dataclass
@@ -53,17 +58,20 @@ class Totals:
     entries: int = 0
     without_pot: int = 0
     pot: int = 0
-    sources: defaultdict[str, _Account] = field(default_factory=lambda: defaultdict(_Account))
-    unattributed: _Account = field(default_factory=_Account)
+    sources: defaultdict[str, Account] = field(default_factory=lambda: defaultdict(Account))
+    unattributed: Account = field(default_factory=Account)
     rules: Counter[str] = field(default_factory=Counter)
     questions: Counter[str] = field(default_factory=Counter)
     validations: Counter[str] = field(default_factory=Counter)
 
     def add(self, entry: Leaf) -> None:
         """Add a credited query."""
-        about, rows = entry.about, entry.rows
-        for reason in find_unpayable(about, rows):
+        for reason in find_unpayable(entry.about, entry.rows):
             raise CreditError(f"entry {entry.sequence} cannot be paid: {reason}. Run `imprint credit verify`.")
+        self.add_lines(entry.about, entry.rows)
+
+    def add_lines(self, about: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> None:
+        """Add a query that can be paid, by its header and the lines of its sources."""
         self.entries += 1
         self.without_pot += about["pot"] is None
         self.pot += about["pot"] or 0
@@ -83,6 +91,17 @@ class Totals:
             self.unattributed.parts += rest["share"]
         else:
             self.unattributed.amount += rest["amount"]
+
+    def merge(self, other: "Totals") -> None:
+        """Add the queries of other totals, none of which are among these."""
+        self.entries, self.without_pot = self.entries + other.entries, self.without_pot + other.without_pot
+        self.pot += other.pot
+        for name, account in other.sources.items():
+            self.sources[name].merge(account)
+        self.unattributed.merge(other.unattributed)
+        self.rules.update(other.rules)
+        self.questions.update(other.questions)
+        self.validations.update(other.validations)
 
     def divide(self, pot: int | None) -> None:
         """Divide a pot for the period equally among the queries that have none of their own."""
