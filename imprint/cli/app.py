@@ -25,6 +25,7 @@ from imprint.cli.commands.export import export
 from imprint.cli.commands.inside import inside
 from imprint.cli.commands.merging import merge
 from imprint.cli.commands.retraining import retrain
+from imprint.cli.commands.serving import serve
 from imprint.cli.commands.signing import keys, sign
 from imprint.cli.commands.stores import check, describe, inspect, simulate
 from imprint.cli.commands.suspecting import suspects
@@ -71,7 +72,7 @@ _COMMANDS: tuple[Callable[..., None], ...] = (
         verify,
         validate,
     ),
-    *(export, retrain, evaluate, bench, sweep, keys, sign),
+    *(export, retrain, evaluate, bench, sweep, keys, sign, serve),
 )
 for command in _COMMANDS:
     app.command(epilog=_EXIT_STATUS)(command)

@@ -74,6 +74,7 @@ def create_app(
         lifespan=run,
     )
     app.state.settings, app.state.service, app.state.access = settings, service, access
+    app.state.stopping = False
     app.state.credit, app.state.metrics, app.state.examples = desk, metrics, examples or []
     for router in (health.router, attributions.router, sources.router):
         app.include_router(router)

@@ -32,6 +32,8 @@ class Settings:
     body_bytes, batch, queue: the largest request, the most queries in one, and the most queries that may wait.
     rate: requests per second and key; twice as many may come at once.
     deadline: seconds after which a query is given up.
+    drain: seconds that the service goes on answering once it is told to stop. Meanwhile `/readyz` says 503, so that a
+        load balancer notices.
     retention_days: how long credited queries are kept for disputes; None keeps them until they are erased.
     top: how many sources an answer lists, if the request does not say.
     session_hours: how long a login lasts.
@@ -55,6 +57,7 @@ class Settings:
     queue: int = 256
     rate: float = 50.0
     deadline: float = 30.0
+    drain: float = 0.0
     retention_days: int | None = None
     top: int = 5
     session_hours: float = 12.0
@@ -64,6 +67,8 @@ class Settings:
             value = getattr(self, name)
             if value is not None and not 0 < value < 1e12:
                 raise ConfigurationError(f"{name} must be a positive number, got {value}.")
+        if not 0 <= self.drain <= 3600:
+            raise ConfigurationError(f"drain must be from 0 to 3600 seconds, got {self.drain}.")
         if not 0 <= self.port < 1 << 16:
             raise ConfigurationError(f"port must be from 0 to 65535, got {self.port}.")
         if self.batch > self.queue:

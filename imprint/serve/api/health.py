@@ -23,7 +23,8 @@ async def ready(request: Request) -> JSONResponse:
     """Return 200 if queries can be answered, else 503 with what is wrong in general terms; the log has the details."""
     service: Service = request.app.state.service
     access: Access = request.app.state.access
-    problems = await asyncio.to_thread(service.find_problems)
+    problems = ["the service is shutting down"] if request.app.state.stopping else []
+    problems += await asyncio.to_thread(service.find_problems)
     for name, probe in (("ledger", service.probe_ledger), ("access", access.probe)):
         try:
             await asyncio.to_thread(probe)

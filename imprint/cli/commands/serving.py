@@ -1,0 +1,254 @@
+"""Implements `imprint serve`: answers queries over HTTP, with pages that people read."""
+
+import logging
+import shlex
+import warnings
+from contextlib import ExitStack
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+import imprint
+from imprint.attribution.labels import MEANINGS
+from imprint.cli.commands.credit_options import read_policy
+from imprint.cli.commands.options import DeviceName, SignedBy
+from imprint.cli.commands.repeating import merge_with_store
+from imprint.cli.experiment import Experiment
+from imprint.cli.loading import Objects
+from imprint.cli.terminal import errors, escape_markup, redirect_prints
+from imprint.display import count_of, for_terminal
+from imprint.errors import ConfigurationError, MissingExtra, ReliabilityWarning
+from imprint.runtime.threads import set_threads
+from imprint.validation.record import find_verdict
+
+if TYPE_CHECKING:
+    import socket
+
+    from imprint.serve import Access, Service, Settings
+    from imprint.serve.demo import Demo
+    from imprint.store.reading import Store
+    from imprint.task import Task
+
+Lines = list[tuple[str, str]]
+_NO_METRICS = "none"
+_LOOPBACK = ("127.0.0.1", "::1", "localhost")
+
+
+def serve(
+    context: typer.Context,
+    store: Annotated[Path | None, typer.Argument(help="The store's folder, or its address in a bucket.")] = None,
+    task: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="[FILE.py:NAME]",
+            help="The task that the store was made with. Required unless it is a built-in setting, because code named "
+            "in a store is never loaded automatically.",
+        ),
+    ] = None,
+    demo: Annotated[
+        bool, typer.Option("--demo", help="Serve the digits demo, with keys and a ledger of its own.")
+    ] = False,
+    folder: Annotated[
+        Path | None,
+        typer.Option(
+            help="The folder of the demo, made if it is missing. Default: imprint-serve-demo.", file_okay=False
+        ),
+    ] = None,
+    host: Annotated[str | None, typer.Option(help="The address to listen on. Default: 127.0.0.1.")] = None,
+    port: Annotated[
+        int | None, typer.Option(min=0, max=65535, help="The port; 0 takes any that is free. Default: 8080.")
+    ] = None,
+    metrics: Annotated[
+        str | None,
+        typer.Option(help="Where Prometheus reads figures, or `none`. Default: 127.0.0.1:9464.", metavar="HOST:PORT"),
+    ] = None,
+    ledger: Annotated[
+        str | None,
+        typer.Option(
+            "--ledger",
+            "-l",
+            help="Credit queries here: a SQLite file, or a URL such as `postgresql://user@host/name`. The environment "
+            "variable IMPRINT_SERVE_LEDGER keeps a password off the command line.",
+        ),
+    ] = None,
+    policy: Annotated[
+        Path | None, typer.Option(help="Who is credited: a TOML or JSON file. Goes with --ledger.", dir_okay=False)
+    ] = None,
+    access: Annotated[
+        str | None,
+        typer.Option(help="The database of keys. Default: beside the ledger, or `imprint-access.db` in this folder."),
+    ] = None,
+    device: DeviceName = None,
+    signed_by: SignedBy = None,
+    config: Annotated[
+        Path | None,
+        typer.Option(
+            "--config",
+            help="A TOML file of settings. The environment (IMPRINT_SERVE_…) overrides it, and flags override both.",
+            dir_okay=False,
+        ),
+    ] = None,
+) -> None:
+    """Answer queries over HTTP, credit them, and show pages that publishers and auditors read in a browser.
+
+    POST a query to /v1/attributions and get the effect of removing each source, with its error. Requests need an API
+    key: make one with `imprint access create`. SIGTERM and Ctrl+C finish what was accepted, and stop. docs/serving.md
+    lists all settings, and says how to run a service.
+
+    For example:
+
+    - `imprint serve --demo`, to look around: nothing else is needed
+
+    - `imprint serve runs/news my_model.py:task --port 8000`
+
+    - `imprint serve runs/news my_model.py:task --ledger credit.db --policy policy.toml --config serve.toml`
+    """
+    _check_arguments(store, task, demo, folder)
+    _require_extra()
+    from imprint.serve.logs import start_logging
+    from imprint.serve.settings import Settings
+
+    given: dict[str, Any] = {"host": host, "port": port, "ledger": ledger, "policy": policy, "access": access}
+    given |= {"metrics": "" if metrics == _NO_METRICS else metrics, "signed_by": signed_by}
+    with redirect_prints():
+        if demo:
+            found = _prepare_demo(folder, Settings.load(config, **given))
+            start_logging()
+            _run(found.task, found.store, found.settings, found)
+            return
+        assert store is not None
+        settings = Settings.load(config, **given)
+        opened, loaded = _open(context, store, task, device, settings)
+        start_logging()
+        _run(loaded, opened, settings, None)
+
+
+def _check_arguments(store: Path | None, task: str | None, demo: bool, folder: Path | None) -> None:
+    if demo and (store is not None or task is not None):
+        raise ConfigurationError("--demo brings its own store and task: give either --demo or a store.")
+    if not demo and store is None:
+        raise ConfigurationError("give the store to serve, such as runs/news, or --demo to look around.")
+    if folder is not None and not demo:
+        raise ConfigurationError("--folder is that of the demo: it goes with --demo.")
+
+
+def _require_extra() -> None:
+    try:
+        import fastapi as _fastapi  # noqa: F401
+        import prometheus_client as _prometheus_client  # noqa: F401
+        import sqlalchemy as _sqlalchemy  # noqa: F401
+        import uvicorn as _uvicorn  # noqa: F401
+    except ImportError as error:
+        raise MissingExtra("serving a store", "serve") from error
+
+
+def _open(
+    context: typer.Context, place: Path, task: str | None, device: str | None, settings: "Settings"
+) -> "tuple[Store, Task]":
+    """Open a store and load its task, as `imprint attribute` does."""
+    store = imprint.Store(place, signed_by=settings.signed_by)
+    given = Experiment(task=task, device=device)
+    if task is None:
+        given = merge_with_store(given, store, ("task",), context)
+    return store, Objects(given).task
+
+
+def _prepare_demo(folder: Path | None, settings: "Settings") -> "Demo":
+    from imprint.benchmarking.settings import digits
+    from imprint.serve.demo import FOLDER, prepare
+
+    set_threads(digits.model())
+    if settings.ledger is not None or settings.access is not None:
+        raise ConfigurationError(
+            "the demo has a ledger and keys of its own: leave --ledger, --policy and --access out."
+        )
+    return prepare(folder or FOLDER, settings, lambda text: errors.print(f"  {escape_markup(text)} …", style="dim"))
+
+
+def _run(task: "Task", store: "Store", settings: "Settings", demo: "Demo | None") -> None:
+    """Put the service together and serve until a signal; close everything in turn."""
+    from imprint.credit.ledger import Ledger
+    from imprint.serve import Access, Service, create_app
+    from imprint.serve.metrics import Metrics
+    from imprint.serve.running import bind, run
+
+    warnings.simplefilter("ignore", ReliabilityWarning)  # each answer has its own
+    with ExitStack() as stack:
+        access = Access(settings.access_place)
+        stack.callback(access.close)
+        ledger = None
+        if settings.ledger is not None:
+            ledger = stack.enter_context(Ledger(settings.ledger))
+        rules = None if settings.policy is None else read_policy(settings.policy)
+        figures = Metrics()
+        service = Service(task, store, policy=rules, ledger=ledger, settings=settings, observe=figures.observe_batch)
+        stack.callback(service.close)
+        app = create_app(settings, service, access, metrics=figures, examples=None if demo is None else demo.examples)
+        bound = bind(settings.host, settings.port)
+        address = _format_address(bound)
+        lines = _describe(service, access, address)
+        if demo is not None:
+            lines += _explain_demo(demo, access, address)
+        run(app, settings, bound, lambda: _announce(lines))
+
+
+def _announce(lines: Lines) -> None:
+    """Say what is served, where, and what is missing."""
+    width = max(len(name) for name, _ in lines)
+    for name, text in lines:
+        typer.echo(f"{name:>{width}}  {for_terminal(text)}")
+    logging.getLogger("imprint.serve").info("started", extra={"fields": {"version": imprint.__version__}})
+
+
+def _format_address(bound: "socket.socket") -> str:
+    host, port = bound.getsockname()[:2]
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+def _describe(service: "Service", access: "Access", address: str) -> Lines:
+    """Return what a service serves, and from where."""
+    store, settings = service.store, service.settings
+    from imprint.credit.tables import describe
+
+    verdict = find_verdict(store, service.task.measure_name)
+    ledger = "none: nothing is credited" if service.ledger is None else describe(service.ledger.engine)
+    lines = [
+        ("store", f"{store.place}: {count_of(len(store), 'source')}, {MEANINGS[store.question]}"),
+        ("validation", "not validated: see `imprint validate`" if verdict is None else str(verdict)),
+        ("address", address),
+        ("metrics", f"http://{settings.metrics}/metrics" if settings.metrics else "none"),
+        ("ledger", ledger),
+        ("keys", _describe_keys(access, settings)),
+    ]
+    if settings.host not in _LOOPBACK and not settings.https:
+        lines.append(("caution", "other machines reach this address without encryption: keys can be read on the way."))
+    return lines
+
+
+def _describe_keys(access: "Access", settings: "Settings") -> str:
+    place = _hide_password(settings.access_place)
+    if count := len(access.list()):
+        return f"{place}: {count_of(count, 'key')}"
+    return f"{place}: none yet. Make one: imprint access create NAME --role query --access {place}"
+
+
+def _explain_demo(demo: "Demo", access: "Access", address: str) -> Lines:
+    """Return how to log in and how to ask; the link is used up by the first who opens it."""
+    from imprint.serve.demo import ADMIN
+
+    request = f'-H "Content-Type: application/json" -d @{shlex.quote(str(demo.query_file))}'
+    key = f'-H "Authorization: Bearer $(cat {shlex.quote(str(demo.query_key))})"'
+    return [
+        ("log in", f"{address}/login/{access.make_link(ADMIN)} (once; start again for another link)"),
+        ("ask", f"curl {key} {request} {address}/v1/attributions"),
+    ]
+
+
+def _hide_password(place: str) -> str:
+    """Return a path as it is, and a URL without its password and its query."""
+    if "://" not in place:
+        return place
+    from sqlalchemy import make_url
+
+    return make_url(place).set(query={}).render_as_string(hide_password=True)
