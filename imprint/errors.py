@@ -79,6 +79,22 @@ class ConflictError(CreditError):
     """A key was used before, for another request."""
 
 
+class AccessError(ImprintError, RuntimeError):
+    """The keys of a service cannot be read or written."""
+
+
+class ServiceError(ImprintError, RuntimeError):
+    """A service refused a request, or cannot be reached.
+
+    status: the HTTP status; None if there was no answer.
+    code: the service's word for the reason, such as "too_late"; None if there was no answer.
+    """
+
+    def __init__(self, message: str, *, status: int | None = None, code: str | None = None) -> None:
+        super().__init__(message)
+        self.status, self.code = status, code
+
+
 class MissingExtra(ImprintError, ImportError):
     """An optional dependency is not installed."""
 
