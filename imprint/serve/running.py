@@ -80,10 +80,10 @@ def _keep_failures(app: FastAPI) -> list[ImprintError]:
     failures, lifespan = list[ImprintError](), app.router.lifespan_context
 
     @asynccontextmanager
-    async def watched(app: FastAPI) -> AsyncIterator[object]:
+    async def watched(app: FastAPI) -> AsyncIterator[None]:
         try:
-            async with lifespan(app) as state:
-                yield state
+            async with lifespan(app):
+                yield
         except ImprintError as error:
             failures.append(error)
             raise
@@ -114,7 +114,7 @@ class _Server(uvicorn.Server):
             self._announce()
 
     @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:  # type: ignore[override]
+    def capture_signals(self) -> Iterator[None]:
         """Handle signals without raising them again at the end, as uvicorn does."""
         before = {number: signal.signal(number, self.handle_exit) for number in (signal.SIGINT, signal.SIGTERM)}
         try:

@@ -1,7 +1,6 @@
 """The client tries again what may succeed, credits once however often it tries, and keeps its key to itself."""
 
 import threading
-from collections.abc import Iterator
 from types import SimpleNamespace
 
 import pytest
@@ -29,7 +28,7 @@ class Clock:
 
 
 @pytest.fixture(autouse=True)
-def clock(monkeypatch: pytest.MonkeyPatch) -> Iterator[Clock]:
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     clock = Clock()
     monkeypatch.setattr("imprint.serve.client.time", clock)
     return clock
@@ -65,7 +64,8 @@ def test_what_may_succeed_is_tried_again_with_the_same_idempotency_key(trouble: 
 
 @pytest.mark.parametrize("status", [400, 401, 403, 404, 409, 413, 415, 422, 500])
 def test_what_was_refused_for_good_is_not_tried_again(status: int, clock: Clock) -> None:
-    with serving(refuse(status, "nope")) as service, Client(service.url, KEY) as client:
+    with serving(refuse(status, "nope")) as service:
+        client = Client(service.url, KEY)
         with pytest.raises(ServiceError, match=rf"status {status} \(nope\): because of nope") as refused:
             client.attribute(1, credit=True)
     assert (refused.value.status, refused.value.code) == (status, "nope")
@@ -82,7 +82,8 @@ def test_it_waits_as_long_as_it_is_told_and_ever_longer_where_it_is_not(clock: C
 
 
 def test_trying_ends_when_its_patience_does(clock: Clock) -> None:
-    with serving(refuse(503, "closing")) as service, Client(service.url, KEY, patience=60) as client:
+    with serving(refuse(503, "closing")) as service:
+        client = Client(service.url, KEY, patience=60)
         with pytest.raises(ServiceError, match="503") as refused:
             client.attribute(1)
     assert refused.value.code == "closing" and 50 < clock.now < 60
@@ -147,13 +148,15 @@ def test_what_cannot_be_a_request_is_refused_before_it_is_sent() -> None:
 
 @pytest.mark.parametrize("body", [b"<html>", b"[1]", {"question": "x"}, {"queries": [{}]}])
 def test_an_answer_that_is_not_the_services_is_no_answer(body: object) -> None:
-    with serving(Reply(200, body)) as service, Client(service.url, KEY) as client:
+    with serving(Reply(200, body)) as service:
+        client = Client(service.url, KEY)
         with pytest.raises(ServiceError, match="the answer is n"):
             client.attribute(1)
 
 
 def test_a_refusal_that_does_not_say_why_is_passed_on() -> None:
-    with serving(Reply(418, b"teapot")) as service, Client(service.url, KEY) as client:
+    with serving(Reply(418, b"teapot")) as service:
+        client = Client(service.url, KEY)
         with pytest.raises(ServiceError, match=r"418 \(unknown\)"):
             client.attribute(1)
 
