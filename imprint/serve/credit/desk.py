@@ -1,19 +1,233 @@
-"""The credit desk: reads one ledger for the API and the pages."""
+"""The credit desk: what the API and the pages ask of one ledger, in bounded work.
 
+Answers come from the log itself, entry by entry, or from totals that are kept up to date as it grows (`tally`).
+"""
+
+import threading
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from sqlalchemy.exc import SQLAlchemyError
+
+from imprint.credit import log, tables
+from imprint.credit.heads import Head
+from imprint.credit.leaves import Leaf
 from imprint.credit.ledger import Ledger
+from imprint.credit.merkle import check_inclusion, prove_inclusion
+from imprint.credit.money import Tariff
+from imprint.credit.periods import Totals
+from imprint.credit.policy import Policy
+from imprint.credit.proofs import prove_leaf
+from imprint.credit.reading import read_periods, read_policies
+from imprint.errors import CreditError
+from imprint.keys import is_signed, load_public_key
 from imprint.serve.access import Access
+from imprint.serve.credit.comparing import Compared, Comparison
+from imprint.serve.credit.papers import Papers
+from imprint.serve.credit.reading import Filters, Found, Page, read_one, read_page
+from imprint.serve.credit.tally import Tally
+from imprint.serve.credit.verification import Verifier
+from imprint.serve.errors import ApiError
+from imprint.serve.metrics import Metrics
 from imprint.serve.service import Service
 from imprint.serve.settings import Settings
+
+_COMPARISONS = 8  # that are kept, so that the next look at them is quick
+_STANDARD = ("above_noise", "positive_part")
+
+
+@dataclass(frozen=True)
+class Proof:
+    """Whether an entry is in the log that was signed last.
+
+    path: the proof; None if no head covers the entry, or if it is not in the signed log.
+    holds: None if no head covers the entry.
+    """
+
+    head: Head | None
+    holds: bool | None
+    path: dict[str, Any] | None
+
+
+@dataclass(frozen=True)
+class Running:
+    """The period that is not closed yet: its first entry, where it ends for now, and its totals."""
+
+    first: int
+    stop: int
+    totals: Totals
 
 
 class CreditDesk:
     """Reads the ledger of a service for those who may see it."""
 
-    def __init__(self, ledger: Ledger, service: Service, access: Access, settings: Settings) -> None:
+    def __init__(
+        self, ledger: Ledger, service: Service, access: Access, settings: Settings, metrics: Metrics | None = None
+    ) -> None:
         self.ledger, self.service, self.access, self.settings = ledger, service, access, settings
+        self.verifier, self.tally = Verifier(ledger, settings, metrics), Tally(ledger)
+        self.papers = Papers(ledger, settings.statements)
+        self._closing, self._lock = threading.Event(), threading.Lock()
+        self._comparisons: OrderedDict[tuple[str, int], Comparison] = OrderedDict()
+        self._counting: threading.Thread | None = None
+        self._key = None if settings.public_key is None else load_public_key(settings.public_key)
 
     def start_verification(self) -> None:
-        """Verify the log in a thread."""
+        """Verify the log in a thread, and add it up in another, so that the first pages need not wait for that."""
+        self.verifier.start()
+        if self._counting is None:
+            self._counting = threading.Thread(target=self._count, name="imprint-counting", daemon=True)
+            self._counting.start()
+
+    def _count(self) -> None:
+        try:
+            self.tally.read_all(self._closing.is_set)
+        except CreditError:
+            return  # the database cannot be reached: the next request reads on, or says so
 
     def close(self) -> None:
         """Stop what runs in threads."""
+        self._closing.set()
+        self.verifier.close()
+        if self._counting is not None:
+            self._counting.join()
+        self.papers.close()
+
+    def size(self) -> int:
+        """Return how many entries the log has."""
+        return len(self.ledger)
+
+    def tariff(self) -> Tariff:
+        """Return what queries pay now."""
+        return self.ledger.tariff
+
+    def policies(self) -> dict[str, Policy]:
+        """Return the policies of the log, by their hashes; without those that were changed."""
+        with tables.reading(self.ledger.engine) as connection:
+            try:
+                return read_policies(connection)
+            except CreditError:
+                return _read_sound_policies(connection)
+
+    def read_page(self, filters: Filters, before: int | None, limit: int) -> Page:
+        """Return the newest entries before some place."""
+        with tables.reading(self.ledger.engine) as connection:
+            return read_page(connection, filters, before, limit)
+
+    def read_entry(self, sequence: int) -> Found:
+        """Return the entry at a place; refuse a place beyond the end."""
+        with tables.reading(self.ledger.engine) as connection:
+            found = read_one(connection, sequence)
+            size = log.read_size(connection)
+        if found is not None:
+            return found
+        if sequence < size:
+            return Found(sequence, None)  # it was removed
+        raise ApiError(404, "not_found", f"there is no entry {sequence}: the log has {size}.")
+
+    def heads(self) -> list[Head]:
+        """Return the signed heads that the database keeps, in their order."""
+        return self.ledger.heads()
+
+    def last_head(self) -> Head | None:
+        """Return the newest signed head; None without one, or if it cannot be read."""
+        try:
+            return next(iter(reversed(self.heads())), None)
+        except CreditError as error:
+            if isinstance(error.__cause__, SQLAlchemyError):
+                raise
+            return None
+
+    def is_signed(self, head: Head) -> bool | None:
+        """Tell whether the key of the service's settings signed a head; None without a key."""
+        if self._key is None:
+            return None
+        return is_signed(self._key, head.signature, head.content)
+
+    def prove(self, leaf: Leaf) -> Proof:
+        """Prove that an entry is in the log that was signed last."""
+        head = self.last_head()
+        if head is None or leaf.sequence >= head.size:
+            return Proof(head, None, None)
+        try:
+            with tables.reading(self.ledger.engine) as connection:
+                path = prove_inclusion(leaf.sequence, head.size, log.read_nodes(connection))
+        except (CreditError, ValueError):  # the tree has a gap
+            return Proof(head, False, None)
+        holds = check_inclusion(leaf.hash, leaf.sequence, head.size, path, head.root)
+        return Proof(head, holds, prove_leaf(leaf, path) if holds else None)
+
+    def periods(self) -> list[Leaf]:
+        """Return the closed periods, in their order."""
+        with tables.reading(self.ledger.engine) as connection:
+            return read_periods(connection)
+
+    def period(self, name: str) -> Leaf:
+        """Return a closed period by its name."""
+        with tables.reading(self.ledger.engine) as connection:
+            closed = read_periods(connection)
+        found = next((leaf for leaf in closed if leaf.about["period"] == name), None)
+        if found is None:
+            raise ApiError(404, "not_found", f"no closed period is called {name!r}.")
+        return found
+
+    def running(self) -> Running:
+        """Return the period that is not closed yet; refuse if it is still being added up."""
+        self.tally.catch_up()
+        return Running(*self.tally.running())
+
+    def compare(self, policy: Policy, closing: Leaf | None) -> Compared:
+        """Divide the queries of a closed period again, or of the one that runs, by another policy."""
+        if closing is None:
+            running = self.running()
+            first, stop, pot = running.first, running.stop, None
+        else:
+            first, stop, pot = closing.about["first"], closing.about["stop"], closing.about["pot"]
+        key = (policy.sha256, first)
+        with self._lock:
+            known = self._comparisons.get(key) or Comparison(self.ledger, policy, first)
+            self._comparisons[key] = known
+            self._comparisons.move_to_end(key)
+            while len(self._comparisons) > _COMPARISONS:
+                self._comparisons.popitem(last=False)
+        if known.passed(stop):
+            known = Comparison(self.ledger, policy, first)  # the period ended before what was compared
+            with self._lock:
+                self._comparisons[key] = known
+        return known.finish(stop, pot)
+
+    def find_policy(self, name: str) -> Policy:
+        """Return a policy that the log knows, by its name and version ("house@2"), or a rule as it comes."""
+        found = self.choices()
+        if name not in found:
+            raise ApiError(404, "not_found", f"the log knows no policy {name!r}; it knows {', '.join(found)}.")
+        return found[name]
+
+    def choices(self) -> dict[str, Policy]:
+        """Return what queries can be compared with, by their names: policies of the log, and the rules as they come."""
+        known = self.policies().values()
+        found = {f"{policy.name}@{policy.version}": policy for policy in known}
+        question = self.service.store.question
+        for rule in _STANDARD:
+            found[f"rule:{rule}"] = Policy(f"rule {rule}", question=question, rule=rule)  # type: ignore[arg-type]
+        return found
+
+    def disputes(self, limit: int = 50) -> list[Found]:
+        """Return the entries that note disputes, the newest first."""
+        self.tally.catch_up()
+        with tables.reading(self.ledger.engine) as connection:
+            places: Sequence[int] = self.tally.disputes[::-1][:limit]
+            return [found for place in places if (found := read_one(connection, place)) is not None]
+
+
+def _read_sound_policies(connection: Any) -> dict[str, Policy]:
+    """Return the policies that can be read, one by one."""
+    found = {}
+    for row in log.read_rows(connection, 0, log.read_size(connection), "policy"):
+        one = read_one(connection, row.sequence)
+        if one is not None and one.leaf is not None and one.leaf.kind == "policy":
+            policy = Policy.from_json(one.leaf.about["policy"])
+            found[policy.sha256] = policy
+    return found

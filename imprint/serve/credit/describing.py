@@ -1,0 +1,141 @@
+"""Says what an entry of the log means: who got what of a query, why, and what in it does not fit."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from imprint.credit.auditing import Problem
+from imprint.credit.leaves import Leaf
+from imprint.credit.money import PARTS, format_share
+from imprint.credit.policy import Policy
+from imprint.credit.recomputing import find_faults
+from imprint.display import count_of
+from imprint.errors import CreditError
+from imprint.serve.credit.answers import Amount, ChangedEntry, Entry, Line, PolicyName
+from imprint.serve.credit.reading import Found
+from imprint.serve.credit.scope import Scope
+
+CHANGED = "its content was changed or removed since it was written, so its figures are not shown"
+HIDDEN = "something in it is not as it was written"
+_DAMAGED = (CreditError, KeyError, TypeError, ValueError, AttributeError, IndexError, ArithmeticError)
+
+
+class Describer:
+    """Describes entries for somebody.
+
+    names: of sources, by their ids. problems: what the last verification found.
+    """
+
+    def __init__(
+        self,
+        scope: Scope,
+        policies: Mapping[str, Policy],
+        names: Mapping[str, str],
+        currency: str,
+        problems: Sequence[Problem] = (),
+    ) -> None:
+        self._scope, self._policies, self._names, self._currency = scope, policies, names, currency
+        self._problems: dict[int, list[str]] = {}
+        for problem in problems:
+            if problem.sequence is not None:
+                self._problems.setdefault(problem.sequence, []).append(problem.text)
+
+    def describe(self, found: Found) -> Entry | ChangedEntry:
+        """Describe a credited query; of one that was changed, only what is wrong."""
+        if found.leaf is None:
+            return self._refuse(found.sequence)
+        try:
+            return self._describe(found.leaf)
+        except _DAMAGED:  # written by hand, with its hash
+            return self._refuse(found.sequence)
+
+    def _refuse(self, sequence: int) -> ChangedEntry:
+        known = self._problems.get(sequence, [])
+        return ChangedEntry(sequence=sequence, problems=self._show(list(dict.fromkeys([CHANGED, *known]))))
+
+    def _show(self, problems: list[str]) -> list[str]:
+        """Return problems for those who may see all lines; others learn that there are some."""
+        return problems if self._scope.is_all or problems[:1] == [CHANGED] or not problems else [HIDDEN]
+
+    def find_problems(self, found: Found) -> list[str]:
+        """Return what is known to be wrong with an entry of any kind."""
+        first = [CHANGED] if found.leaf is None else []
+        return self._show(list(dict.fromkeys([*first, *self._problems.get(found.sequence, [])])))
+
+    def _describe(self, leaf: Leaf) -> Entry:
+        about, policy = leaf.about, self._policies.get(leaf.about["policy"])
+        faults = list(find_faults(leaf, policy)) if policy else ["it names a policy that is not in the log"]
+        rest = about["unattributed"]
+        return Entry(
+            sequence=leaf.sequence,
+            time=about["time"],
+            query=about["query"],
+            question=about["question"],
+            measure=about["measure"],
+            validation=(about["validation"] or {"outcome": "not validated"})["outcome"],
+            policy=None if policy is None else name_policy(policy),
+            rule=about["rule"],
+            reason=about["reason"],
+            explanation="" if policy is None else policy.explain(about["rule"]),
+            n=about["n"],
+            sources=len(leaf.lines),
+            pot=Amount.maybe(about["pot"], self._currency),
+            unattributed=rest["share"] / PARTS,
+            unattributed_amount=Amount.maybe(rest["amount"], self._currency),
+            lines=[self._describe_line(leaf, row, policy) for row in self._scope.choose(leaf.rows)],
+            problems=self._show(list(dict.fromkeys([*self._problems.get(leaf.sequence, []), *faults]))),
+        )
+
+    def _describe_line(self, leaf: Leaf, row: Mapping[str, Any], policy: Policy | None) -> Line:
+        about, needed = leaf.about, None
+        if policy is not None and about["rule"] == policy.rule:
+            needed = policy.find_threshold(row["error"], about["freedom"])
+        return Line(
+            source=row["source"],
+            name=self._names.get(row["source"], row["source"]),
+            size=row["size"],
+            helped_by=row["helps"],
+            standard_error=row["error"],
+            needed=needed,
+            share=row["share"] / PARTS,
+            amount=Amount.maybe(row["amount"], self._currency),
+            why=explain_line(leaf, row, needed, policy),
+        )
+
+
+def name_policy(policy: Policy) -> PolicyName:
+    """Return what a policy is called, and what it does."""
+    return PolicyName(
+        sha256=policy.sha256,
+        name=policy.name,
+        version=policy.version,
+        question=policy.question,
+        rule=policy.rule,
+    )
+
+
+def explain_line(leaf: Leaf, row: Mapping[str, Any], needed: float | None, policy: Policy | None) -> str:
+    """Say why a source has its share of a query.
+
+    What all others helped is said only where it follows from the share, so that a publisher learns no more than that.
+    """
+    about, share = leaf.about, format_share(row["share"])
+    match about["rule"]:
+        case "nothing":
+            return f"Nobody is credited: {about['reason']}."
+        case "by_size":
+            return f"It has {row['size']:,} of {count_of(about['n'], 'training example')}; shares go by size."
+        case "equal":
+            return f"All {len(leaf.lines)} sources get equal shares."
+    fixed = "" if policy is None or not policy.fixed else f" {100 * policy.fixed:g}% is shared equally."
+    helps = row["helps"]
+    if helps <= 0:
+        text = "It did not help." if helps == 0 else f"It did not help: the result was worse by {-helps:.3g} for it."
+    elif needed is not None and helps <= needed:
+        text = f"It helped by {helps:.3g}, which is not more than the {needed:.3g} that is needed: it may be chance."
+    else:
+        all_help = sum(max(0.0, each["helps"]) for each in leaf.rows)
+        above = "" if not needed else f", more than the {needed:.3g} that is needed"
+        text = f"It helped by {helps:.3g}{above}. All sources that helped come to {all_help:.3g}: {share} of it."
+        if fixed:
+            text = f"It helped by {helps:.3g}{above}, of {all_help:.3g} by all sources that helped."
+    return f"{text}{fixed}"

@@ -1,0 +1,89 @@
+"""The statements of closed periods: written once, for all sources of a period, and kept in a folder."""
+
+import tempfile
+import threading
+from pathlib import Path
+
+from imprint.credit.leaves import Leaf
+from imprint.credit.ledger import Ledger
+from imprint.credit.naming import name_files
+from imprint.credit.statements import write_statements
+from imprint.errors import ImprintError
+
+SUFFIXES = ("html", "csv", "parquet", "jsonl")
+_PATIENCE = 5.0  # seconds that a request waits for statements that are being written
+
+
+class Writing(ImprintError):
+    """Statements are being written: they will be there in a moment."""
+
+
+class Papers:
+    """Writes and finds statements."""
+
+    def __init__(self, ledger: Ledger, folder: Path | None) -> None:
+        self._ledger, self._folder = ledger, folder
+        self._temporary: tempfile.TemporaryDirectory[str] | None = None
+        self._lock, self._threads = threading.Lock(), dict[Path, _Job]()
+
+    def find(self, closing: Leaf, source: str, suffix: str, patience: float = _PATIENCE) -> Path:
+        """Return a file of the statement of a source; write those of the period first if they are not there."""
+        files = name_files([row["source"] for row in closing.rows])
+        folder = self._place(closing)
+        file = folder / f"{files[source]}.{suffix}"
+        if self._is_there(folder, files[source]):
+            return file
+        with self._lock:
+            job = self._threads.get(folder)
+            if job is None:
+                job = self._threads[folder] = _Job(self._ledger, closing.about["period"], folder)
+        if not job.wait(patience):
+            raise Writing("the statements of this period are being written. Try again in a moment.")
+        with self._lock:
+            self._threads.pop(folder, None)
+        if job.error is not None:
+            raise job.error
+        return file
+
+    def _is_there(self, folder: Path, name: str) -> bool:
+        """Tell whether all files of a statement are there; the last one is moved to its place last."""
+        return (folder / f"{name}.{SUFFIXES[-1]}").is_file()
+
+    def _place(self, closing: Leaf) -> Path:
+        """Return the folder of a period: by the name of its log, because another log may have a period of that name."""
+        with self._lock:
+            if self._folder is None:
+                self._temporary = tempfile.TemporaryDirectory(prefix="imprint-statements-")
+                self._folder = Path(self._temporary.name)
+        return self._folder / self._ledger.name / f"{closing.sequence}-{closing.about['period']}"
+
+    def close(self) -> None:
+        """Wait for what is being written, and remove the folder if it was a temporary one."""
+        for job in list(self._threads.values()):
+            job.wait()
+        if self._temporary is not None:
+            self._temporary.cleanup()
+
+
+class _Job:
+    """Writes the statements of one period in a thread."""
+
+    def __init__(self, ledger: Ledger, period: str, folder: Path) -> None:
+        self.error: ImprintError | None = None
+        self._ledger, self._period, self._folder = ledger, period, folder
+        self._ended = threading.Event()
+        threading.Thread(target=self._work, name="imprint-statements", daemon=True).start()
+
+    def _work(self) -> None:
+        try:
+            write_statements(self._ledger, self._period, self._folder, progress=False)
+        except ImprintError as error:
+            self.error = error
+        except Exception as error:
+            self.error = ImprintError(f"the statements could not be written: {type(error).__name__}.")
+        finally:
+            self._ended.set()
+
+    def wait(self, timeout: float | None = None) -> bool:
+        """Return whether it has ended."""
+        return self._ended.wait(timeout)
