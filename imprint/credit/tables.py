@@ -38,7 +38,6 @@ SCHEMA = 1
 _PREFIX = "imprint_"
 _WAIT = 60  # seconds that a writer waits for another
 _Place = BigInteger().with_variant(Integer, "sqlite")  # of which SQLite makes the key of its own tree
-_POOL: dict[str, Any] = {"pool_timeout": _WAIT, "max_overflow": 50}
 _PRAGMAS = ("synchronous=FULL", "secure_delete=ON", "trusted_schema=OFF")  # the last: no code in a hostile file
 
 metadata = MetaData()
@@ -105,13 +104,17 @@ heads = Table(
 )
 
 
-def connect(place: str | os.PathLike[str]) -> Engine:
-    """Return an engine for a database: the path of a SQLite file, or a URL such as postgresql://user@host/name."""
+def connect(place: str | os.PathLike[str], wait: int = _WAIT) -> Engine:
+    """Return an engine for a database: the path of a SQLite file, or a URL such as postgresql://user@host/name.
+
+    wait: seconds to wait for a connection, or for another writer.
+    """
     url = _read_url(place)
+    pool: dict[str, Any] = {"pool_timeout": wait, "max_overflow": 50}
     try:
         if url.get_backend_name() != "sqlite":
-            return create_engine(url, **_POOL, pool_pre_ping=True, connect_args={"connect_timeout": _WAIT})
-        engine = create_engine(url, **_POOL, connect_args={"timeout": _WAIT})
+            return create_engine(url, **pool, pool_pre_ping=True, connect_args={"connect_timeout": wait})
+        engine = create_engine(url, **pool, connect_args={"timeout": wait})
     except (ArgumentError, NoSuchModuleError, ImportError) as error:
         raise CreditError(f"{_hide(url)} cannot be opened as a database: {first_line(error)}.") from error
     event.listen(engine, "connect", _prepare_sqlite)

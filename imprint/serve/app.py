@@ -15,7 +15,7 @@ from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 import imprint
-from imprint.errors import ConflictError, CreditError, DataError, ImprintError, ReadoutError
+from imprint.errors import AccessError, ConflictError, CreditError, DataError, ImprintError, ReadoutError
 from imprint.serve.access import Access
 from imprint.serve.api import attributions, credit, health, sources
 from imprint.serve.batching import Closing, DeadlinePassed, Overloaded
@@ -124,6 +124,7 @@ def _handle_errors(app: FastAPI) -> None:
         Closing: lambda request, error: ApiError(
             503, "closing", "the service is shutting down: try again.", {"Retry-After": "5"}
         ),
+        AccessError: _explain_access_error,
         ImprintError: _hide_error,
     }
     for kind, explain in found.items():
@@ -168,6 +169,11 @@ def _explain_credit_error(request: Request, error: CreditError) -> ApiError:
             {"Retry-After": "5"},
         )
     return _hide_error(request, error)
+
+
+def _explain_access_error(request: Request, error: AccessError) -> ApiError:
+    logger.error("%s", error)
+    return ApiError(503, "no_database", "keys cannot be read or written: try again.", {"Retry-After": "5"})
 
 
 def _hide_error(request: Request, error: Exception) -> ApiError:

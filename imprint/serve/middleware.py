@@ -1,10 +1,279 @@
-"""Stands between the network and the routes."""
+"""Stands between the network and the routes: refuses what no route should see, and finds out who asks.
 
-from fastapi import FastAPI
+In this order: the host, the shape of the request, the key or the session, the rate, the body. A body is read here, up
+to a size and within a time, so that routes see whole bodies alone. Every answer gets security headers.
+"""
 
+import asyncio
+import logging
+import math
+from collections.abc import AsyncIterator, Callable, Iterable, MutableMapping
+from ipaddress import ip_address
+from typing import Any
+
+from fastapi import FastAPI, Request
+from fastapi.responses import JSONResponse
+from starlette.datastructures import MutableHeaders
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from imprint.errors import AccessError
 from imprint.serve.access import Access
+from imprint.serve.access.cookies import read_cookie
+from imprint.serve.access.guard import NO_KEY, LoginNeeded, send_to_login
+from imprint.serve.access.rates import Buckets, name_network
+from imprint.serve.access.roles import Identity
+from imprint.serve.errors import ApiError
 from imprint.serve.settings import Settings
+
+logger = logging.getLogger("imprint.serve")
+Headers = list[tuple[bytes, bytes]]
+_OPEN = ("/v1/openapi.json",)  # of the API, without a key
+_UNLIMITED = ("/healthz", "/readyz", "/static/")  # asked by whoever watches the service, and several times by each page
+_ONCE = (b"host", b"authorization", b"content-length", b"content-type", b"idempotency-key", b"transfer-encoding")
+_LONGEST_URL, _LONGEST_HEADERS = 8 << 10, 32 << 10  # bytes
+_BODY_SECONDS = 30.0
+_DRAINED = 8 << 20  # bytes that are still read of a body that is too large
+_POLICY = (
+    "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; connect-src 'self'; "
+    "form-action 'self'; frame-ancestors 'none'; base-uri 'none'"
+)
+_HEADERS = {
+    "Content-Security-Policy": _POLICY,
+    "X-Content-Type-Options": "nosniff",
+    "X-Frame-Options": "DENY",
+    "Referrer-Policy": "no-referrer",
+    "Cross-Origin-Opener-Policy": "same-origin",
+    "Cross-Origin-Resource-Policy": "same-origin",
+    "Permissions-Policy": "camera=(), display-capture=(), geolocation=(), microphone=(), payment=(), usb=()",
+}
+_HSTS = "max-age=31536000"
 
 
 def protect(app: FastAPI, settings: Settings, access: Access) -> None:
     """Put the checks that every request passes in front of an application."""
+    app.add_exception_handler(LoginNeeded, send_to_login)
+    app.add_middleware(Protect, settings=settings, access=access)
+
+
+def list_hosts(settings: Settings) -> frozenset[str]:
+    """Return the names by which a service may be called: a page elsewhere must not reach it by a name of its own."""
+    own = settings.host.strip("[]").lower()
+    names = {"127.0.0.1", "localhost", "[::1]", *(name.lower() for name in settings.hosts)}
+    try:
+        address = ip_address(own)
+    except ValueError:
+        return frozenset({*names, own})
+    if address.is_unspecified:  # every address of the machine: say by which names it is called, in `hosts`
+        return frozenset(names)
+    return frozenset({*names, f"[{own}]" if address.version == 6 else own})
+
+
+class Protect:
+    """Checks requests before they reach the application, and adds security headers to what is answered."""
+
+    def __init__(self, app: ASGIApp, settings: Settings, access: Access) -> None:
+        self._app, self._settings, self._access = app, settings, access
+        self._hosts = list_hosts(settings)
+        self._buckets = Buckets(settings.rate, 2 * settings.rate), Buckets(settings.rate, 2 * settings.rate)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "lifespan":
+            await self._app(scope, receive, send)
+        elif scope["type"] == "http":
+            await self._answer(scope, receive, _add_headers(scope, send, self._settings.https))
+        else:  # there are no WebSockets here
+            await send({"type": "websocket.close", "code": 1008})
+
+    async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            self._check_host(scope["headers"])
+            _check_shape(scope)
+            await self._check_caller(scope)
+            body = await self._read_body(scope, receive)
+        except ApiError as refusal:
+            await _refuse(scope, receive, send, refusal)
+        except _Gone:
+            return
+        else:
+            await self._app(scope, _replay(body, receive), send)
+
+    def _check_host(self, headers: Headers) -> None:
+        given = [value for name, value in headers if name == b"host"]
+        if len(given) != 1 or _name_host(given[0]) not in self._hosts:
+            raise ApiError(
+                400,
+                "bad_host",
+                "this service does not answer by that name. Its operator can add names: setting `hosts`.",
+            )
+
+    async def _check_caller(self, scope: Scope) -> None:
+        """Find out who asks, and whether they ask too often."""
+        path, state = scope["path"], scope.setdefault("state", {})
+        if path.startswith(_UNLIMITED):
+            return
+        try:
+            identity = await self._identify(scope)
+        except AccessError as error:
+            logger.error("%s", error)
+            raise ApiError(
+                503, "no_database", "keys cannot be checked at the moment: try again.", {"Retry-After": "5"}
+            ) from error
+        state["identity"] = identity
+        known, unknown = self._buckets
+        # A key is looked up before anything is counted: who floods an address that others share, such as that of a
+        # proxy, must not keep them out. Nobody finds a key by trying.
+        wait = unknown.take(name_network(_address_of(scope))) if identity is None else known.take(identity.name)
+        if wait:
+            raise refuse_rate(wait)
+        if identity is None and path.startswith("/v1/") and path not in _OPEN:
+            raise NO_KEY
+
+    async def _identify(self, scope: Scope) -> Identity | None:
+        """Return whose key or session a request has. Pages know sessions alone; a key beside a session counts."""
+        headers: Headers = scope["headers"]
+        find: Callable[[str], Identity | None] = self._access.identify_session
+        secret = read_cookie(headers, self._settings.https)
+        if scope["path"].startswith("/v1/"):
+            given = [value for name, value in headers if name == b"authorization"]
+            if given:
+                scheme, _, text = given[0].decode("latin-1").partition(" ")
+                secret, find = text.strip() if scheme.lower() == "bearer" else "", self._access.identify_key
+        if not secret:
+            return None
+        return self._access.recall(secret) or await asyncio.to_thread(find, secret)
+
+    async def _read_body(self, scope: Scope, receive: Receive) -> bytes:
+        """Return the body. One that is too large is read a little longer, so that its sender sees the answer."""
+        most, body, size = self._settings.body_bytes, bytearray(), 0
+        too_large = ApiError(413, "too_large", f"a body has at most {most:,} bytes.")
+        if int(_find_header(scope["headers"], b"content-length") or 0) > most + _DRAINED:
+            raise too_large
+        try:
+            async with asyncio.timeout(_BODY_SECONDS):
+                async for piece in _receive_pieces(receive):
+                    size += len(piece)
+                    if size > most + _DRAINED:
+                        break
+                    if size <= most:
+                        body += piece
+        except TimeoutError as error:
+            raise ApiError(408, "too_slow", f"the body did not arrive within {_BODY_SECONDS:g} s.") from error
+        if size > most:
+            raise too_large
+        return bytes(body)
+
+
+class _Gone(Exception):
+    """Whoever asked has left before the body was complete."""
+
+
+async def _receive_pieces(receive: Receive) -> AsyncIterator[bytes]:
+    more = True
+    while more:
+        message = await receive()
+        if message["type"] == "http.disconnect":
+            raise _Gone
+        more = message.get("more_body", False)
+        yield message.get("body", b"")
+
+
+def _replay(body: bytes, receive: Receive) -> Receive:
+    """Return a channel that has the whole body, and then what the server says, such as that nobody waits any more."""
+    given = False
+
+    async def replay() -> Message:
+        nonlocal given
+        if given:
+            return await receive()
+        given = True
+        return {"type": "http.request", "body": body, "more_body": False}
+
+    return replay
+
+
+def _name_host(value: bytes) -> str:
+    """Return the name in the header Host, without the port; an empty string if it is none."""
+    text = value.decode("latin-1").lower()
+    name, colon, port = text.rpartition(":")
+    if not colon or text.endswith("]"):
+        name, port = text, "0"
+    return name if port.isascii() and port.isdigit() else ""
+
+
+def _check_shape(scope: Scope) -> None:
+    """Refuse odd URLs and headers, compressed bodies, and requests whose length is said twice."""
+    headers: Headers = scope["headers"]
+    raw = scope.get("raw_path") or scope["path"].encode("utf-8", "surrogateescape")
+    if len(raw) + len(scope.get("query_string", b"")) > _LONGEST_URL:
+        raise ApiError(414, "long_url", "the URL is too long.")
+    if sum(len(name) + len(value) for name, value in headers) > _LONGEST_HEADERS:
+        raise ApiError(431, "long_headers", "the headers are too long.")
+    if not _is_plain(raw, scope["path"]) or any(_has_controls(part) for header in headers for part in header):
+        raise ApiError(400, "bad_request", "the URL or a header has characters that do not belong there.")
+    names = [name for name, _ in headers]
+    twice = [name for name in _ONCE if names.count(name) > 1]
+    if twice or (b"content-length" in names and b"transfer-encoding" in names):
+        raise ApiError(400, "bad_request", "a header stands there twice, or contradicts another.")
+    declared = _find_header(headers, b"content-length")
+    if declared is not None and not (declared.isdigit() and len(declared) < 19):
+        raise ApiError(400, "bad_request", "Content-Length is no number of bytes.")
+    if _find_header(headers, b"content-encoding") not in (None, b"identity"):
+        raise ApiError(415, "compressed", "compressed bodies are refused: send the body as it is.")
+
+
+def _is_plain(raw: bytes, path: str) -> bool:
+    """Tell whether a path is one that browsers and programs send: encoded, from the root, without a NUL."""
+    return raw.startswith(b"/") and all(32 < byte < 127 and byte != 92 for byte in raw) and "\0" not in path
+
+
+def _has_controls(text: bytes) -> bool:
+    return any((byte < 32 and byte != 9) or byte == 127 for byte in text)
+
+
+def _find_header(headers: Iterable[tuple[bytes, bytes]], wanted: bytes) -> bytes | None:
+    return next((value for name, value in headers if name == wanted), None)
+
+
+def _address_of(scope: Scope) -> str | None:
+    client = scope.get("client")
+    return client[0] if client else None
+
+
+def refuse_rate(wait: float) -> ApiError:
+    """Return the refusal of somebody who asks too often. wait: seconds until they may ask again."""
+    seconds = max(1, math.ceil(wait))
+    return ApiError(
+        429, "too_many_requests", f"too many requests: try again in {seconds} s.", {"Retry-After": str(seconds)}
+    )
+
+
+async def _refuse(scope: Scope, receive: Receive, send: Send, refusal: ApiError) -> None:
+    """Answer a request that reaches no route. The connection is closed: the rest of the body may still come."""
+    from imprint.serve.pages import render_error  # imported late: pages import the service
+
+    if refusal.status == 429 and (app := scope.get("app")) is not None:
+        app.state.metrics.refused.labels(refusal.code).inc()
+    headers = {**refusal.headers, "Connection": "close"}
+    refusal = ApiError(refusal.status, refusal.code, refusal.message, headers)
+    if scope["path"].startswith(("/v1/", "/healthz", "/readyz")):
+        content = {"error": {"code": refusal.code, "message": refusal.message}}
+        await JSONResponse(content, refusal.status, headers)(scope, receive, send)
+    else:
+        await render_error(Request(scope), refusal)(scope, receive, send)
+
+
+def _add_headers(scope: Scope, send: Send, https: bool) -> Send:
+    """Return a channel that adds security headers to the answer; nothing is stored but static files."""
+
+    async def add(message: MutableMapping[str, Any]) -> None:
+        if message["type"] == "http.response.start":
+            headers = MutableHeaders(scope=message)
+            for name, value in _HEADERS.items():
+                headers[name] = value
+            if not scope["path"].startswith("/static/") or message["status"] != 200:
+                headers["Cache-Control"] = "no-store"
+            if https:
+                headers["Strict-Transport-Security"] = _HSTS
+        await send(message)
+
+    return add
