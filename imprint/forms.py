@@ -5,9 +5,9 @@ language tasks with a tokenizer have a form of their own.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
+from typing import Any, Literal, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -15,10 +15,8 @@ from torch import Tensor
 from imprint.batches import Batch, concatenate
 from imprint.errors import DataError
 
-if TYPE_CHECKING:
-    from imprint.task import Task
-
 Kind = Literal["picture", "numbers", "completion"]
+Ask = Callable[[Tensor], Any]
 _UNKNOWN = -1  # the label of a query for which the model's own answer stands in
 
 
@@ -49,8 +47,11 @@ class Form(Protocol):
         """Return batches of one as one batch."""
         ...
 
-    def fill(self, task: "Task", batch: Batch) -> Batch:
-        """Return a batch with what its queries left open, such as labels that the model is asked for."""
+    def fill(self, ask: Ask, batch: Batch) -> Batch:
+        """Return a batch with what its queries left open, such as labels that the model is asked for.
+
+        ask: calls the model that is served, without gradients.
+        """
         ...
 
     def answer(self, batch: Batch, row: int) -> str:
@@ -138,12 +139,11 @@ class NumbersForm:
     def join(self, batches: Sequence[Batch]) -> Batch:
         return concatenate(list(batches))
 
-    def fill(self, task: "Task", batch: Batch) -> Batch:
+    def fill(self, ask: Ask, batch: Batch) -> Batch:
         inputs, labels = batch
         if bool((labels != _UNKNOWN).all()):
             return batch
-        with torch.no_grad(), task.evaluating():
-            logits: Tensor = task.call(lambda model, given: model(given), task.state(), inputs.to(task.device))
+        logits: Tensor = ask(inputs)
         return inputs, torch.where(labels == _UNKNOWN, logits.argmax(1).cpu(), labels)
 
     def answer(self, batch: Batch, row: int) -> str:

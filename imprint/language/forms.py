@@ -10,9 +10,8 @@ from torch.nn import functional as F
 
 from imprint.batches import Batch
 from imprint.errors import DataError
-from imprint.forms import Kind
+from imprint.forms import Ask, Kind
 from imprint.language.data import Completions, context_of
-from imprint.task import Task
 
 LONGEST = 100_000
 """Characters of a prompt or a completion, before tokens are counted."""
@@ -61,7 +60,7 @@ class CompletionForm:
         columns = batches[0].keys()
         return {name: _stack([batch[name] for batch in batches], width) for name in columns}
 
-    def fill(self, task: Task, batch: Batch) -> Batch:
+    def fill(self, ask: Ask, batch: Batch) -> Batch:
         return batch
 
     def answer(self, batch: Batch, row: int) -> str:
@@ -77,5 +76,4 @@ def _refuse_surrogates(name: str, text: str) -> None:
 
 
 def _stack(rows: Sequence[Tensor], width: int) -> Tensor:
-
     return torch.cat([F.pad(row, (0, width - row.shape[1])) for row in rows])

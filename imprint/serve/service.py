@@ -13,6 +13,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 from urllib.parse import quote
 
+import torch
+from torch import Tensor
+
 from imprint.attribution.result import Attribution
 from imprint.attribution.scoring import Scorer
 from imprint.batches import Batch, leaves, map_tensors
@@ -137,7 +140,7 @@ class Service:
         """Read the queries of several requests in one batch."""
         given = [batch for request in requests for batch in request]
         joined = self.form.join(given)
-        filled = self.form.fill(self.task, joined)
+        filled = self.form.fill(self._ask, joined)
         if filled is not joined:
             given = [_take_row(filled, row) for row in range(len(given))]
         ends = list(accumulate(map(len, requests), initial=0))
@@ -148,6 +151,10 @@ class Service:
             Answered(result, tuple(given[first:last]), tuple(answers[first:last]))
             for result, (first, last) in zip(results, spans, strict=True)
         ]
+
+    def _ask(self, inputs: Tensor) -> Any:
+        with torch.no_grad(), self.task.evaluating():
+            return self.task.call(lambda model, given: model(given), self.task.state(), inputs.to(self.task.device))
 
     def _divide(self, result: Attribution) -> tuple[Draft, ...]:
         assert self.policy is not None
