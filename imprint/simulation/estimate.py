@@ -14,6 +14,7 @@ from imprint.runtime.memory import Peak, tensor_bytes
 from imprint.simulation import engines
 from imprint.simulation.inputs import Inputs
 from imprint.sources import Sources
+from imprint.store.table import DIGEST
 from imprint.store.files import find_nearest_folder, sha256, write_tensors
 from imprint.store.request import DTYPES
 
@@ -72,8 +73,9 @@ def estimate(inputs: Inputs, memory: int | str | None, out: str | os.PathLike[st
 
 
 def _count_labels(sources: Sources) -> int:
-    """Count the bytes of the table of sources, with ids, names, sizes and what stands between them."""
-    return sum(len(f"{i}{n}{s}") + 12 for i, n, s in zip(sources.ids, sources.names, sources.sizes, strict=True))
+    """Count the bytes of the table of sources: ids, names, sizes, digests, and what stands between them."""
+    between = DIGEST + 16
+    return sum(len(f"{i}{n}{s}") + between for i, n, s in zip(sources.ids, sources.names, sources.sizes, strict=True))
 
 
 def _count_probes(inputs: Inputs) -> int:

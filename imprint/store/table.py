@@ -10,7 +10,8 @@ from imprint.store.files import write
 from imprint.store.fingerprint import digest_members, of_table
 from imprint.store.values import Value, parsed
 
-_DIGEST = 32  # hexadecimal digits
+DIGEST = 32
+"""Hexadecimal digits by which the members of a source are recognised."""
 
 
 @dataclass(frozen=True)
@@ -39,8 +40,8 @@ class Table:
         members = columns["members"].texts() if kept else ()
         if not 0 < len(ids) == len(names) == len(sizes):
             value.fail(f"it has {len(ids)} ids, {len(names)} names and {len(sizes)} sizes, which must be equally many")
-        if kept and (len(members) != len(ids) or any(len(each) != _DIGEST for each in members)):
-            value.fail(f"it must have a digest of {_DIGEST} digits for each of its {len(ids)} sources")
+        if kept and (len(members) != len(ids) or any(len(each) != DIGEST for each in members)):
+            value.fail(f"it must have a digest of {DIGEST} digits for each of its {len(ids)} sources")
         if len(set(ids)) < len(ids):
             value.fail("two sources have the same id")
         if max(sizes) > n:
