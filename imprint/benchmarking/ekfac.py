@@ -49,7 +49,6 @@ class Factors:
             task=task,
             cpu=device.type == "cpu",
             disable_tqdm=True,
-            log_level=40,
             output_dir=str(folder),
         )
         self._analyzer.fit_all_factors(
