@@ -181,7 +181,7 @@ def test_an_executor_makes_the_values_of_one_retraining(
     assert torch.equal(ask(**given).values, truth.values)  # which are there
     with pytest.raises(PlanError, match="give it as out="):
         ask(**{**given, "out": None})
-    with pytest.raises(StoreError, match="is made without parts"):
+    with pytest.raises(StoreError, match="the others are trained without parts"):
         ask(**given, runs=RUNS + 1)
 
 

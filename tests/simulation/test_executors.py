@@ -101,7 +101,7 @@ def test_without_a_number_there_are_as_many_parts_as_fit_and_a_resumed_run_keeps
     run(tmp_path / "begun", TANGENT, executor=more)
     assert sorted(more.began) == ["1/3", "2/3", "3/3"]
     run_part(tmp_path / "other", "2/3", TANGENT)
-    with pytest.raises(StoreError, match=r"is being made in 3 parts \(2-of-3\), and 1/2 is one of 2"):
+    with pytest.raises(StoreError, match="is divided into 3 parts, not 2"):
         run(tmp_path / "other", TANGENT, executor=Fake(parts=2))
 
 
