@@ -1,6 +1,7 @@
 """A service finds what `attribute` finds, whatever else is in its batch, and credits each request once."""
 
 import asyncio
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,7 @@ from imprint.serve.service import Answered, Service
 from tests.serve.news import News, make_ledger
 
 
-def ask_at_once(service: Service, *requests: list[object]) -> list[Answered]:
+def ask_at_once(service: Service, *requests: Sequence[object]) -> list[Answered]:
     async def run() -> list[Answered]:
         return list(await asyncio.gather(*(service.attribute(request) for request in requests)))
 
