@@ -14,6 +14,7 @@ from typing import Annotated, Any
 import typer
 
 import imprint
+from imprint.cli.commands.access import access
 from imprint.cli.commands.attributing import attribute
 from imprint.cli.commands.bench import bench, sweep
 from imprint.cli.commands.changing import drop, update
@@ -77,6 +78,7 @@ _COMMANDS: tuple[Callable[..., None], ...] = (
 for command in _COMMANDS:
     app.command(epilog=_EXIT_STATUS)(command)
 app.add_typer(credit, name="credit", epilog=_EXIT_STATUS)
+app.add_typer(access, name="access", epilog=_EXIT_STATUS)
 
 _TRACEBACK = "IMPRINT_TRACEBACK"
 
