@@ -48,8 +48,8 @@ def create_app(
     metrics: those that the service already tells of its batches.
     examples: queries that the page offers, each with a caption.
     """
-    desk = None if service.ledger is None else CreditDesk(service.ledger, service, access, settings)
     metrics = metrics or Metrics()
+    desk = None if service.ledger is None else CreditDesk(service.ledger, service, access, settings, metrics)
     metrics.watch(lambda: service.depth)
 
     @asynccontextmanager
@@ -60,7 +60,7 @@ def create_app(
                 app.state.exporter = Exporter(metrics, settings.metrics)
                 stack.callback(app.state.exporter.close)
             if desk is not None:
-                stack.callback(desk.close)
+                stack.push_async_callback(asyncio.to_thread, desk.close)
                 desk.start_verification()
             yield
 

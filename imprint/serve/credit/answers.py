@@ -1,4 +1,4 @@
-"""What the API says about credit: models, which pages show too. Amounts are whole millionths, with a text for people."""
+"""What the API says about credit, and pages show. Amounts are whole millionths, with a text for people."""
 
 from typing import Any
 
@@ -132,8 +132,8 @@ class SourceTotal(BaseModel):
     amount: Amount
     by_size: Amount = Field(description="What a rule by size alone would have given.")
     waiting: float | None
-    low: float | None = Field(None, description="The 95% interval of the share, in closed periods.")
-    high: float | None = None
+    low: float | None = Field(description="The 95% interval of the share; null for periods that are not closed.")
+    high: float | None
 
 
 class Totals(BaseModel):
@@ -168,7 +168,10 @@ class ChangeAnswer(BaseModel):
 
 
 class ComparisonAnswer(BaseModel):
-    """A period as it was divided, and by another policy. refused: queries that answer another question than it pays for."""
+    """A period as it was divided, and by another policy.
+
+    refused: queries that answer another question than the policy pays for.
+    """
 
     period: str | None
     policy: str

@@ -135,7 +135,6 @@ def explain_line(leaf: Leaf, row: Mapping[str, Any], needed: float | None, polic
     else:
         all_help = sum(max(0.0, each["helps"]) for each in leaf.rows)
         above = "" if not needed else f", more than the {needed:.3g} that is needed"
-        text = f"It helped by {helps:.3g}{above}. All sources that helped come to {all_help:.3g}: {share} of it."
-        if fixed:
-            text = f"It helped by {helps:.3g}{above}, of {all_help:.3g} by all sources that helped."
+        text = f"It helped by {helps:.3g}{above}. All sources that helped come to {all_help:.3g}."
+        text = text if fixed else f"{text[:-1]}: {share} of it."
     return f"{text}{fixed}"

@@ -13,20 +13,18 @@ from sqlalchemy.exc import SQLAlchemyError
 
 from imprint.credit import log, tables
 from imprint.credit.heads import Head
-from imprint.credit.leaves import Leaf
+from imprint.credit.leaves import Kind, Leaf
 from imprint.credit.ledger import Ledger
 from imprint.credit.merkle import check_inclusion, prove_inclusion
-from imprint.credit.money import Tariff
 from imprint.credit.periods import Totals
 from imprint.credit.policy import Policy
 from imprint.credit.proofs import prove_leaf
-from imprint.credit.reading import read_periods, read_policies
 from imprint.errors import CreditError
 from imprint.keys import is_signed, load_public_key
 from imprint.serve.access import Access
 from imprint.serve.credit.comparing import Compared, Comparison
 from imprint.serve.credit.papers import Papers
-from imprint.serve.credit.reading import Filters, Found, Page, read_one, read_page
+from imprint.serve.credit.reading import Filters, Found, Page, check_row, read_one, read_page
 from imprint.serve.credit.tally import Tally
 from imprint.serve.credit.verification import Verifier
 from imprint.serve.errors import ApiError
@@ -72,6 +70,7 @@ class CreditDesk:
         self._closing, self._lock = threading.Event(), threading.Lock()
         self._comparisons: OrderedDict[tuple[str, int], Comparison] = OrderedDict()
         self._counting: threading.Thread | None = None
+        self._currency: str | None = None
         self._key = None if settings.public_key is None else load_public_key(settings.public_key)
 
     def start_verification(self) -> None:
@@ -99,17 +98,39 @@ class CreditDesk:
         """Return how many entries the log has."""
         return len(self.ledger)
 
-    def tariff(self) -> Tariff:
-        """Return what queries pay now."""
-        return self.ledger.tariff
+    @property
+    def currency(self) -> str:
+        """The currency of the ledger, which never changes; "units" while its tariff cannot be read."""
+        if self._currency is None:
+            try:
+                self._currency = self.ledger.tariff.currency
+            except CreditError as error:
+                _raise_database_errors(error)
+        return self._currency or "units"
+
+    @property
+    def names(self) -> dict[str, str]:
+        """The names of the store's sources, by their ids."""
+        store = self.service.store
+        return dict(zip(store.source_ids, store.source_names, strict=True))
 
     def policies(self) -> dict[str, Policy]:
         """Return the policies of the log, by their hashes; without those that were changed."""
-        with tables.reading(self.ledger.engine) as connection:
+        found = {}
+        for leaf in self._read_kind("policy"):
             try:
-                return read_policies(connection)
-            except CreditError:
-                return _read_sound_policies(connection)
+                policy = Policy.from_json(leaf.about["policy"])
+            except (CreditError, KeyError, TypeError):
+                continue  # written by hand, with its hash: verification names it
+            found[policy.sha256] = policy
+        return found
+
+    def _read_kind(self, kind: Kind) -> list[Leaf]:
+        """Return all entries of a kind that is not that of queries; without those that were changed."""
+        with tables.reading(self.ledger.engine) as connection:
+            rows = log.read_rows(connection, 0, log.read_size(connection), kind)
+            found = [check_row(row).leaf for row in rows]
+        return [leaf for leaf in found if leaf is not None and leaf.kind == kind]
 
     def read_page(self, filters: Filters, before: int | None, limit: int) -> Page:
         """Return the newest entries before some place."""
@@ -136,8 +157,7 @@ class CreditDesk:
         try:
             return next(iter(reversed(self.heads())), None)
         except CreditError as error:
-            if isinstance(error.__cause__, SQLAlchemyError):
-                raise
+            _raise_database_errors(error)
             return None
 
     def is_signed(self, head: Head) -> bool | None:
@@ -160,15 +180,12 @@ class CreditDesk:
         return Proof(head, holds, prove_leaf(leaf, path) if holds else None)
 
     def periods(self) -> list[Leaf]:
-        """Return the closed periods, in their order."""
-        with tables.reading(self.ledger.engine) as connection:
-            return read_periods(connection)
+        """Return the closed periods, in their order; without those that were changed."""
+        return self._read_kind("period")
 
     def period(self, name: str) -> Leaf:
         """Return a closed period by its name."""
-        with tables.reading(self.ledger.engine) as connection:
-            closed = read_periods(connection)
-        found = next((leaf for leaf in closed if leaf.about["period"] == name), None)
+        found = next((leaf for leaf in self.periods() if leaf.about["period"] == name), None)
         if found is None:
             raise ApiError(404, "not_found", f"no closed period is called {name!r}.")
         return found
@@ -222,12 +239,7 @@ class CreditDesk:
             return [found for place in places if (found := read_one(connection, place)) is not None]
 
 
-def _read_sound_policies(connection: Any) -> dict[str, Policy]:
-    """Return the policies that can be read, one by one."""
-    found = {}
-    for row in log.read_rows(connection, 0, log.read_size(connection), "policy"):
-        one = read_one(connection, row.sequence)
-        if one is not None and one.leaf is not None and one.leaf.kind == "policy":
-            policy = Policy.from_json(one.leaf.about["policy"])
-            found[policy.sha256] = policy
-    return found
+def _raise_database_errors(error: CreditError) -> None:
+    """Raise an error again that says that the database cannot be reached; a damaged log is shown as such."""
+    if isinstance(error.__cause__, SQLAlchemyError):
+        raise error

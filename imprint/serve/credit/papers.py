@@ -9,13 +9,18 @@ from imprint.credit.ledger import Ledger
 from imprint.credit.naming import name_files
 from imprint.credit.statements import write_statements
 from imprint.errors import ImprintError
+from imprint.serve.errors import ApiError
 
 SUFFIXES = ("html", "csv", "parquet", "jsonl")
 _PATIENCE = 5.0  # seconds that a request waits for statements that are being written
 
 
-class Writing(ImprintError):
-    """Statements are being written: they will be there in a moment."""
+class Writing(ApiError):
+    """Statements are being written."""
+
+    def __init__(self) -> None:
+        text = "the statements of this period are being written. Try again in a moment."
+        super().__init__(503, "writing", text, {"Retry-After": "5"})
 
 
 class Papers:
@@ -38,7 +43,7 @@ class Papers:
             if job is None:
                 job = self._threads[folder] = _Job(self._ledger, closing.about["period"], folder)
         if not job.wait(patience):
-            raise Writing("the statements of this period are being written. Try again in a moment.")
+            raise Writing
         with self._lock:
             self._threads.pop(folder, None)
         if job.error is not None:

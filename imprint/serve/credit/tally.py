@@ -16,8 +16,8 @@ from imprint.credit.contradictions import find_unpayable
 from imprint.credit.leaves import Leaf
 from imprint.credit.ledger import Ledger
 from imprint.credit.periods import Totals
-from imprint.errors import ImprintError
 from imprint.serve.credit.reading import read_chunk
+from imprint.serve.errors import ApiError
 from imprint.statistics import student_quantile
 
 AT_ONCE = 4_000
@@ -26,12 +26,12 @@ _CHUNK = 500
 _MANY = 200  # degrees of freedom, beyond which quantiles hardly change
 
 
-class Counting(ImprintError):
+class Counting(ApiError):
     """Totals are not ready: some of the log is still to be read."""
 
     def __init__(self, read: int, size: int) -> None:
-        super().__init__(f"the log is being added up: {read:,} of {size:,} entries so far. Try again in a moment.")
-        self.read, self.size = read, size
+        text = f"the log is being added up: {read:,} of {size:,} entries so far. Try again in a moment."
+        super().__init__(503, "counting", text, {"Retry-After": "2"})
 
 
 @dataclass
