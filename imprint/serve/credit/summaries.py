@@ -1,0 +1,239 @@
+"""Sums of the ledger for the API and the pages: totals, comparisons, histories, periods and the verification."""
+
+from typing import Any
+
+from imprint.credit.heads import Head
+from imprint.credit.leaves import Leaf
+from imprint.credit.money import PARTS
+from imprint.credit.periods import Totals as Sum
+from imprint.credit.policy import Policy
+from imprint.serve.credit import answers
+from imprint.serve.credit.answers import Amount
+from imprint.serve.credit.comparing import Change
+from imprint.serve.credit.desk import CreditDesk
+from imprint.serve.credit.scope import Scope
+
+
+def sum_running(desk: CreditDesk, scope: Scope) -> answers.Totals:
+    """Return the totals of the period that is not closed yet."""
+    running = desk.running()
+    found = _sum(desk, scope, running.totals)
+    return found.model_copy(update={"first": running.first, "stop": running.stop})
+
+
+def sum_days(desk: CreditDesk, scope: Scope, since: str | None, until: str | None) -> answers.Totals:
+    """Return the totals from a day on, and before another; without pots of periods, which belong to no day."""
+    desk.tally.catch_up()
+    found = _sum(desk, scope, desk.tally.between(since, until).totals)
+    return found.model_copy(update={"since": since, "until": until})
+
+
+def _sum(desk: CreditDesk, scope: Scope, sums: Sum) -> answers.Totals:
+    currency, names, waiting = desk.currency, desk.names, sums.without_pot * PARTS
+    return answers.Totals(
+        period=None,
+        first=None,
+        stop=None,
+        since=None,
+        until=None,
+        queries=sums.entries,
+        without_pot=sums.without_pot,
+        total=Amount.of(sums.pot, currency),
+        unattributed=Amount.of(sums.unattributed.amount, currency),
+        unattributed_share=sums.unattributed.amount / sums.pot if sums.pot else None,
+        rules=dict(sums.rules),
+        validations=dict(sums.validations),
+        sources=[
+            answers.SourceTotal(
+                source=name,
+                name=names.get(name, name),
+                queries=account.entries,
+                share=account.amount / sums.pot if sums.pot else None,
+                amount=Amount.of(account.amount, currency),
+                by_size=Amount.of(account.by_size, currency),
+                waiting=account.parts / waiting if waiting else None,
+                low=None,
+                high=None,
+            )
+            for name, account in sorted(sums.sources.items())
+            if scope.sees(name)
+        ],
+        left_out=list(desk.tally.left_out),
+    )
+
+
+def sum_closed(desk: CreditDesk, scope: Scope, closing: Leaf) -> answers.Totals:
+    """Return the totals of a closed period, as the log has them."""
+    about, currency = closing.about, desk.currency
+    rest = about["unattributed"]["amount"]
+    return answers.Totals(
+        period=about["period"],
+        first=about["first"],
+        stop=about["stop"],
+        since=None,
+        until=None,
+        queries=about["entries"],
+        without_pot=about["without_pot"],
+        total=Amount.of(about["total"], currency),
+        unattributed=Amount.of(rest, currency),
+        unattributed_share=rest / about["total"] if about["total"] else None,
+        rules=about["rules"],
+        validations=about["validations"],
+        sources=[
+            answers.SourceTotal(
+                source=row["source"],
+                name=desk.names.get(row["source"], row["source"]),
+                queries=row["entries"],
+                share=row["share"],
+                amount=Amount.of(row["amount"], currency),
+                by_size=Amount.of(row["by_size"], currency),
+                waiting=None,
+                low=row["low"],
+                high=row["high"],
+            )
+            for row in scope.choose(closing.rows)
+        ],
+        left_out=[],
+    )
+
+
+def compare(desk: CreditDesk, scope: Scope, name: str, closing: Leaf | None) -> answers.ComparisonAnswer:
+    """Return what sources get in a period, and what they would get under another policy."""
+    policy: Policy = desk.find_policy(name)
+    found = desk.compare(policy, closing)
+    return answers.ComparisonAnswer(
+        period=None if closing is None else closing.about["period"],
+        policy=name,
+        explanation=policy.explain(policy.rule),
+        queries=found.queries,
+        refused=found.refused,
+        sources=[_describe_change(desk, change) for change in found.rows if scope.sees(change.source)],
+        unattributed=_describe_change(desk, found.unattributed),
+    )
+
+
+def _describe_change(desk: CreditDesk, change: Change) -> answers.ChangeAnswer:
+    known = change.amount is not None and change.other is not None
+    return answers.ChangeAnswer(
+        source=change.source,
+        name=desk.names.get(change.source, change.source),
+        amount=Amount.maybe(change.amount, desk.currency),
+        other=Amount.maybe(change.other, desk.currency),
+        difference=Amount.of((change.other or 0) - (change.amount or 0), desk.currency) if known else None,
+        share=change.share,
+        other_share=change.other_share,
+    )
+
+
+def describe_history(desk: CreditDesk, source: str) -> answers.History:
+    """Return what a source got over time; without pots of periods, which belong to no day."""
+    desk.tally.catch_up()
+    sums, currency = desk.tally.between(), desk.currency
+    account, signs = sums.totals.sources.get(source), sums.signs.get(source)
+    known = next((each for each in desk.service.sources if each["id"] == source), None)
+    size = known["size"] if known is not None else signs.size if signs is not None else 0
+    amount, by_size = (0, 0) if account is None else (account.amount, account.by_size)
+    return answers.History(
+        source=source,
+        name=desk.names.get(source, source),
+        size=size,
+        queries=0 if account is None else account.entries,
+        earned=0 if signs is None else signs.earned,
+        clear=0 if signs is None else signs.clear,
+        judged=0 if signs is None else signs.judged,
+        amount=Amount.of(amount, currency),
+        by_size=Amount.of(by_size, currency),
+        per_example=amount / size if size else None,
+        per_example_by_size=by_size / size if size else None,
+        days=[
+            answers.Day(
+                day=day,
+                queries=queries,
+                earned=earned,
+                amount=Amount.of(got, currency),
+                by_size=Amount.of(by_size, currency),
+            )
+            for day, (queries, earned, got, by_size) in desk.tally.days(source).items()
+        ],
+    )
+
+
+def describe_periods(desk: CreditDesk, scope: Scope) -> list[answers.PeriodAnswer]:
+    """Return the closed periods, the newest first."""
+    head = desk.last_head()
+    return [_describe_period(desk, scope, closing, head) for closing in reversed(desk.periods())]
+
+
+def _describe_period(desk: CreditDesk, scope: Scope, closing: Leaf, head: Head | None) -> answers.PeriodAnswer:
+    about, currency = closing.about, desk.currency
+    return answers.PeriodAnswer(
+        period=about["period"],
+        closed=about["time"],
+        sequence=closing.sequence,
+        first=about["first"],
+        stop=about["stop"],
+        queries=about["entries"],
+        total=Amount.of(about["total"], currency),
+        unattributed=Amount.of(about["unattributed"]["amount"], currency),
+        remainder=Amount.of(about["remainder"], currency),
+        signed=head is not None and head.size > closing.sequence,
+        sources=[
+            answers.PeriodLine(
+                source=row["source"],
+                name=desk.names.get(row["source"], row["source"]),
+                queries=row["entries"],
+                amount=Amount.of(row["amount"], currency),
+                paid=Amount.of(row["units"] * about["smallest"], currency),
+                by_size=Amount.of(row["by_size"], currency),
+                share=row["share"],
+                low=row["low"],
+                high=row["high"],
+            )
+            for row in scope.choose(closing.rows)
+        ],
+    )
+
+
+def describe_head(desk: CreditDesk, head: Head) -> answers.HeadAnswer:
+    """Return a signed head, and whether the key of the service signed it."""
+    return answers.HeadAnswer(
+        log=head.log,
+        size=head.size,
+        root=head.root.hex(),
+        time=head.time,
+        key=head.key,
+        signed=desk.is_signed(head),
+        **head.to_json(),
+    )
+
+
+def describe_verification(desk: CreditDesk, scope: Scope) -> answers.VerificationAnswer:
+    """Return what the last verification found; its problems and remarks only for those who may see all lines."""
+    state, running = desk.verifier.last, desk.verifier.running
+    every = scope.is_all
+    problems: list[Any] = [
+        answers.ProblemAnswer(text=each.text, sequence=each.sequence, span=each.span) for each in state.problems
+    ]
+    return answers.VerificationAnswer(
+        status=state.status,
+        began=state.began,
+        ended=state.ended,
+        entries=state.entries,
+        heads=state.heads,
+        published_heads=state.published,
+        signatures_checked=state.signed,
+        seconds=state.seconds,
+        count=state.count,
+        problems=problems if every else [],
+        remarks=list(state.remarks) if every else [],
+        error=state.error if every else "",
+        running=running is not None,
+        done=0 if running is None else running.entries,
+        total=0 if running is None else running.total,
+    )
+
+
+def list_sources(desk: CreditDesk, scope: Scope) -> list[str]:
+    """Return the ids of the sources of the store and of the log that somebody may see."""
+    desk.tally.catch_up()
+    return sorted(name for name in {*desk.service.store.source_ids, *desk.tally.sources()} if scope.sees(name))
