@@ -5,7 +5,7 @@ from collections import deque
 from dataclasses import dataclass
 
 from imprint.attribution.result import Attribution
-from imprint.validation.drift import Drift, measure_drift, measure_sizes
+from imprint.validation.drift import FEWEST, Drift, describe_sizes, measure_drift, measure_sizes
 from imprint.validation.record import Validation
 
 _KEPT = 5_000  # queries, the latest
@@ -18,12 +18,16 @@ class Summary:
     silent: the share of queries of which no source's effect is distinguishable from 0; None if that is unknown.
     noise: the median over queries of how far chance moves the measurement; None if it is unknown.
     drift: how the latest queries differ from the validated ones; None without a validation, or with too few queries.
+    sizes: of how many queries, the latest, the size of their effects is known.
+    typical: the smallest of these, the deciles and the largest; None with too few queries.
     """
 
     queries: int
     silent: float | None
     noise: float | None
     drift: Drift | None
+    sizes: int
+    typical: tuple[float, ...] | None
 
 
 class Seen:
@@ -57,4 +61,5 @@ class Seen:
         drift = None
         if known is not None and known.typical is not None:
             drift = measure_drift(known.typical, known.verdict.figures.queries, sizes)
-        return Summary(queries, silent, noise[len(noise) // 2] if noise else None, drift)
+        typical = describe_sizes(sizes) if len(sizes) >= FEWEST else None
+        return Summary(queries, silent, noise[len(noise) // 2] if noise else None, drift, len(sizes), typical)

@@ -22,7 +22,12 @@ FEWEST = 20
 
 def find_typical(effects: Tensor) -> tuple[float, ...]:
     """Return the smallest, the deciles and the largest of the sizes of effects (queries, sources) on each query."""
-    return tuple(map(float, np.quantile(measure_sizes(effects), _LEVELS)))
+    return describe_sizes(measure_sizes(effects))
+
+
+def describe_sizes(sizes: Sequence[float] | Array) -> tuple[float, ...]:
+    """Return the smallest, the deciles and the largest of some sizes."""
+    return tuple(map(float, np.quantile(np.asarray(sizes, dtype=np.float64), _LEVELS)))
 
 
 def measure_sizes(effects: Tensor) -> Array:

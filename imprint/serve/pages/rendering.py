@@ -59,7 +59,13 @@ def render(
 @cache
 def _open_environment() -> "Environment":
     environment = make_environment("imprint.serve.pages", "serving pages", "serve", folder="templates")
-    filters: dict[str, Callable[..., Any]] = {"typed": show_typed, "text": show_text, "effect": format_effect}
+    filters: dict[str, Callable[..., Any]] = {
+        "typed": show_typed,
+        "text": show_text,
+        "verbatim": escape,
+        "effect": format_effect,
+        "percent": format_percent,
+    }
     environment.filters.update(filters)
     environment.globals["static"] = address_of
     return environment
@@ -85,3 +91,16 @@ def format_effect(value: float, digits: int = 3) -> str:
     ('−0.0123', '+2')
     """
     return f"{value:+.{digits}g}".replace("-", "−")
+
+
+def format_percent(share: float | None) -> str:
+    """Format a share of a whole; one that is not 0 never reads as 0.
+
+    >>> format_percent(0.1234), format_percent(0.0), format_percent(0.00001), format_percent(None)
+    ('12.3%', '0%', '<0.1%', 'unknown')
+    """
+    if share is None:
+        return "unknown"
+    if not share:
+        return "0%"
+    return "<0.1%" if abs(share) < 0.0005 else f"{share:.1%}"

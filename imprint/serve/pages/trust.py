@@ -1,0 +1,164 @@
+"""The page *Trust*: what was tested, how well predictions held, and what has changed since."""
+
+from dataclasses import dataclass
+from typing import Annotated
+
+from fastapi import APIRouter, Depends, Request, Response
+from markupsafe import Markup
+
+from imprint.attribution.labels import MEANINGS
+from imprint.display import count_of
+from imprint.serve.access.guard import require_page
+from imprint.serve.access.roles import Identity
+from imprint.serve.pages.charts import draw_ranges, draw_ratio
+from imprint.serve.pages.rendering import render
+from imprint.serve.pages.wording import (
+    describe_drift,
+    describe_p,
+    describe_standing,
+    describe_tests,
+    list_once,
+    name_ends,
+)
+from imprint.serve.seen import Summary
+from imprint.serve.service import Service
+from imprint.store.checkpoint import CHAOTIC
+from imprint.validation.drift import FEWEST
+from imprint.validation.record import Validation, read_validation
+from imprint.validation.verdict import WITHIN, Verdict
+
+router = APIRouter(prefix="/trust", include_in_schema=False)
+_UNKNOWN = "unknown"
+
+
+@dataclass(frozen=True)
+class Figure:
+    """A number on the page, with what it means."""
+
+    name: str
+    value: str
+    meaning: str
+
+
+@router.get("")
+def show_trust(request: Request, identity: Annotated[Identity, Depends(require_page("see_trust"))]) -> Response:
+    """Show whether the numbers of this service can be trusted, and why."""
+    service: Service = request.app.state.service
+    store, seen = service.store, service.seen.summary
+    validation = read_validation(store)
+    verdict = None if validation is None else validation.verdict
+    request_of = store.manifest.request
+    return render(
+        request,
+        "trust.html.j2",
+        identity,
+        service=service,
+        meaning=MEANINGS[store.question].partition(": ")[2],
+        standing=describe_standing(verdict),
+        validation=validation,
+        verdict=verdict,
+        other_measure=None
+        if validation is None or validation.measure == service.task.measure_name
+        else validation.measure,
+        tests="" if verdict is None else describe_tests(verdict),
+        evidence=[] if verdict is None else _list_evidence(verdict),
+        ratio=None if verdict is None else _draw_slope(verdict),
+        noise=_list_noise(seen, verdict),
+        seen=seen,
+        drift=describe_drift(seen.drift, seen.queries, FEWEST),
+        ranges=_draw_drift(validation, seen, service.task.measure_name),
+        fingerprints=[
+            ("Store", store.sha256, "every file of the store: imprints, sources, plan"),
+            ("Model", store.model_sha256, "the parameters of the model that is attributed"),
+            ("Training run", request_of.recording, "the recorded run that was replayed"),
+            (
+                "Signed by",
+                None if store.signed is None else store.signed.key,
+                "the key that the store was checked against",
+            ),
+        ],
+        made=store.manifest.created,
+        versions=store.manifest.versions,
+        warnings=list_once(store.warnings),
+    )
+
+
+def _list_evidence(verdict: Verdict) -> list[Figure]:
+    """Return how predictions compare with what removals really did."""
+    found = verdict.figures
+    best = (
+        f"A perfect prediction would reach about {found.ceiling:.2f}, since training runs differ by chance."
+        if found.ceiling is not None
+        else "How close to 1 a perfect prediction could come is unknown: the removals were made in one training run."
+    )
+    figures = [
+        Figure(
+            "Correlation of predicted and real effects",
+            _UNKNOWN if found.correlation is None else f"{found.correlation:.2f}",
+            f"1 is perfect, 0 is chance. {best} {describe_p(verdict)}",
+        ),
+        Figure(
+            "The same, guessing by size",
+            _UNKNOWN if found.by_size is None else f"{found.by_size:.2f}",
+            "What you reach if you only know how many training examples each source has. Predictions should do better.",
+        ),
+    ]
+    if found.slope is not None:
+        ends = name_ends(found.slope_low, found.slope_high)
+        calibrated = " It was set by these very removals, so it does not test itself." if verdict.calibrated else ""
+        figures.append(
+            Figure(
+                "Real effect divided by predicted",
+                f"{found.slope:.2f}" + (f" ({ends})" if ends else " (interval unknown)"),
+                f"1 is perfect; from {WITHIN[0]:g} to {WITHIN[1]:g} sizes count as right.{calibrated}",
+            )
+        )
+    return figures
+
+
+def _draw_slope(verdict: Verdict) -> Markup | None:
+    found = verdict.figures
+    if found.slope is None:
+        return None
+    return draw_ratio("Real effect divided by predicted effect", found.slope, found.slope_low, found.slope_high, WITHIN)
+
+
+def _list_noise(seen: Summary, verdict: Verdict | None) -> list[Figure]:
+    """Return how far chance alone moves the numbers."""
+    figures = [
+        Figure(
+            "Queries that no source moves clearly",
+            _UNKNOWN if seen.silent is None else f"{seen.silent:.0%}",
+            "Of the queries answered since the service started: those of which no source's effect can be told from 0."
+            if seen.silent is not None
+            else "No query was answered yet, or nothing is known of how sure effects are.",
+        ),
+        Figure(
+            "Noise floor",
+            _UNKNOWN if seen.noise is None else f"{seen.noise:.2g}",
+            "How far chance, a tiny change of the training run's start, moves the measurement of a typical query. "
+            "An effect counts as clear if it is more than twice the noise of its own query."
+            if seen.noise is not None
+            else "Known for a replayed run that was repeated with a tiny change of its start.",
+        ),
+    ]
+    if verdict is not None and verdict.chaos is not None:
+        calm = "This run is calm." if verdict.chaos <= CHAOTIC else "This run is chaotic: most effects are luck."
+        meaning = f"Noise divided by the effect of removing a source, on training examples. {calm}"
+        figures.append(Figure("Chaos", f"{verdict.chaos:.2g}", meaning))
+    if verdict is not None and verdict.deviation is not None:
+        meaning = "How far a replay without any removal ends from the recorded run, divided by the effect of a removal."
+        figures.append(Figure("Replay error", f"{verdict.deviation:.2g}", meaning))
+    return figures
+
+
+def _draw_drift(validation: Validation | None, seen: Summary, measure: str) -> Markup | None:
+    """Draw how large effects are now beside those of the validated queries; None if either is unknown."""
+    if validation is None or validation.typical is None or seen.typical is None:
+        return None
+    validated = count_of(validation.verdict.figures.queries, "validated query", "validated queries")
+    asked = count_of(seen.sizes, "query asked here", "queries asked here")
+    return draw_ranges(
+        f"Size of effects on a query: change of {measure}, root mean square over sources",
+        [(validated, validation.typical), (asked, seen.typical)],
+    )
