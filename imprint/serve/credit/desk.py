@@ -224,9 +224,9 @@ class CreditDesk:
 
     def choices(self) -> dict[str, Policy]:
         """Return what queries can be compared with, by their names: policies of the log, and the rules as they come."""
-        known = self.policies().values()
+        known = list(self.policies().values())
         found = {f"{policy.name}@{policy.version}": policy for policy in known}
-        question = self.service.store.question
+        question = known[-1].question if known else self.service.store.question
         for rule in _STANDARD:
             found[f"rule:{rule}"] = Policy(f"rule {rule}", question=question, rule=rule)  # type: ignore[arg-type]
         return found

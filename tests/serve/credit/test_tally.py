@@ -1,0 +1,70 @@
+"""Running totals agree with a fresh count wherever they were stopped, and half a log is never shown as a whole."""
+
+from datetime import UTC, datetime
+
+import pytest
+
+from imprint.credit import Ledger, close_period
+from imprint.serve.credit.tally import Counting, Tally
+from tests.credit.crediting import fill
+
+
+def test_half_a_log_is_refused_and_the_next_request_reads_on(ledger: Ledger) -> None:
+    fill(ledger, (10,))
+    tally = Tally(ledger)
+    for _ in range(len(ledger) // 4):
+        with pytest.raises(Counting) as refused:
+            tally.catch_up(4)
+        assert refused.value.status == 503 and "Retry-After" in refused.value.headers
+    tally.catch_up(4)
+    assert tally.running() == (0, len(ledger), whole(ledger).running()[2])
+
+
+def whole(ledger: Ledger) -> Tally:
+    tally = Tally(ledger)
+    tally.catch_up(10**6)
+    return tally
+
+
+@pytest.mark.parametrize("step", [1, 3, 100])
+def test_totals_do_not_depend_on_when_they_were_looked_at(ledger: Ledger, step: int) -> None:
+    tally = Tally(ledger)
+    for batches in ((3,), (2, 2), (1,)):
+        fill(ledger, batches)
+        read_in_steps(tally, step)
+    close_period(ledger, "p1")
+    fill(ledger, (4,))
+    read_in_steps(tally, step)
+    assert tally.running() == whole(ledger).running()
+    assert tally.between().totals == whole(ledger).between().totals
+    assert tally.running()[2].entries == 4 and tally.between().totals.entries == 12
+
+
+def read_in_steps(tally: Tally, step: int) -> None:
+    while True:
+        try:
+            return tally.catch_up(step)
+        except Counting:
+            continue
+
+
+def test_what_came_after_the_end_of_a_closed_period_belongs_to_the_next(ledger: Ledger) -> None:
+    tally = Tally(ledger)
+    fill(ledger, (3,))
+    end = datetime.now(UTC)
+    fill(ledger, (2,))
+    tally.catch_up()
+    closing = close_period(ledger, "p1", until=end)
+    tally.catch_up()
+    first, _, totals = tally.running()
+    assert first == closing.about["stop"] and totals.entries == 2
+    assert close_period(ledger, "p2").about["total"] == totals.pot
+
+
+def test_a_source_knows_how_many_of_its_effects_stand_out(ledger: Ledger) -> None:
+    fill(ledger, (20,))
+    signs = whole(ledger).between().signs["times"]
+    rows = [row for leaf in ledger.entries(kind="credit") for row in leaf.rows if row["source"] == "times"]
+    assert signs.judged == 20 and signs.earned == sum(row["share"] > 0 for row in rows) and signs.size == 5
+    quantile = 3.182  # of Student's distribution with 3 degrees of freedom
+    assert signs.clear == sum(abs(row["helps"]) > quantile * row["error"] for row in rows)
