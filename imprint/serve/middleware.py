@@ -7,7 +7,7 @@ to a size and within a time, so that routes see whole bodies alone. Every answer
 import asyncio
 import logging
 import math
-from collections.abc import AsyncIterator, Callable, Iterable, MutableMapping
+from collections.abc import AsyncIterator, Iterable, MutableMapping
 from ipaddress import ip_address
 from typing import Any
 
@@ -129,18 +129,15 @@ class Protect:
             raise NO_KEY
 
     async def _identify(self, scope: Scope) -> Identity | None:
-        """Return whose key or session a request has. Pages know sessions alone; a key beside a session counts."""
-        headers: Headers = scope["headers"]
-        find: Callable[[str], Identity | None] = self._access.identify_session
-        secret = read_cookie(headers, self._settings.https)
-        if scope["path"].startswith("/v1/"):
-            given = [value for name, value in headers if name == b"authorization"]
-            if given:
-                scheme, _, text = given[0].decode("latin-1").partition(" ")
-                secret, find = text.strip() if scheme.lower() == "bearer" else "", self._access.identify_key
+        """Return whose key or session a request has."""
+        secret, is_session = _find_secret(scope, self._settings.https)
         if not secret:
             return None
-        return self._access.recall(secret) or await asyncio.to_thread(find, secret)
+        recalled = self._access.recall(secret)
+        if recalled is not None and (recalled.csrf is not None) == is_session:
+            return recalled
+        find = self._access.identify_session if is_session else self._access.identify_key
+        return await asyncio.to_thread(find, secret)
 
     async def _read_body(self, scope: Scope, receive: Receive) -> bytes:
         """Return the body. One that is too large is read a little longer, so that its sender sees the answer."""
@@ -161,6 +158,18 @@ class Protect:
         if size > most:
             raise too_large
         return bytes(body)
+
+
+def _find_secret(scope: Scope, https: bool) -> tuple[str | None, bool]:
+    """Return the key or the session of a request, and which it is.
+
+    Pages know sessions alone. In the API a key counts, even if it is wrong, before a session.
+    """
+    given = _find_header(scope["headers"], b"authorization")
+    if given is None or not scope["path"].startswith("/v1/"):
+        return read_cookie(scope["headers"], https), True
+    scheme, _, text = given.decode("latin-1").partition(" ")
+    return text.strip() if scheme.lower() == "bearer" else None, False
 
 
 class _Gone(Exception):

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from imprint.serve.service import Service
+from tests.credit.conftest import server as server  # a PostgreSQL, for the whole session
 from tests.serve.news import News, make_ledger, make_news
 
 

@@ -79,10 +79,10 @@ class Access:
 
     def identify_key(self, secret: str) -> Identity | None:
         """Return whose key this is; None if it is unknown, revoked or expired."""
-        if found := self.recall(secret):
-            return found
         if find_prefix(secret) is None:
             return None
+        if found := self.recall(secret):
+            return found
         now = self._clock()
         with tables.reading(self._engine) as connection:
             record = keys.find_key(connection, secret)
@@ -90,17 +90,17 @@ class Access:
 
     def identify_session(self, token: str) -> Identity | None:
         """Return whose session this is, with its CSRF token; None if it has ended, or its key has."""
-        if found := self.recall(token):
-            return found
         if not is_token(token):
             return None
+        if found := self.recall(token):
+            return found
         now = self._clock()
         with tables.reading(self._engine) as connection:
             record, ends = sessions.find_session(connection, token, now) or (None, 0.0)
         return self._remember(token, record, now, ends, derive_csrf(token))
 
     def recall(self, secret: str) -> Identity | None:
-        """Return who has a secret, if that was looked up a moment ago. Never waits for the database."""
+        """Return who has a key or a session, if that was looked up a moment ago. Never waits for the database."""
         now = self._clock()
         with self._lock:
             found = self._found.get(hash_secret(secret))
