@@ -25,7 +25,7 @@ _FINISHING = 30  # seconds beyond the deadline of queries, after which a request
 def bind(host: str, port: int) -> socket.socket:
     """Return a socket that is bound to an address; port 0 stands for any that is free."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    bound = socket.socket(family)
+    bound = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)  # named, or asyncio leaves Nagle's delays on
     try:
         bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         bound.bind((host, port))
@@ -45,20 +45,7 @@ def run(app: FastAPI, settings: Settings, bound: socket.socket, announce: Callab
     announce: is called once requests are answered.
     """
     failures = _keep_failures(app)
-    config = uvicorn.Config(
-        app,
-        http="h11",
-        ws="none",
-        lifespan="on",
-        log_config=None,
-        access_log=False,
-        server_header=False,
-        proxy_headers=False,
-        timeout_keep_alive=_IDLE,
-        timeout_graceful_shutdown=round(settings.deadline) + _FINISHING,
-        h11_max_incomplete_event_size=_HEAD,
-        limit_concurrency=_CONNECTIONS,
-    )
+    config = configure(app, settings)
     logging.getLogger("uvicorn").setLevel(logging.WARNING)
     quiet = _Quiet()
     logging.getLogger("uvicorn.error").addFilter(quiet)
@@ -73,6 +60,24 @@ def run(app: FastAPI, settings: Settings, bound: socket.socket, announce: Callab
         logging.getLogger("uvicorn.error").removeFilter(quiet)
         bound.close()
     logger.info("stopped")
+
+
+def configure(app: FastAPI, settings: Settings) -> uvicorn.Config:
+    """Return how uvicorn runs the application: one process, our own logs, and limits on connections."""
+    return uvicorn.Config(
+        app,
+        http="h11",
+        ws="none",
+        lifespan="on",
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        proxy_headers=False,
+        timeout_keep_alive=_IDLE,
+        timeout_graceful_shutdown=round(settings.deadline) + _FINISHING,
+        h11_max_incomplete_event_size=_HEAD,
+        limit_concurrency=_CONNECTIONS,
+    )
 
 
 def _keep_failures(app: FastAPI) -> list[ImprintError]:
