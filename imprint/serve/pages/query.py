@@ -158,6 +158,7 @@ async def _show_answer(
         warnings=list_once(answered.result.warnings),
         rule="" if policy is None or found.rule is None else policy.explain(found.rule),  # type: ignore[arg-type]
         policy=policy,
+        needed=_find_needed(service, answered, found),
         receipt=receipt,
         may_see_row=identity.may("see_credit"),
         may_see_trust=identity.may("see_trust"),
@@ -173,6 +174,13 @@ async def _find_words(service: Service, asking: Asking, query: Any, rows: "list[
         return shade_words(await service.words(query), rows)
     except ConfigurationError:  # a form of completions in front of something else than a language model
         return []
+
+
+def _find_needed(service: Service, answered: Answered, found: QueryEffects) -> float | None:
+    """Return how many standard errors an effect must exceed to be credited; None where the rule has no threshold."""
+    if service.policy is None or not answered.drafts or found.rule not in ("above_noise", "fixed_plus"):
+        return None
+    return service.policy.find_quantile(answered.drafts[0].about["freedom"])
 
 
 def _add_up_others(found: QueryEffects, rows: "list[Row]") -> float | None:

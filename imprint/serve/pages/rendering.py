@@ -1,5 +1,6 @@
 """Renders templates in the common layout; every page comes from here."""
 
+import math
 from collections.abc import Callable
 from functools import cache
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -64,6 +65,7 @@ def _open_environment() -> "Environment":
         "text": show_text,
         "verbatim": escape,
         "effect": format_effect,
+        "measured": format_measured,
         "percent": format_percent,
     }
     environment.filters.update(filters)
@@ -91,6 +93,20 @@ def format_effect(value: float, digits: int = 3) -> str:
     ('−0.0123', '+2')
     """
     return f"{value:+.{digits}g}".replace("-", "−")
+
+
+def format_measured(value: float, error: float | None) -> str:
+    """Format an effect with its standard error, to as many decimals as the error has digits that mean something.
+
+    >>> format_measured(-0.15249, 0.0251), format_measured(0.15249, None)
+    ('−0.152 ± 0.025', '+0.152')
+    """
+    if error is None:
+        return format_effect(value)
+    if not 1e-5 <= error < 100:
+        return f"{format_effect(value)} ± {error:.2g}"
+    decimals = max(0, 1 - math.floor(math.log10(error)))
+    return f"{value:+.{decimals}f} ± {error:.{decimals}f}".replace("-", "−")
 
 
 def format_percent(share: float | None) -> str:

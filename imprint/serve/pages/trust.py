@@ -53,7 +53,7 @@ def show_trust(request: Request, identity: Annotated[Identity, Depends(require_p
         "trust.html.j2",
         identity,
         service=service,
-        meaning=MEANINGS[store.question].partition(": ")[2],
+        meaning=MEANINGS[store.question].partition(": ")[2].replace("this source", "a source"),
         standing=describe_standing(verdict),
         validation=validation,
         verdict=verdict,
@@ -145,11 +145,15 @@ def _list_noise(seen: Summary, verdict: Verdict | None) -> list[Figure]:
     if verdict is not None and verdict.chaos is not None:
         calm = "This run is calm." if verdict.chaos <= CHAOTIC else "This run is chaotic: most effects are luck."
         meaning = f"Noise divided by the effect of removing a source, on training examples. {calm}"
-        figures.append(Figure("Chaos", f"{verdict.chaos:.2g}", meaning))
+        figures.append(Figure("Chaos", _format_share(verdict.chaos), meaning))
     if verdict is not None and verdict.deviation is not None:
         meaning = "How far a replay without any removal ends from the recorded run, divided by the effect of a removal."
-        figures.append(Figure("Replay error", f"{verdict.deviation:.2g}", meaning))
+        figures.append(Figure("Replay error", _format_share(verdict.deviation), meaning))
     return figures
+
+
+def _format_share(share: float) -> str:
+    return "below 0.001" if 0 < share < 0.001 else f"{share:.2g}"
 
 
 def _draw_drift(validation: Validation | None, seen: Summary, measure: str) -> Markup | None:

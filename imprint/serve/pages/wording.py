@@ -52,8 +52,8 @@ def describe_tests(verdict: Verdict) -> str:
     runs = count_of(found.runs, "training run")
     which = "these queries" if verdict.own else count_of(found.queries, "query", "queries")
     return (
-        f"{count_of(found.removals, 'removal')} of {count_of(found.sources, 'different source')} in all were really "
-        f"made, in {runs}, and compared with what was predicted, on {which}."
+        f"Predictions were compared with {count_of(found.removals, 'real removal')}, of "
+        f"{count_of(found.sources, 'different source')} in all, each in {runs}, on {which}."
     )
 
 
@@ -62,10 +62,8 @@ def describe_p(verdict: Verdict) -> str:
     p = verdict.figures.p
     if p is None:
         return ""
-    number = f"{p:.2g}"
-    if p <= LEVEL:
-        return f"Shuffled predictions do as well in a share of {number} of cases, so it is not chance (p = {number})."
-    return f"Shuffled predictions do as well in a share of {number} of cases: it may be chance (p = {number})."
+    share = f"Shuffled predictions do as well in {100 * p:.2g}% of cases"
+    return f"{share}, so this is not chance." if p <= LEVEL else f"{share}, so this may be chance."
 
 
 def describe_effect(measure: str, labels: Labels) -> str:
@@ -118,11 +116,6 @@ def describe_drift(drift: Drift | None, queries: int, fewest: int) -> str:
             f"them. {share} Validate the store again, on queries such as these."
         )
     return f"No sign that the queries asked here differ from the validated ones. {share}"
-
-
-def shorten_hash(text: str | None) -> str:
-    """Return the first characters of a hash, which tell it from others at a glance."""
-    return "unknown" if not text else text[:12]
 
 
 def name_ends(low: float | None, high: float | None) -> str:
