@@ -136,12 +136,17 @@ def _make_handler(explain: Callable[[Request, Any], ApiError]) -> Handler:
         refusal = explain(request, error)
         if refusal.status in (429, 504):
             request.app.state.metrics.refused.labels(refusal.code).inc()
-        if _wants_json(request):
-            content = {"error": {"code": refusal.code, "message": refusal.message}}
-            return JSONResponse(content, refusal.status, refusal.headers)
-        return render_error(request, refusal)
+        return _refuse(request, refusal)
 
     return handle
+
+
+def _refuse(request: Request, refusal: ApiError) -> Response:
+    """Return a refusal as JSON for programs, as a page for people."""
+    if _wants_json(request):
+        content = {"error": {"code": refusal.code, "message": refusal.message}}
+        return JSONResponse(content, refusal.status, refusal.headers)
+    return render_error(request, refusal)
 
 
 def _wants_json(request: Request) -> bool:
@@ -208,5 +213,4 @@ class CatchErrors:
             _log_error(error, scope)
             if scope["type"] != "http" or begun:
                 return  # an answer that was begun cannot be taken back; it ends here
-            content = {"error": {"code": _INTERNAL.code, "message": _INTERNAL.message}}
-            await JSONResponse(content, _INTERNAL.status)(scope, receive, send)
+            await _refuse(Request(scope), _INTERNAL)(scope, receive, send)
