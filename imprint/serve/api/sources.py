@@ -50,9 +50,9 @@ class StoreAnswer(BaseModel):
 def list_sources(
     request: Request, identity: Annotated[Identity, Depends(require("see_sources"))]
 ) -> list[dict[str, Any]]:
-    """Return the sources of the store."""
+    """Return the sources of the store; a publisher gets its own."""
     service: Service = request.app.state.service
-    return service.sources
+    return [source for source in service.sources if identity.sees(source["id"])]
 
 
 @router.get("/store", response_model=StoreAnswer)
