@@ -6,6 +6,7 @@ from datetime import date, datetime, timedelta
 from typing import Any
 
 from fastapi import Request, Response
+from fastapi.routing import APIRoute
 from sqlalchemy.exc import SQLAlchemyError
 
 from imprint.credit.log import format_time
@@ -14,7 +15,6 @@ from imprint.serve.credit.desk import CreditDesk
 from imprint.serve.credit.reading import Filters
 from imprint.serve.credit.scope import Scope
 from imprint.serve.errors import ApiError
-from imprint.serve.requests import StrictRoute
 
 LIMIT = 50
 """Entries of a page, unless another number is asked for."""
@@ -24,7 +24,7 @@ LAST = 2**62 - 1
 _DAY = re.compile(r"\d{4}-\d\d-\d\d")
 
 
-class CreditRoute(StrictRoute):
+class CreditRoute(APIRoute):
     """A route that reads the ledger: what cannot be read of a log that was changed is refused, and said to be that."""
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
