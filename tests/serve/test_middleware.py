@@ -6,9 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fastapi import FastAPI
 from starlette.testclient import TestClient
-from starlette.types import Message
 from starlette.websockets import WebSocketDisconnect
 
 from imprint.errors import AccessError
@@ -18,10 +16,8 @@ from imprint.serve.app import create_app
 from imprint.serve.middleware import list_hosts
 from imprint.serve.service import Service
 from imprint.serve.settings import Settings
+from tests.serve.calling import Caller, Raw
 from tests.serve.news import News
-
-Raw = list[tuple[bytes, bytes]]
-HOST = (b"host", b"127.0.0.1:8080")
 
 
 @pytest.fixture(scope="module")
@@ -37,73 +33,6 @@ def access(tmp_path: Path) -> Iterator[Access]:
     made = Access(tmp_path / "access.db")
     yield made
     made.close()
-
-
-class Caller:
-    """Calls an application as a server would, with whatever headers and pieces of a body."""
-
-    def __init__(self, app: FastAPI, secret: str) -> None:
-        self.app, self.secret, self.answers, self.read = app, secret, list[Message](), 0
-
-    def call(
-        self,
-        path: str = "/v1/store",
-        headers: Raw | None = None,
-        pieces: list[bytes] | AsyncIterator[bytes] | None = None,
-        *,
-        method: str = "GET",
-        host: bool = True,
-        shown: str | None = None,
-        **scope: Any,
-    ) -> tuple[int, dict[str, str], bytes]:
-        """Return the status, the headers and the body that a request is answered with."""
-        given = [*([HOST] if host else []), *([(b"authorization", f"Bearer {self.secret}".encode())])]
-        given += headers or []
-        raw, _, query = path.partition("?")
-        about = {
-            "type": "http",
-            "method": method,
-            "path": raw if shown is None else shown,
-            "raw_path": raw.encode(),
-            "query_string": query.encode(),
-            "headers": given,
-            "client": ("10.0.0.1", 1),
-            "scheme": "http",
-            "http_version": "1.1",
-            "server": ("127.0.0.1", 8080),
-        }
-        return asyncio.run(self._call({**about, **scope}, pieces))
-
-    async def _call(self, scope: dict[str, Any], pieces: Any) -> tuple[int, dict[str, str], bytes]:
-        sent: list[Message] = []
-        waiting = self._list_pieces(pieces)
-
-        async def receive() -> Message:
-            return await anext(waiting)
-
-        async def send(message: Any) -> None:
-            sent.append(message)
-
-        await self.app(scope, receive, send)
-        if not sent:
-            return 0, {}, b""
-        assert [message["type"] for message in sent].count("http.response.start") == 1
-        headers = {name.decode().lower(): value.decode() for name, value in sent[0]["headers"]}
-        assert len(headers) == len(sent[0]["headers"])
-        return sent[0]["status"], headers, b"".join(message.get("body", b"") for message in sent[1:])
-
-    async def _list_pieces(self, pieces: Any) -> AsyncIterator[Message]:
-        if isinstance(pieces, list | None):
-            for piece in pieces or []:
-                self.read += len(piece)
-                yield {"type": "http.request", "body": piece, "more_body": True}
-            yield {"type": "http.request", "body": b"", "more_body": False}
-        else:
-            async for piece in pieces:
-                self.read += len(piece)
-                yield {"type": "http.request", "body": piece, "more_body": True}
-        while True:
-            yield {"type": "http.disconnect"}
 
 
 def make_caller(quiet: Service, access: Access, **settings: Any) -> Caller:
