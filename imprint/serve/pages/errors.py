@@ -33,6 +33,7 @@ _ADVICE = {
     503: "Try again in a moment.",
     504: "Try again in a moment.",
 }
+_UNEXPLAINED = ("Not Found", "Method Not Allowed")  # what the framework says
 
 
 def render_error(request: Request, refusal: ApiError) -> HTMLResponse:
@@ -40,7 +41,8 @@ def render_error(request: Request, refusal: ApiError) -> HTMLResponse:
     wait = refusal.headers.get("Retry-After")
     advice = f"Try again in {wait} s." if wait else _ADVICE.get(refusal.status, "Go back and try again.")
     title = _TITLES.get(refusal.status, "That did not work")
-    message = refusal.message[:1].upper() + refusal.message[1:]
+    said = "there is no page at this address." if refusal.message in _UNEXPLAINED else refusal.message
+    message = said[:1].upper() + said[1:]
     identity = getattr(request.state, "identity", None)
     page = render(
         request, "error.html.j2", identity, refusal.status, title=title, message=message, advice=advice, refusal=refusal
