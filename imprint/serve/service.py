@@ -4,6 +4,7 @@ One thread computes (`Batcher`); the database is written in others, so that the 
 """
 
 import asyncio
+import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -23,7 +24,7 @@ from imprint.credit.drafting import Draft, draft_entries
 from imprint.credit.ledger import Ledger, Receipt
 from imprint.credit.payloads import encode_query
 from imprint.credit.policy import Policy
-from imprint.errors import ConfigurationError, DataError, StoreError
+from imprint.errors import ConfigurationError, DataError, ImprintError, StoreError
 from imprint.forms import Form
 from imprint.serve.batching import Batcher
 from imprint.serve.seen import Seen
@@ -36,6 +37,7 @@ from imprint.validation.record import read_validation
 if TYPE_CHECKING:
     from imprint.language import TokenAttribution
 
+logger = logging.getLogger("imprint.serve")
 T = TypeVar("T")
 _WASTE = 1.5  # times the numbers in a batch that padding may add
 
@@ -178,6 +180,17 @@ class Service:
             caller=caller,
             key=key,
         )
+
+    def warm_up(self) -> None:
+        """Read the example of the form once, so that the first query need not wait for what torch prepares."""
+
+        def read() -> None:
+            self._read([[self.form.read(self.form.example)]])
+
+        try:
+            asyncio.run(self.run(read))
+        except ImprintError as error:
+            logger.warning("the example of the task's form cannot be read: %s", error)
 
     async def run(self, function: Callable[[], T]) -> T:
         """Return what a function returns that is run in the computing thread, in turn with the readouts."""

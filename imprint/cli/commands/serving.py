@@ -2,15 +2,15 @@
 
 import logging
 import shlex
+import sys
 import warnings
 from contextlib import ExitStack
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, TextIO
 
 import typer
 
 import imprint
-from imprint.attribution.labels import MEANINGS
 from imprint.cli.commands.credit_options import read_policy
 from imprint.cli.commands.options import DeviceName, SignedBy
 from imprint.cli.commands.repeating import merge_with_store
@@ -111,17 +111,18 @@ def serve(
 
     given: dict[str, Any] = {"host": host, "port": port, "ledger": ledger, "policy": policy, "access": access}
     given |= {"metrics": "" if metrics == _NO_METRICS else metrics, "signed_by": signed_by}
+    out = sys.stdout
     with redirect_prints():
         if demo:
             found = _prepare_demo(folder, Settings.load(config, **given))
             start_logging()
-            _run(found.task, found.store, found.settings, found)
+            _run(found.task, found.store, found.settings, found, out)
             return
         assert store is not None
         settings = Settings.load(config, **given)
         opened, loaded = _open(context, store, task, device, settings)
         start_logging()
-        _run(loaded, opened, settings, None)
+        _run(loaded, opened, settings, None, out)
 
 
 def _check_arguments(store: Path | None, task: str | None, demo: bool, folder: Path | None) -> None:
@@ -166,7 +167,7 @@ def _prepare_demo(folder: Path | None, settings: "Settings") -> "Demo":
     return prepare(folder or FOLDER, settings, lambda text: errors.print(f"  {escape_markup(text)} …", style="dim"))
 
 
-def _run(task: "Task", store: "Store", settings: "Settings", demo: "Demo | None") -> None:
+def _run(task: "Task", store: "Store", settings: "Settings", demo: "Demo | None", out: TextIO) -> None:
     """Put the service together and serve until a signal; close everything in turn."""
     from imprint.credit.ledger import Ledger
     from imprint.serve import Access, Service, create_app
@@ -190,14 +191,15 @@ def _run(task: "Task", store: "Store", settings: "Settings", demo: "Demo | None"
         lines = _describe(service, access, address)
         if demo is not None:
             lines += _explain_demo(demo, access, address)
-        run(app, settings, bound, lambda: _announce(lines))
+        service.warm_up()
+        run(app, settings, bound, lambda: _announce(lines, out))
 
 
-def _announce(lines: Lines) -> None:
+def _announce(lines: Lines, out: TextIO) -> None:
     """Say what is served, where, and what is missing."""
     width = max(len(name) for name, _ in lines)
     for name, text in lines:
-        typer.echo(f"{name:>{width}}  {for_terminal(text)}")
+        typer.echo(f"{name:>{width}}  {for_terminal(text)}", file=out)
     logging.getLogger("imprint.serve").info("started", extra={"fields": {"version": imprint.__version__}})
 
 
@@ -214,8 +216,8 @@ def _describe(service: "Service", access: "Access", address: str) -> Lines:
     verdict = find_verdict(store, service.task.measure_name)
     ledger = "none: nothing is credited" if service.ledger is None else describe(service.ledger.engine)
     lines = [
-        ("store", f"{store.place}: {count_of(len(store), 'source')}, {MEANINGS[store.question]}"),
-        ("validation", "not validated: see `imprint validate`" if verdict is None else str(verdict)),
+        ("store", f"{store.place}: {count_of(len(store), 'source')}, {store.question.replace('_', ' ')}"),
+        ("validation", "not validated: see `imprint validate`" if verdict is None else str(verdict).split(": ")[0]),
         ("address", address),
         ("metrics", f"http://{settings.metrics}/metrics" if settings.metrics else "none"),
         ("ledger", ledger),
