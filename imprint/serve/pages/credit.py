@@ -11,7 +11,7 @@ from imprint.serve.access.guard import require_page
 from imprint.serve.access.roles import Identity
 from imprint.serve.api.credit import Desk, Sequence, describe_one, make_describer
 from imprint.serve.credit import answers, summaries
-from imprint.serve.credit.asking import LAST, LIMIT, CreditRoute, make_filters, read_day
+from imprint.serve.credit.asking import LAST, CreditRoute, make_filters, read_day
 from imprint.serve.credit.desk import CreditDesk
 from imprint.serve.credit.reading import Filters, Found
 from imprint.serve.credit.scope import Scope
@@ -22,6 +22,7 @@ from imprint.serve.pages.rendering import render
 
 router = APIRouter(route_class=CreditRoute, include_in_schema=False)
 RULES = ("above_noise", "positive_part", "fixed_plus", "by_size", "equal", "nothing")
+_ROWS = 25
 _RADIUS = 256  # entries whose hashes make up one stored node of the tree
 Viewer = Annotated[Identity, Depends(require_page("see_own_credit"))]
 
@@ -67,7 +68,7 @@ def show_credit(
     """Show what was credited, whether the log holds, and the periods that were closed."""
     scope = Scope.of(identity)
     filters, trouble = _make_filters(scope, asked)
-    page = desk.read_page(filters, before, LIMIT)
+    page = desk.read_page(filters, before, _ROWS)
     describer, head = make_describer(desk, scope), desk.last_head()
     periods = summaries.describe_periods(desk, scope)
     newer = asked.link("#entries") if before is not None else None

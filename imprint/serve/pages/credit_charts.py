@@ -61,10 +61,10 @@ def draw_history(title: str, spans: Sequence[Span], currency: str) -> Markup:
                 *(f"{value:.1f}" for value in (middle - width / 2 - 1, mark, width + 2)),
             )
         )
-    for place, anchor, x in ((0, "start", 0), (len(spans) - 1, "end", _WIDE)):
-        if place == 0 or len(spans) > 1:
-            text = Markup('<text class="label" x="{}" y="{}" text-anchor="{}">{}</text>')
-            shapes.append(text.format(x, _HIGH + 15, anchor, spans[place].text[:10]))
+    ends = [(spans[0], "start", 0), (spans[-1], "end", _WIDE)] if len(spans) > 1 else [(spans[0], "middle", _WIDE // 2)]
+    for span, anchor, x in ends:
+        text = Markup('<text class="label" x="{}" y="{}" text-anchor="{}">{}</text>')
+        shapes.append(text.format(x, _HIGH + 15, anchor, span.text[:10]))
     most = max(spans, key=lambda each: each.amount)
     told = f"The most was {format_amount(most.amount)} {currency}, {most.text}. The table below has the numbers."
     head = Markup('<svg class="chart" role="img" viewBox="0 0 {} {}"><title>{}</title><desc>{}</desc>')
