@@ -66,20 +66,22 @@ def describe_p(verdict: Verdict) -> str:
     return f"{share}, so this is not chance." if p <= LEVEL else f"{share}, so this may be chance."
 
 
-def describe_effect(measure: str, labels: Labels) -> str:
-    """Say what the numbers beside sources are, in a sentence."""
-    after = labels.meaning.partition(": ")[2]
+def describe_effect(labels: Labels, noun: str = "source") -> str:
+    """Say what the numbers beside sources are, in a sentence. noun: what a source is called."""
+    after = labels.meaning.partition(": ")[2].replace("this source", f"this {noun}")
     if labels.question == "this_run":
-        return f"Each number says how much the {measure} of this answer would change {after}."
-    return f"Each number says how much the {measure} of this answer would change without this source: the {after}."
+        return f"Each number says how much the {labels.measure} of this answer would change {after}."
+    return (
+        f"Each number says how much the {labels.measure} of this answer would change without this {noun}: the {after}."
+    )
 
 
-def describe_sign(labels: Labels) -> str:
+def describe_sign(labels: Labels, noun: str = "source") -> str:
     """Say which sign means help; empty where the measurement has no better direction."""
     if labels.better is None:
         return ""
     sign, way = ("+", "lower") if labels.better == "lower" else ("−", "higher")
-    return f"A {way} {labels.measure} is better, so {sign} means that the source helps this answer."
+    return f"A {way} {labels.measure} is better, so {sign} means that the {noun} helps this answer."
 
 
 def judge_effect(effect: float, distinguishable: bool | None, better: str | None) -> tuple[Kind, float, str]:

@@ -20,6 +20,7 @@ from imprint.serve.service import Service
 from imprint.serve.settings import Settings
 from tests.conftest import require
 from tests.serve.pages.browsing import CHROMIUM, NARROW, WIDE, Tab, choose_folder, open_tab, run_chromium, run_server
+from tests.serve.pages.conftest import open_doors
 
 pytestmark = pytest.mark.system
 ASK = "Show what moved the answer"
@@ -190,6 +191,27 @@ def test_a_digit_is_drawn_with_the_pointer_and_with_the_keyboard(tab: Tab) -> No
     expect(page.get_by_role("heading", level=1)).to_have_text("What moved this answer")
     drawn = [float(word) for word in page.locator("#values").input_value().split()]
     assert [drawn[place] for place in (3, 11, 27, 59, 9)] == [16.0] * 5 and drawn[63] == 0.0
+
+
+@pytest.mark.parametrize(("scheme", "width"), [("light", WIDE), ("dark", NARROW)])
+def test_words_are_readable_in_every_shade(
+    written: Service, browser: Browser, pictures: Path, tmp_path: Path, scheme: str, width: int
+) -> None:
+    doors = open_doors(written, tmp_path, [({"prompt": "the old", "completion": " ship sails over the sea"}, "a ship")])
+    with run_server(doors.app) as where:
+        tab = open_tab(browser, where, pictures, scheme=scheme, width=width)
+        tab.open(f"/login/{doors.access.make_link('audit')}")
+        tab.page.get_by_role("button", name="Log in").click()
+        tab.page.get_by_role("link", name="a ship").click()
+        check(tab, "completion")
+        tab.page.get_by_role("button", name=ASK).click()
+        expect(tab.page.get_by_role("heading", name="Words")).to_be_visible()
+        for summary in tab.page.locator("summary:has(h3)").all()[1:]:
+            summary.click()
+        check(tab, "words")
+        assert tab.complaints == []
+        tab.page.context.close()
+    doors.access.close()
 
 
 def test_somebody_without_a_mouse_logs_in_and_asks(
