@@ -217,7 +217,7 @@ def _check_shape(scope: Scope) -> None:
         raise ApiError(414, "long_url", "the URL is too long.")
     if sum(len(name) + len(value) for name, value in headers) > _LONGEST_HEADERS:
         raise ApiError(431, "long_headers", "the headers are too long.")
-    if not _is_plain(raw, scope["path"]) or any(_has_controls(part) for header in headers for part in header):
+    if not _is_plain(raw, scope) or any(_has_controls(part) for header in headers for part in header):
         raise ApiError(400, "bad_request", "the URL or a header has characters that do not belong there.")
     names = [name for name, _ in headers]
     twice = [name for name in _ONCE if names.count(name) > 1]
@@ -230,9 +230,10 @@ def _check_shape(scope: Scope) -> None:
         raise ApiError(415, "compressed", "compressed bodies are refused: send the body as it is.")
 
 
-def _is_plain(raw: bytes, path: str) -> bool:
-    """Tell whether a path is one that browsers and programs send: encoded, from the root, without a NUL."""
-    return raw.startswith(b"/") and all(32 < byte < 127 and byte != 92 for byte in raw) and "\0" not in path
+def _is_plain(raw: bytes, scope: Scope) -> bool:
+    """Tell whether a URL is one that browsers and programs send: encoded, from the root, without a NUL."""
+    visible = all(32 < byte < 127 for byte in raw + scope.get("query_string", b""))
+    return visible and raw.startswith(b"/") and b"\\" not in raw and "\0" not in scope["path"]
 
 
 def _has_controls(text: bytes) -> bool:
@@ -268,7 +269,8 @@ async def _refuse(scope: Scope, receive: Receive, send: Send, refusal: ApiError)
         content = {"error": {"code": refusal.code, "message": refusal.message}}
         await JSONResponse(content, refusal.status, headers)(scope, receive, send)
     else:
-        await render_error(Request(scope), refusal)(scope, receive, send)
+        shown = Request({**scope, "query_string": b""})  # which may be what was refused, and cannot be read
+        await render_error(shown, refusal)(scope, receive, send)
 
 
 def _add_headers(scope: Scope, send: Send, https: bool) -> Send:

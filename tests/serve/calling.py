@@ -35,7 +35,7 @@ class Caller:
         """
         given = [*([HOST] if host else []), (b"authorization", f"Bearer {self.secret}".encode()), *(headers or [])]
         raw, _, query = path.partition("?")
-        about = make_scope(method, raw.encode(), query.encode(), given)
+        about = make_scope(method, raw.encode("latin-1"), query.encode("latin-1"), given)
         about |= {"path": raw if shown is None else shown, **scope}
         self.pieces = Pieces(pieces)
         return asyncio.run(answer(self.app, about, self.pieces))

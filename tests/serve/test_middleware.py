@@ -177,7 +177,8 @@ def test_headers_that_contradict_each_other_or_are_odd_are_refused(caller: Calle
 @pytest.mark.parametrize(
     ("path", "status"),
     [("/v1/" + "a" * 9000, 414), ("/v1/store?" + "a" * 9000, 414), ("*", 400), ("", 400), ("http://x/", 400),
-     ("/a\\b", 400), ("/a b", 400), ("/a\nb", 400), ("/\x7f", 400)],
+     ("/a\\b", 400), ("/a b", 400), ("/a\nb", 400), ("/\x7f", 400),
+     ("/login?\xff=1", 400), ("/v1/store?a b", 400)],
 )  # fmt: skip
 def test_odd_urls_are_refused(caller: Caller, path: str, status: int) -> None:
     assert caller.call(path)[0] == status
