@@ -170,7 +170,7 @@ class ChangeAnswer(BaseModel):
 class ComparisonAnswer(BaseModel):
     """A period as it was divided, and by another policy.
 
-    refused: queries that answer another question than the policy pays for.
+    refused: queries that answer another question than the policy pays for. left_out: entries that were changed.
     """
 
     period: str | None
@@ -178,6 +178,7 @@ class ComparisonAnswer(BaseModel):
     explanation: str
     queries: int
     refused: int
+    left_out: int
     sources: list[ChangeAnswer]
     unattributed: ChangeAnswer
 

@@ -31,11 +31,13 @@ class Compared:
     """Some queries, as they were divided and by another policy.
 
     refused: queries that answer another question than the policy pays for; they are in neither column.
+    left_out: entries that were changed, and are in neither column.
     """
 
     policy: Policy
     queries: int
     refused: int
+    left_out: int
     rows: tuple[Change, ...]
     unattributed: Change
 
@@ -45,7 +47,7 @@ class Comparison:
 
     def __init__(self, ledger: Ledger, policy: Policy, first: int) -> None:
         self._ledger, self.policy, self.first = ledger, policy, first
-        self._lock, self._read, self._refused = threading.Lock(), first, 0
+        self._lock, self._read, self._refused, self._left_out = threading.Lock(), first, 0, 0
         self._before, self._after = Totals(), Totals()
 
     def passed(self, stop: int) -> bool:
@@ -61,8 +63,11 @@ class Comparison:
         with self._lock, tables.reading(self._ledger.engine) as connection:
             end = min(stop, self._read + most)
             for found in read_chunk(connection, self._read, end):
-                if found.leaf is not None and found.leaf.kind == "credit" and can_be_added(found.leaf):
-                    self._add(found.leaf)
+                leaf = found.leaf
+                if leaf is None or (leaf.kind == "credit" and not can_be_added(leaf)):
+                    self._left_out += 1
+                elif leaf.kind == "credit":
+                    self._add(leaf)
                 self._read = found.sequence + 1
             if self._read < stop:
                 raise Counting(self._read - self.first, stop - self.first)
@@ -90,7 +95,7 @@ class Comparison:
             _describe(name, before, after, before.sources[name], after.sources[name], is_known) for name in names
         )
         rest = _describe("", before, after, before.unattributed, after.unattributed, is_known)
-        return Compared(self.policy, before.entries, self._refused, rows, rest)
+        return Compared(self.policy, before.entries, self._refused, self._left_out, rows, rest)
 
 
 def _describe(name: str, before: Totals, after: Totals, one: Any, other: Any, is_known: bool) -> Change:

@@ -54,7 +54,9 @@ class Describer:
 
     def _show(self, problems: list[str]) -> list[str]:
         """Return problems for those who may see all lines; others learn that there are some."""
-        return problems if self._scope.is_all or problems[:1] == [CHANGED] or not problems else [HIDDEN]
+        if self._scope.is_all or not problems:
+            return problems
+        return [CHANGED if CHANGED in problems else HIDDEN]
 
     def find_problems(self, found: Found) -> list[str]:
         """Return what is known to be wrong with an entry of any kind."""

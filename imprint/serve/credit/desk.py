@@ -32,6 +32,7 @@ from imprint.serve.metrics import Metrics
 from imprint.serve.service import Service
 from imprint.serve.settings import Settings
 
+_PAUSE = 0.05  # seconds between chunks of a long log, which others compute in
 _COMPARISONS = 8  # that are kept, so that the next look at them is quick
 _STANDARD = ("above_noise", "positive_part")
 
@@ -82,7 +83,7 @@ class CreditDesk:
 
     def _count(self) -> None:
         try:
-            self.tally.read_all(self._closing.is_set)
+            self.tally.read_all(lambda: self._closing.wait(_PAUSE))
         except CreditError:
             return  # the database cannot be reached: the next request reads on, or says so
 

@@ -15,7 +15,7 @@ from imprint.credit.canonical import encode
 from imprint.credit.leaves import Leaf
 from imprint.errors import CreditError
 
-WINDOW = 20_000
+WINDOW = 100_000
 """How many places of the log one page of filtered entries may go through."""
 _DAMAGED = (CreditError, KeyError, TypeError, ValueError, AttributeError, IndexError, ArithmeticError)
 

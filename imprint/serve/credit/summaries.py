@@ -107,6 +107,7 @@ def compare(desk: CreditDesk, scope: Scope, name: str, closing: Leaf | None) -> 
         explanation=policy.explain(policy.rule),
         queries=found.queries,
         refused=found.refused,
+        left_out=found.left_out,
         sources=[_describe_change(desk, change) for change in found.rows if scope.sees(change.source)],
         unattributed=_describe_change(desk, found.unattributed),
     )

@@ -22,7 +22,7 @@ from imprint.serve.pages.rendering import render
 
 router = APIRouter(route_class=CreditRoute, include_in_schema=False)
 RULES = ("above_noise", "positive_part", "fixed_plus", "by_size", "equal", "nothing")
-_ROWS = 25
+_ROWS, _LISTED = 25, 50
 _RADIUS = 256  # entries whose hashes make up one stored node of the tree
 Viewer = Annotated[Identity, Depends(require_page("see_own_credit"))]
 
@@ -72,6 +72,8 @@ def show_credit(
     describer, head = make_describer(desk, scope), desk.last_head()
     periods = summaries.describe_periods(desk, scope)
     newer = asked.link("#entries") if before is not None else None
+    verification = summaries.describe_verification(desk, scope)
+    problems = _group_problems(verification)
     return render(
         request,
         "credit.html.j2",
@@ -84,7 +86,9 @@ def show_credit(
         before=None if page.before is None else asked.link("#entries", before=page.before),
         newest=newer,
         head=None if head is None else summaries.describe_head(desk, head),
-        verification=summaries.describe_verification(desk, scope),
+        verification=verification,
+        problems=dict(list(problems.items())[:_LISTED]),
+        more=len(problems) > _LISTED,
         periods=periods,
         choices=desk.choices(),
         rules=RULES,
@@ -94,6 +98,15 @@ def show_credit(
         disputes=_describe_disputes(desk, scope),
         draw=draw_share,
     )
+
+
+def _group_problems(verification: answers.VerificationAnswer) -> dict[int, list[str]]:
+    """Return what is wrong with each entry that has problems."""
+    found: dict[int, list[str]] = {}
+    for problem in verification.problems:
+        if problem.sequence is not None:
+            found.setdefault(problem.sequence, []).append(problem.text)
+    return found
 
 
 def _make_filters(scope: Scope, asked: Asked) -> tuple[Filters, str]:

@@ -14,9 +14,10 @@ from imprint.keys import make_keys
 from imprint.serve.credit.describing import CHANGED
 from imprint.serve.credit.verification import Verifier
 from imprint.serve.settings import Settings
-from tests.credit.crediting import fill
+from tests.credit.crediting import fill, make_ledger
 from tests.credit.insider import L, change_line, rebuild, rewrite, run
-from tests.serve.credit.asking import Bureau, get
+from tests.serve.credit.asking import Bureau, get, open_bureau
+from tests.serve.news import News
 
 
 def double_pot(about: dict[str, Any]) -> None:
@@ -38,15 +39,14 @@ def test_a_row_changed_by_hand_is_found_and_led_to(bureau: Bureau) -> None:
     assert entry["credit"] is None and entry["problems"] == row["problems"]
 
 
-def test_a_change_that_a_sqlite_shell_makes_is_shown_before_anybody_verifies(bureau: Bureau) -> None:
-    if not tables.is_sqlite(bureau.ledger.engine):
-        pytest.skip("a shell of SQLite")
-    fill(bureau.ledger)
-    with sqlite3.connect(tables.find_file(bureau.ledger.engine)) as shell:
-        shell.execute("UPDATE imprint_leaves SET lines = replace(lines, 'times', 'wires') WHERE sequence = 6")
-    shell.close()
-    rows = get(bureau.client("auditor"), "entries")["entries"]
-    assert [each["sequence"] for each in rows if each["problems"]] == [6]
+def test_a_change_that_a_sqlite_shell_makes_is_shown_before_anybody_verifies(news: News, tmp_path: Path) -> None:
+    with make_ledger(tmp_path / "own.db") as ledger, open_bureau(news, ledger, tmp_path) as bureau:
+        fill(ledger)
+        with sqlite3.connect(tmp_path / "own.db") as shell:
+            shell.execute("UPDATE imprint_leaves SET lines = replace(lines, 'times', 'wires') WHERE sequence = 6")
+        shell.close()
+        rows = get(bureau.client("auditor"), "entries")["entries"]
+        assert [each["sequence"] for each in rows if each["problems"]] == [6]
 
 
 def test_an_entry_changed_with_its_hash_is_named_by_what_does_not_follow(bureau: Bureau) -> None:

@@ -1,0 +1,235 @@
+"""Pages about credit lead to a tampered row, show publishers their own lines alone, and run nothing they are given."""
+
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fastapi.testclient import TestClient
+from sqlalchemy import update
+
+from imprint.credit import Ledger, close_period, tables
+from imprint.credit.canonical import encode
+from imprint.credit.leaves import compose
+from imprint.credit.log import append
+from imprint.keys import make_keys
+from imprint.serve.credit.answers import Amount, Day
+from imprint.serve.pages.credit_charts import draw_history, group_days
+from imprint.serve.pages.source import find_link
+from tests.credit.crediting import SOURCES, fill, make_ledger
+from tests.credit.insider import L, rewrite, run
+from tests.serve.credit.asking import Bureau, open_bureau
+from tests.serve.news import News
+
+
+class Links(HTMLParser):
+    """Collects the addresses that a page links to."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.found = list[str]()
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.found += [value for name, value in attrs if name == "href" and value]
+
+
+@pytest.fixture
+def ledger(tmp_path: Path) -> Any:
+    """Pages do not depend on the database, so SQLite alone."""
+    with make_ledger(tmp_path / "credit.db") as made:
+        yield made
+
+
+def read(client: TestClient, path: str, status: int = 200) -> str:
+    answer = client.get(path)
+    assert answer.status_code == status, answer.text
+    return answer.text
+
+
+def text_of(page: str) -> str:
+    return re.sub(r"\s+", " ", re.sub(r"<[^>]+>", " ", page))
+
+
+def press(client: TestClient, path: str, page: str) -> Any:
+    found = re.search(r'name="csrf" value="([^"]+)"', page)
+    assert found is not None
+    return client.post(path, data={"csrf": found.group(1)})
+
+
+def test_from_the_button_to_the_tampered_row(bureau: Bureau) -> None:
+    fill(bureau.ledger)
+    browser = bureau.browse("auditor")
+    page = read(browser, "/credit")
+    assert "Not verified since" in page
+    run(bureau.ledger, rewrite(5, lambda about: about.update(pot=9000)))
+    assert press(browser, "/credit/verify", page).headers["location"] == "/credit"
+    bureau.desk.verifier.wait()
+    page = read(browser, "/credit")
+    assert "problems found" in page and "/credit/entries/5" in Links(page).found
+    assert page.count("does not verify") == 1  # in the table, the row
+    entry = read(browser, "/credit/entries/5")
+    assert "This entry does not verify" in entry and "9000" in text_of(entry)
+    assert "does not verify" not in read(browser, "/credit/entries/6")
+
+
+def test_an_untouched_log_holds_and_shows_its_head(bureau: Bureau, tmp_path: Path) -> None:
+    make_keys(tmp_path / "key")
+    fill(bureau.ledger, (3,))
+    bureau.ledger.sign_head(tmp_path / "key")
+    fill(bureau.ledger, (2,))
+    bureau.verify()
+    page = text_of(read(bureau.browse("admin"), "/credit"))
+    assert "It holds." in page and "The first 6 of 8 entries" in page and "newest 2 are not covered" in page
+
+
+def test_a_form_from_elsewhere_begins_no_verification(bureau: Bureau) -> None:
+    fill(bureau.ledger, (1,))
+    browser = bureau.browse("auditor")
+    assert browser.post("/credit/verify", data={"csrf": "x" * 43}).status_code == 403
+    assert bureau.desk.verifier.last.status == "never" and bureau.desk.verifier.running is None
+
+
+def test_publishers_see_their_own_lines_and_cannot_verify(bureau: Bureau, tmp_path: Path) -> None:
+    make_keys(tmp_path / "key")
+    fill(bureau.ledger)
+    close_period(bureau.ledger, "p1")
+    bureau.ledger.sign_head(tmp_path / "key")
+    fill(bureau.ledger, (2,))
+    run(bureau.ledger, rewrite(4, lambda about: about.update(pot=9000)))
+    bureau.verify()
+    browser = bureau.browse("publisher", ("times",))
+    paths = ("/credit", "/credit?period=p1&policy=rule:positive_part", "/credit/entries/5", "/credit/entries/4")
+    for path in (*paths, "/sources", "/sources/times"):
+        page = text_of(read(browser, path))
+        for other in set(SOURCES) - {"times"}:
+            assert not re.search(rf"\b{other}\b", page), (path, other)
+        assert "9000" not in page
+    assert "Verify the log" not in read(browser, "/credit")
+    read(browser, "/sources/wire", 404)
+    assert press(browser, "/credit/verify", read(browser, "/credit")).status_code == 403
+
+
+def test_paging_on_the_page_shows_each_row_once(bureau: Bureau) -> None:
+    fill(bureau.ledger, (60,))
+    browser, path, seen = bureau.browse("auditor"), "/credit", list[int]()
+    while path:
+        page = read(browser, path)
+        table = page[page.index('id="entries"') : page.index('id="disputes"')]
+        seen += map(int, re.findall(r'scope="row"><a href="/credit/entries/(\d+)"', table))
+        path = next((link for link in Links(page).found if "before=" in link), "")
+    assert seen == [leaf.sequence for leaf in bureau.ledger.entries(kind="credit")][::-1]
+
+
+def test_filters_of_the_form_narrow_the_rows_and_are_kept(bureau: Bureau) -> None:
+    fill(bureau.ledger, (4,))
+    day = bureau.ledger.entry(3).about["time"][:10]
+    browser = bureau.browse("auditor")
+    assert "No query fits" in text_of(read(browser, f"/credit?until={day}&rule=nothing"))
+    page = read(browser, f"/credit?source=times&from={day}&until={day}")
+    assert page.count('scope="row"><a href="/credit/entries/') == 4  # the last day counts as a whole
+    assert any(link.startswith("/v1/credit/export?source=times") for link in Links(page).found)
+    assert "must be a day" in read(browser, "/credit?until=soon")
+
+
+def test_an_open_dispute_is_shown_until_a_later_one_agrees(bureau: Bureau) -> None:
+    fill(bureau.ledger, (3,))
+    browser = bureau.browse("auditor")
+    note(bureau.ledger, 4, agrees=False)
+    page = text_of(read(browser, "/credit"))
+    assert "1 open:" in page and "differs, open" in page
+    assert "differs" in text_of(read(browser, "/credit/entries/4"))
+    note(bureau.ledger, 4, agrees=True)
+    page = text_of(read(browser, "/credit"))
+    assert "None is open" in page and "settled since" in page
+
+
+def note(ledger: Ledger, sequence: int, *, agrees: bool) -> None:
+    """Note a dispute, as settling one does."""
+    about = {"disputed": sequence, "agrees": agrees, "others": [], "difference": 0.5, "tolerance": 1e-3}
+    with tables.writing(ledger.engine) as (connection, frontier, last):
+        append(connection, frontier, [compose("dispute", frontier.size, last, about)])
+
+
+def test_a_log_with_entries_written_by_hand_still_has_pages(bureau: Bureau) -> None:
+    fill(bureau.ledger, (6,))
+    close_period(bureau.ledger, "p1")
+    fill(bureau.ledger, (2,))
+    run(bureau.ledger, rewrite(4, lambda about: about.pop("pot"), rehash=True))
+    run(bureau.ledger, update(L).where(L.c.sequence == 1).values(header=encode({"kind": "tariff"})))
+    run(bureau.ledger, rewrite(9, lambda about: about.update(total=1)))
+    browser = bureau.browse("auditor")
+    paths = ("/credit", "/credit?policy=rule:positive_part", "/sources", "/sources/times")
+    for path in (*paths, *(f"/credit/entries/{place}" for place in range(len(bureau.ledger)))):
+        read(browser, path)
+
+
+def test_who_may_see_no_credit_sees_sources_without_it(bureau: Bureau) -> None:
+    fill(bureau.ledger)
+    browser = bureau.browse("query")
+    read(browser, "/credit", 403)
+    assert "Amount" not in read(browser, "/sources")
+    assert "Credit over time" not in read(browser, "/sources/publisher-1")
+
+
+def test_what_is_known_of_a_source_is_shown_as_text_and_only_web_addresses_are_links(
+    bureau: Bureau, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = bureau.desk.service.store
+    hostile = '<script>alert(1)</script>"onload=x'
+    sources = [{**each, "owner": hostile, "url": "javascript:alert(1)"} for each in bureau.desk.service.sources]
+    monkeypatch.setattr(type(bureau.desk.service), "sources", property(lambda self: sources))
+    page = read(bureau.browse("admin"), f"/sources/{store.source_ids[0]}")
+    assert "<script>alert" not in page and "&lt;script&gt;" in page
+    assert not any(link.startswith("javascript") for link in Links(page).found)
+    assert find_link("https://example.org/a") == "https://example.org/a"
+    for bad in (
+        "javascript:alert(1)",
+        "data:text/html,x",
+        "//example.org",
+        "ftp://example.org",
+        "https://",
+        "http://[",
+    ):
+        assert find_link(bad) is None
+
+
+def test_a_service_without_a_ledger_has_sources_and_no_credit(bureau: Bureau, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bureau.app.state, "credit", None)
+    browser = bureau.browse("admin")
+    read(browser, "/sources/publisher-1")
+    read(browser, "/credit", 404)
+
+
+def test_a_pot_of_a_period_is_shown_as_waiting(news: News, tmp_path: Path) -> None:
+    with make_ledger(tmp_path / "pot.db", per_query=None) as ledger, open_bureau(news, ledger, tmp_path) as bureau:
+        fill(ledger, (8,))
+        browser = bureau.browse("auditor")
+        page = text_of(read(browser, "/credit?policy=rule:positive_part"))
+        assert "8 of them wait for the pot" in page and "points" in page
+        read(browser, "/sources/times")
+        read(browser, "/credit/entries/3")
+        close_period(ledger, "p", pot=7_000_000)
+        assert "paid 7 EUR" in text_of(read(browser, "/credit?period=p"))
+
+
+def test_days_are_grouped_without_losing_an_amount() -> None:
+    days = [
+        Day(
+            day=f"2026-{month:02}-0{day}",
+            queries=1,
+            earned=1,
+            amount=Amount.of(month, "EUR"),
+            by_size=Amount.of(2, "EUR"),
+        )
+        for month in range(1, 13)
+        for day in (1, 5)
+    ]
+    spans = group_days(days)
+    assert len(spans) <= 40
+    assert sum(span.amount for span in spans) == sum(day.amount.micro for day in days)
+    assert sum(span.queries for span in spans) == len(days)
+    assert group_days([]) == [] and [span.text for span in group_days(days[:1])] == ["2026-01-01"]
+    chart = draw_history("<b>", [span._replace(text=f"<b>{span.text}") for span in spans], "EUR")
+    assert "<b>" not in chart and chart.count("<rect") == len(spans)
