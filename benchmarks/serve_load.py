@@ -12,6 +12,7 @@ both on a machine that others share. Figures are medians over rounds.
 import argparse
 import json
 import multiprocessing
+import resource
 import statistics
 import tempfile
 import threading
@@ -25,7 +26,6 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-import psutil
 import torch
 import uvicorn
 
@@ -127,7 +127,7 @@ def make_transformer(folder: Path, layers: int, width: int, parameters: str) -> 
 
     words = {f"w{place}": place for place in range(WORDS)}
     split = Tokenizer(models.WordLevel(words, unk_token="w0"))
-    split.pre_tokenizer = pre_tokenizers.Whitespace()  # type: ignore[assignment]
+    split.pre_tokenizer = pre_tokenizers.Whitespace()
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=split, unk_token="w0", model_max_length=2 * LENGTH)
     sizes = {"vocab_size": WORDS, "n_positions": 2 * LENGTH, "n_embd": width, "n_layer": layers, "n_head": 8}
     model = GPT2LMHeadModel(GPT2Config(**sizes, bos_token_id=0, eos_token_id=0)).eval()
@@ -262,6 +262,11 @@ def compare(arguments: argparse.Namespace, folder: Path, place: str) -> dict[str
     return found
 
 
+def read_memory() -> float:
+    """Return the resident memory of this process in MB."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize() / 1e6
+
+
 def measure_memory(folder: Path, count: int) -> dict[str, Any]:
     """Return the resident memory of a process that serves many requests of a small model, in MB."""
     from imprint.serve import demo
@@ -269,12 +274,12 @@ def measure_memory(folder: Path, count: int) -> dict[str, Any]:
     torch.manual_seed(0)
     made = demo.prepare(folder / "demo", Settings())
     queries = [query for query, _ in made.examples]
-    policy, process = Policy("benchmark", question="this_run"), psutil.Process()
+    policy = Policy("benchmark", question="this_run")
     sizes = []
     with serving(made.task, made.store, policy, str(folder / "flat.db"), folder) as stage:
         for start in range(0, count, 1000):
             stage.client.send([queries[place % 10] for place in range(1000)], 16, credit=start % 2000 == 0)
-            sizes.append(process.memory_info().rss / 1e6)
+            sizes.append(read_memory())
             print(f"after {start + 1000:,} requests: {sizes[-1]:.1f} MB", flush=True)
     return {"megabytes": sizes}
 
