@@ -42,11 +42,6 @@ class Filters:
     rule: str | None = None
     query: str | None = None
 
-    @property
-    def are_none(self) -> bool:
-        """Whether every credited query matches."""
-        return self == Filters()
-
     def match(self, leaf: Leaf) -> bool:
         """Tell whether an entry is wanted."""
         about = leaf.about

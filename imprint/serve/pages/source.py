@@ -19,7 +19,6 @@ from imprint.serve.pages.rendering import render
 from imprint.serve.service import Service
 
 router = APIRouter(route_class=CreditRoute, include_in_schema=False)
-_LONGEST_TABLE = 40
 Viewer = Annotated[Identity, Depends(require_page("see_sources"))]
 
 
@@ -101,7 +100,7 @@ def _describe_credit(desk: CreditDesk, scope: Scope, history: answers.History) -
     return {
         "history": history,
         "currency": desk.currency,
-        "spans": spans[: -_LONGEST_TABLE - 1 : -1],
+        "spans": spans[::-1],
         "chart": draw_history(title, spans, desk.currency) if spans and _has_amounts(spans) else None,
         "per_example": _format_rate(history.per_example),
         "by_size": _format_rate(history.per_example_by_size),
@@ -110,7 +109,6 @@ def _describe_credit(desk: CreditDesk, scope: Scope, history: answers.History) -
         "amount": format_amount,
         "head": desk.last_head(),
         "left_out": desk.tally.left_out,
-        "shown": {"more": max(0, len(spans) - _LONGEST_TABLE)},
     }
 
 

@@ -195,11 +195,13 @@ def test_what_is_known_of_a_source_is_shown_as_text_and_only_web_addresses_are_l
         assert find_link(bad) is None
 
 
-def test_a_service_without_a_ledger_has_sources_and_no_credit(bureau: Bureau, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bureau.app.state, "credit", None)
+def test_a_service_without_a_ledger_has_sources_and_no_credit(bureau: Bureau) -> None:
+    desk, bureau.app.state.credit = bureau.desk, None
     browser = bureau.browse("admin")
+    assert "Amount" not in read(browser, "/sources")
     read(browser, "/sources/publisher-1")
     read(browser, "/credit", 404)
+    bureau.app.state.credit = desk
 
 
 def test_a_pot_of_a_period_is_shown_as_waiting(news: News, tmp_path: Path) -> None:
