@@ -135,14 +135,14 @@ class Asking:
         chosen = self.typed("choice")
         query: dict[str, Any]
         if self.kind == "picture" and chosen != OWN:
-            if not chosen.isascii() or not chosen.isdigit() or int(chosen) >= len(self.examples):
+            if not _is_index(chosen, len(self.examples)):
                 raise Mistyped("choice", "Choose a picture, or draw one.")
             query = {self.form.field: self.examples[int(chosen)][0][self.form.field]}
         else:
             query = {self.form.field: _read_numbers(self.typed("values"))}
         label = self.typed("label")
         if label:
-            if not label.isascii() or not label.isdigit() or int(label) >= len(self.classes):
+            if not _is_index(label, len(self.classes)):
                 raise Mistyped("label", "Choose one of the classes.")
             query["label"] = int(label)
         return query
@@ -151,6 +151,10 @@ class Asking:
         """Return the idempotency key of crediting a query from this form: another query has another one."""
         digest = hashlib.sha256(encode(query).encode()).hexdigest()
         return f"page-{self.token}-{digest[:24]}"
+
+
+def _is_index(text: str, count: int) -> bool:
+    return text.isascii() and text.isdigit() and len(text) < 10 and int(text) < count
 
 
 def _read_numbers(text: str) -> list[float]:
