@@ -1,6 +1,5 @@
 """Prepares what the page *Query* shows of an answer: rows of sources with bars, words, and what the numbers mean."""
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -55,6 +54,7 @@ class Shaded:
     source: str
     name: str
     total: float
+    unclear: bool
     words: "tuple[ShadedWord, ...]"
 
     @property
@@ -143,12 +143,14 @@ def shade_words(result: "TokenAttribution", rows: Sequence[Row]) -> list[Shaded]
         found = []
         for word in words:
             lead = len(word.text) - len(word.text.lstrip())
-            step = math.ceil(_SHADES * abs(word.contribution) / largest) if largest else 0
+            step = round(_SHADES * abs(word.contribution) / largest) if largest else 0
             shade = f"{'helps' if word.contribution > 0 else 'harms'} s{step}" if step else ""
             unclear = word.distinguishable is False
             text = word.text[lead:]
             found.append(
                 ShadedWord(word.text[:lead], for_terminal(text), word.contribution, word.standard_error, unclear, shade)
             )
-        shaded.append(Shaded(row.source, row.name, result.total(row.source).contribution, tuple(found)))
+        total = result.total(row.source)
+        unclear = total.distinguishable is False
+        shaded.append(Shaded(row.source, row.name, total.contribution, unclear, tuple(found)))
     return shaded

@@ -53,17 +53,24 @@ async def answer(request: Request, identity: Asker) -> Response:
         return _show(request, identity, _make_form(request, fields, error.name, error.message), 422)
     except (DataError, ReadoutError) as error:
         return _show(request, identity, _make_form(request, fields, asking.main, str(error)), 422)
-    receipt, read = None, time.monotonic()
+    receipt: Receipt | None = None
+    read = time.monotonic()
     if wanted:
         receipt = await service.credit(answered, caller=f"key:{identity.name}", key=asking.name_request(query))
         request.app.state.metrics.count_credited(receipt)
+    credited = time.monotonic()
+    found, rows = describe_answer(answered, receipt)
+    shaded = await _find_words(service, asking, query, rows)
+    now = time.monotonic()
     spent = {
         "waiting": answered.queued,
         "reading": answered.read,
-        "crediting": time.monotonic() - read if wanted else None,
-        "in all": time.monotonic() - began,
+        "crediting": credited - read if wanted else None,
+        "reading word by word": now - credited if shaded else None,
+        "in all": now - began,
     }
-    return await _show_answer(request, identity, asking, query, answered, receipt, spent)
+    shown = {"found": found, "rows": rows, "shaded": shaded, "spent": _format_times(spent), "receipt": receipt}
+    return _show_answer(request, identity, asking, query, answered, **shown)
 
 
 @router.post("/documents")
@@ -121,17 +128,11 @@ def _show(request: Request, identity: Identity, asking: Asking, status: int = 20
     )
 
 
-async def _show_answer(
-    request: Request,
-    identity: Identity,
-    asking: Asking,
-    query: Any,
-    answered: Answered,
-    receipt: Receipt | None,
-    spent: dict[str, float | None],
+def _show_answer(
+    request: Request, identity: Identity, asking: Asking, query: Any, answered: Answered, **shown: Any
 ) -> Response:
     service: Service = request.app.state.service
-    found, rows = describe_answer(answered, receipt)
+    found, rows = shown["found"], shown["rows"]
     labels = answered.result.labels
     policy = service.policy
     return render(
@@ -141,9 +142,6 @@ async def _show_answer(
         asking=asking,
         query=query,
         encoded=encode(query),
-        found=found,
-        rows=rows,
-        shaded=await _find_words(service, asking, query, rows),
         others=_add_up_others(found, rows),
         again=Asking(asking.form, asking.examples, {**asking.fields, "credit": ""}),
         may_credit=_may_credit(request, identity),
@@ -156,14 +154,17 @@ async def _show_answer(
         standing=describe_standing(labels.validation),
         tested=None if labels.validation is None else describe_tests(labels.validation),
         warnings=list_once(answered.result.warnings),
-        rule="" if policy is None or found.rule is None else policy.explain(found.rule),  # type: ignore[arg-type]
+        rule="" if policy is None or found.rule is None else policy.explain(found.rule),
         policy=policy,
         needed=_find_needed(service, answered, found),
-        receipt=receipt,
         may_see_row=identity.may("see_credit"),
         may_see_trust=identity.may("see_trust"),
-        spent={name: f"{1000 * seconds:.1f} ms" for name, seconds in spent.items() if seconds is not None},
+        **shown,
     )
+
+
+def _format_times(spent: dict[str, float | None]) -> dict[str, str]:
+    return {name: f"{1000 * seconds:.1f} ms" for name, seconds in spent.items() if seconds is not None}
 
 
 async def _find_words(service: Service, asking: Asking, query: Any, rows: "list[Row]") -> list[Shaded]:

@@ -150,10 +150,10 @@ def test_from_a_query_to_its_row_its_proof_and_the_export(tab: Tab, tmp_path: Pa
     ask(tab, "a 7", credit=True)
     note = page.get_by_role("status")
     expect(note).to_contain_text("Credited")
-    row, query = re.findall(r"Row (\d+) of the log, query ([0-9a-f-]+)", note.inner_text())[0]
+    row, query = re.findall(r"Entry (\d+) of the log, query ([0-9a-f-]+)", note.inner_text())[0]
     page.reload()
     expect(page.get_by_role("status")).to_contain_text("nothing was credited twice")
-    page.get_by_role("link", name=f"Row {row} of the log").click()
+    page.get_by_role("link", name=f"Entry {row} of the log").click()
     expect(page.locator("main")).to_contain_text(query)
     tab.keep("row")
     tab.open("/credit")

@@ -75,8 +75,8 @@ def test_a_form_credits_once_however_often_it_is_sent(news: News, service: Servi
     first = ask(admin, news, credit="yes", token=token)
     again = ask(admin, news, credit="yes", token=token)
     notes = [page.one("div", class_="note good", role="status").text for page in (first, again)]
-    assert notes[0].startswith("Credited. Row") and "nothing was credited twice" in notes[1]
-    rows = [re.findall(r"Row (\d+)", note) for note in notes]
+    assert notes[0].startswith("Credited. Entry") and "nothing was credited twice" in notes[1]
+    rows = [re.findall(r"Entry (\d+)", note) for note in notes]
     assert rows[0] == rows[1]
     link = first.one("div", class_="note good", role="status").one("a").attributes["href"]
     assert [link.rpartition("/")[2]] == rows[0]

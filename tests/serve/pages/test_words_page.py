@@ -43,7 +43,8 @@ def test_words_are_shaded_as_the_library_scores_them(written: Service, reader: B
         assert [span.full for span in spans] == [word.text.lstrip() for word in words]
         for span, word in zip(spans, words, strict=True):
             kind = "helps" if word.contribution > 0 else "harms"
-            assert kind in span.attributes["class"].split()
+            step = round(5 * abs(word.contribution) / max(abs(each.contribution) for each in words))
+            assert span.attributes["class"].split() == (["w", kind, f"s{step}"] if step else ["w"])
         assert way.startswith("likelier" if found.total(name).contribution > 0 else "less likely")
 
 
