@@ -91,7 +91,30 @@ _KINDS = (
 )
 _METHODS = ("GET", "POST", "HEAD", "PUT", "PATCH", "DELETE", "OPTIONS", "TRACE", "CONNECT", "BREW", "get", "G" * 300)
 _PARAMETERS = ("source", "from", "until", "period", "rule", "query", "before", "limit", "policy", "next", "top", "page")
-_FIELDS = ("csrf", "key", "next", "name", "role", "sources", "days", "values", "label", "credit", "example", "source")
+_FIELDS = (
+    *("csrf", "key", "next", "name", "role", "sources", "days", "values", "label", "credit", "choice", "token"),
+    *("query", "prompt", "completion", "source", "policy"),
+)
+_FORMS: tuple[tuple[str, str], ...] = (
+    ("values", "0.1 0.2 0.3 0.4"),
+    ("values", "NaN 1 1 1"),
+    ("values", "1e999, 1, 1, 1"),
+    ("values", "9" * 5000),
+    ("label", "1"),
+    ("label", "-1"),
+    ("label", "9" * 5000),
+    ("choice", "0"),
+    ("choice", "99999999999999999999"),
+    ("query", json.dumps(VALID)),
+    ("query", "[" * 50_000),
+    ("query", '{"values": [NaN]}'),
+    ("query", '"\\ud800"'),
+    ("credit", "1"),
+    ("token", "a" * 500),
+    ("role", "publisher"),
+    ("sources", "publisher-0\r\npublisher-99"),
+    ("days", "0"),
+)
 _HEADERS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("x-forwarded-for", ("127.0.0.1", MARKUP)),
     ("x-forwarded-host", ("evil.example",)),
@@ -162,7 +185,7 @@ def draw_attack(r: random.Random, routes: Sequence[str], held: Held) -> Attack:
     route = r.choice(routes)
     method, _, path = route.partition(" ")
     role: Role | None = r.choice((None, *held.keys))
-    headers = _draw_host(r) + _draw_credentials(r, role, held)
+    headers = _draw_host(r) + _draw_credentials(r, route, role, held)
     if r.random() < 0.1:
         method = r.choice(_METHODS)
     body, kind = _draw_body(r, route, role, held)
@@ -181,7 +204,7 @@ def _draw_host(r: random.Random) -> Raw:
     return [(b"host", r.choice(("evil.example", "", "127.0.0.1@evil.example", "127.0.0.1:99:9", MARKUP)).encode())]
 
 
-def _draw_credentials(r: random.Random, role: Role | None, held: Held) -> Raw:
+def _draw_credentials(r: random.Random, route: str, role: Role | None, held: Held) -> Raw:
     """Return the key or the session of a role; of nobody, one that is made up, expired or revoked, or none."""
     if role is None:
         secret = r.choice((*held.stale, f"imprint_{'A' * 43}", "A" * 43, "", "é" * 43, MARKUP, "a" * 5000))
@@ -189,7 +212,7 @@ def _draw_credentials(r: random.Random, role: Role | None, held: Held) -> Raw:
         if form is None:
             return r.choice(([], [(b"cookie", b"imprint=" + secret.encode())]))
         return [(b"authorization", form.replace("{}", secret).encode())]
-    if r.random() < 0.6:
+    if r.random() < (0.6 if "/v1/" in route else 0.1):
         return [(b"authorization", f"Bearer {held.keys[role]}".encode()), *_draw_cookie(r, role, held, 0.2)]
     return _draw_cookie(r, role, held, 1.0)
 
@@ -229,10 +252,11 @@ def _draw_body(r: random.Random, route: str, role: Role | None, held: Held) -> t
         return b"", ""
     if "/v1/" in route or r.random() < 0.1:
         return r.choice(_JSON)(r), _KINDS[0] if r.random() < 0.85 else r.choice(_KINDS)
-    pairs = [(r.choice(_FIELDS), r.choice(TEXTS)) for _ in range(r.randrange(6))]
-    if role is not None and r.random() < 0.7:
-        pairs.append(("csrf", held.csrf[role]))
-    body = urlencode(pairs).encode()
+    fields = {r.choice(_FIELDS): r.choice(TEXTS) for _ in range(r.randrange(4))}
+    fields |= dict(r.choice(_FORMS) for _ in range(r.randrange(6)))
+    if role is not None and r.random() < 0.9:
+        fields["csrf"] = held.csrf[role]
+    body = urlencode(fields).encode()
     if r.random() < 0.1:
         body = r.choice((b"%", b"a=%ff", b"&" * 5000, b"a", b"csrf=1&csrf=2", b"=" * 5000, b"\xff\xfe"))
     return body, _KINDS[3] if r.random() < 0.9 else r.choice(_KINDS)
