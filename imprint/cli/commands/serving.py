@@ -25,6 +25,8 @@ from imprint.validation.record import find_verdict
 if TYPE_CHECKING:
     import socket
 
+    from fastapi import FastAPI
+
     from imprint.serve import Access, Service, Settings
     from imprint.serve.demo import Demo
     from imprint.store.reading import Store
@@ -188,11 +190,13 @@ def _run(task: "Task", store: "Store", settings: "Settings", demo: "Demo | None"
         app = create_app(settings, service, access, metrics=figures, examples=None if demo is None else demo.examples)
         bound = bind(settings.host, settings.port)
         address = _format_address(bound)
-        lines = _describe(service, access, address)
-        if demo is not None:
-            lines += _explain_demo(demo, access, address)
+
+        def announce() -> None:
+            lines = _describe(service, access, address, app)
+            _announce(lines + ([] if demo is None else _explain_demo(demo, access, address)), out)
+
         service.warm_up()
-        run(app, settings, bound, lambda: _announce(lines, out))
+        run(app, settings, bound, announce)
 
 
 def _announce(lines: Lines, out: TextIO) -> None:
@@ -208,7 +212,7 @@ def _format_address(bound: "socket.socket") -> str:
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
-def _describe(service: "Service", access: "Access", address: str) -> Lines:
+def _describe(service: "Service", access: "Access", address: str, app: "FastAPI") -> Lines:
     """Return what a service serves, and from where."""
     store, settings = service.store, service.settings
     from imprint.credit.tables import describe
@@ -219,7 +223,12 @@ def _describe(service: "Service", access: "Access", address: str) -> Lines:
         ("store", f"{store.place}: {count_of(len(store), 'source')}, {store.question.replace('_', ' ')}"),
         ("validation", "not validated: see `imprint validate`" if verdict is None else str(verdict).split(": ")[0]),
         ("address", address),
-        ("metrics", f"http://{settings.metrics}/metrics" if settings.metrics else "none"),
+        (
+            "metrics",
+            f"http://{settings.metrics.rpartition(':')[0]}:{app.state.exporter.port}/metrics"
+            if settings.metrics
+            else "none",
+        ),
         ("ledger", ledger),
         ("keys", _describe_keys(access, settings)),
     ]
