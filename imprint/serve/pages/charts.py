@@ -24,7 +24,8 @@ def draw_signed_bar(value: float, half: float | None, reach: float, kind: Kind) 
     shapes = [f'<rect class="{kind}" x="{start:.2f}" y="4" width="{length:.2f}" height="14" rx="2"/>']
     if half is not None:
         low, high = (_MIDDLE + (value + end) * scale for end in (-half, half))
-        shapes.append(f'<path class="whisker" d="M{low:.2f} 7V15M{low:.2f} 11H{high:.2f}M{high:.2f} 7V15"/>')
+        line = f"M{low:.2f} 7V15M{low:.2f} 11H{high:.2f}M{high:.2f} 7V15"
+        shapes += [f'<path class="halo" d="{line}"/>', f'<path class="whisker" d="{line}"/>']
     axis = f'<path class="axis" d="M{_MIDDLE} 0V{_HIGH}"/>'
     frame = f'class="bar-chart" viewBox="0 0 {_WIDE} {_HIGH}" preserveAspectRatio="none" aria-hidden="true"'
     return Markup(f"<svg {frame}>{''.join(shapes)}{axis}</svg>")

@@ -48,6 +48,7 @@ async def answer(request: Request, identity: Asker) -> Response:
         raise ApiError(403, "forbidden", "queries cannot be credited with this key, or nowhere in this service.")
     try:
         query = asking.read()
+        request.state.queries = 1
         answered = await service.attribute([query])
     except Mistyped as error:
         return _show(request, identity, _make_form(request, fields, error.name, error.message), 422)
@@ -58,6 +59,7 @@ async def answer(request: Request, identity: Asker) -> Response:
     if wanted:
         receipt = await service.credit(answered, caller=f"key:{identity.name}", key=asking.name_request(query))
         request.app.state.metrics.count_credited(receipt)
+        request.state.credited = 0 if receipt.repeated else len(receipt.entries)
     credited = time.monotonic()
     found, rows = describe_answer(answered, receipt)
     shaded = await _find_words(service, asking, query, rows)

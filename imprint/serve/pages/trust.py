@@ -129,7 +129,8 @@ def _list_noise(seen: Summary, verdict: Verdict | None) -> list[Figure]:
         Figure(
             "Queries that no source moves clearly",
             _UNKNOWN if seen.silent is None else f"{seen.silent:.0%}",
-            "Of the queries answered since the service started: those of which no source's effect can be told from 0."
+            "Of the queries answered since the service started: those of which no source's effect can be told from 0. "
+            "This is a first look: where there are many sources, one of them often looks clear by chance."
             if seen.silent is not None
             else "No query was answered yet, or nothing is known of how sure effects are.",
         ),

@@ -100,7 +100,7 @@ def judge_effect(effect: float, distinguishable: bool | None, better: str | None
     if distinguishable is False:
         return "unclear", drawn, "cannot be told from 0"
     kind: Kind = "helps" if drawn > 0 else "harms"
-    return kind, drawn, words if distinguishable else f"{words}, but nobody knows how surely"
+    return kind, drawn, words if distinguishable else f"{words}, error unknown"
 
 
 def describe_drift(drift: Drift | None, queries: int, fewest: int) -> str:

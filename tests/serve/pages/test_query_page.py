@@ -6,6 +6,7 @@ import pytest
 
 import imprint
 from imprint.credit import verify
+from imprint.serve.pages.wording import judge_effect
 from imprint.serve.service import Service
 from tests.serve.access.doors import Browser, Doors
 from tests.serve.news import News
@@ -161,6 +162,24 @@ def test_a_form_that_is_none_is_refused(admin: Browser) -> None:
     assert admin.post("/query", json={"csrf": token}, csrf=False).status_code == 415
 
 
+@pytest.mark.parametrize(
+    ("effect", "better", "right", "says"),
+    [
+        (0.5, "lower", True, "helps"),
+        (-0.5, "lower", False, "harms"),
+        (0.5, "higher", False, "harms"),
+        (-0.5, "higher", True, "helps"),
+        (0.5, None, True, "raised by its removal"),
+        (-0.5, None, False, "lowered by its removal"),
+    ],
+)
+def test_help_is_what_makes_the_measurement_better(effect: float, better: str | None, right: bool, says: str) -> None:
+    kind, drawn, words = judge_effect(effect, True, better)
+    assert ((drawn > 0) == right, words) == (True, says) and (kind == "helps") == right
+    assert judge_effect(effect, False, better) == ("unclear", drawn, "cannot be told from 0")
+    assert judge_effect(effect, None, better)[2] == f"{says}, error unknown"
+
+
 def test_hostile_names_are_shown_as_text(hostile: Browser) -> None:
     page = read_page(hostile.post("/query", data={"choice": "own", "values": "0 1 0.5 1", "label": "0"}).text)
     assert page.one("p", class_="big").text == CLASSES[0]
@@ -188,7 +207,7 @@ def test_a_picture_is_drawn_and_its_drawing_is_kept(hostile: Browser) -> None:
 def test_without_ledger_or_validation_the_page_says_so(hostile: Browser) -> None:
     page = read_page(hostile.post("/query", data={"choice": "own", "values": "0 1 0.5 1"}).text)
     assert "Not validated" in page.text and "Share" not in page.text and not page.find("input", name="credit")
-    assert "nobody knows how surely" in page.text
+    assert "helps, error unknown" in page.text
     assert "Credit" not in [link.text for link in page.one("nav").find("a")]
     refused = hostile.post("/query", data={"choice": "own", "values": "0 1 0.5 1", "credit": "yes"})
     assert refused.status_code == 403
