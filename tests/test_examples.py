@@ -4,17 +4,21 @@ import json
 import re
 import runpy
 import shlex
+import sqlite3
 import sys
 from contextlib import redirect_stdout
 from importlib.util import find_spec
 from io import StringIO
+from itertools import count
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from typer.testing import CliRunner
 
 from imprint.cli.app import app
+from tests.serve.fake_service import Reply, serving
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 pytestmark = pytest.mark.curvature  # as anywhere else
@@ -122,6 +126,44 @@ def test_the_careless_publishers_of_the_credit_example_earn_least_and_every_proo
     pages = {path.stem: path.read_text(encoding="utf-8") for path in Path("credit-demo/statements").glob("*.html")}
     paid = {name: float(re.findall(r'class="sum">([\d.]+) EUR', page)[0]) for name, page in pages.items()}
     assert len(paid) == 10 and {"Elder", "Rowan"} == set(sorted(paid, key=paid.__getitem__)[:2])
+
+
+def test_the_example_beside_a_model_server_credits_each_answer_once_even_if_the_service_is_away_at_first(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("IMPRINT_KEY", "imprint_" + "k" * 43)
+    monkeypatch.setattr("imprint.serve.client.time.sleep", lambda seconds: None)
+    completion, refused = Reply(200, {"choices": [{"text": " sails on"}]}), Reply(422, b"{}")
+    with serving(completion) as model, serving(Reply(0), refused, Reply(503), Reply()) as service:
+        options = ["--model", "m", "--server", model.url, "--service", service.url]
+        monkeypatch.setattr(sys, "argv", ["beside_vllm.py", *options, "The old ship", "The new mayor", "The ferry"])
+        assert run("beside_vllm.py").splitlines() == [" sails on"] * 3
+        assert [asked.body["prompt"] for asked in model.asked] == ["The old ship", "The new mayor", "The ferry"]
+        tried = [(asked.body["query"]["prompt"], asked.headers["idempotency-key"]) for asked in service.asked]
+    assert [prompt for prompt, _ in tried] == ["The old ship"] * 2 + ["The new mayor"] * 2 + ["The ferry"]
+    assert len({key for _, key in tried}) == 3
+    with sqlite3.connect("answers.spool") as spool:
+        ((query, why),) = spool.execute("SELECT query, refused FROM spool").fetchall()
+    assert json.loads(query)["prompt"] == "The old ship" and "422" in why
+    assert Path("answers.spool").stat().st_mode & 0o077 == 0
+
+
+def test_what_the_example_beside_a_model_server_could_not_post_is_posted_at_the_next_start(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("IMPRINT_KEY", "imprint_" + "k" * 43)
+    with serving() as gone:
+        pass  # an address where nobody answers
+    with serving(Reply(200, {"choices": [{"text": " sails on"}]})) as model, serving() as service:
+        options = ["--model", "m", "--server", model.url]
+        monkeypatch.setattr(
+            "imprint.serve.client.time", SimpleNamespace(monotonic=count().__next__, sleep=lambda seconds: None)
+        )
+        monkeypatch.setattr(sys, "argv", ["beside_vllm.py", *options, "--service", gone.url, "The old ship"])
+        assert run("beside_vllm.py") == " sails on\n"
+        monkeypatch.setattr(sys, "argv", ["beside_vllm.py", *options, "--service", service.url, "The ferry"])
+        run("beside_vllm.py")
+        assert [asked.body["query"]["prompt"] for asked in service.asked] == ["The old ship", "The ferry"]
 
 
 def test_the_notebook_finds_the_contributor_who_mislabels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
