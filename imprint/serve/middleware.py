@@ -15,6 +15,7 @@ from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse
 from starlette.datastructures import MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from uvicorn.middleware.proxy_headers import ProxyHeadersMiddleware
 
 from imprint.errors import AccessError
 from imprint.serve.access import Access
@@ -53,6 +54,8 @@ def protect(app: FastAPI, settings: Settings, access: Access) -> None:
     """Put the checks that every request passes in front of an application."""
     app.add_exception_handler(LoginNeeded, send_to_login)
     app.add_middleware(Protect, settings=settings, access=access)
+    if settings.proxies:
+        app.add_middleware(ProxyHeadersMiddleware, trusted_hosts=list(settings.proxies))
 
 
 def list_hosts(settings: Settings) -> frozenset[str]:

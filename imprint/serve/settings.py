@@ -28,6 +28,8 @@ class Settings:
     documents: the folder for the documents inside of sources, which the first look at a source simulates.
     signed_by: the public key that must have signed the store.
     hosts: names by which the service may be called, beside those of this machine.
+    proxies: addresses of reverse proxies, whose X-Forwarded-For says who asks; without them, everybody behind a proxy
+        counts as one address.
     https: whether everybody reaches it by HTTPS, so that cookies are only sent there.
     body_bytes, batch, queue: the largest request, the most queries in one, and the most queries that may wait.
     rate: requests per second and key; twice as many may come at once.
@@ -51,6 +53,7 @@ class Settings:
     documents: Path | None = None
     signed_by: Path | None = None
     hosts: tuple[str, ...] = ()
+    proxies: tuple[str, ...] = ()
     https: bool = False
     body_bytes: int = 1 << 20
     batch: int = 64

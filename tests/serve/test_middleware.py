@@ -253,6 +253,16 @@ def test_whoever_has_no_key_is_counted_by_address_and_keeps_nobody_out(quiet: Se
     assert caller.call()[0] == 200
 
 
+def test_behind_a_proxy_that_is_named_everybody_has_an_address_of_their_own(quiet: Service, access: Access) -> None:
+    def knock(caller: Caller) -> list[int]:
+        caller.secret = "imprint_" + "A" * 43
+        return [caller.call(headers=[(b"x-forwarded-for", b"6.6.6.6, " + who)])[0] for who in (b"1.1.1.1", b"1.1.1.2")]
+
+    assert knock(make_caller(quiet, access, rate=0.01, proxies=("10.0.0.1",))) == [401, 401]
+    assert knock(make_caller(quiet, access, rate=0.01)) == [401, 429]
+    assert knock(make_caller(quiet, access, rate=0.01, proxies=("10.0.0.2",))) == [401, 429]
+
+
 def test_health_and_static_files_are_not_counted(quiet: Service, access: Access) -> None:
     caller = make_caller(quiet, access, rate=0.01)
     assert [caller.call(path)[0] for path in ["/healthz"] * 5 + ["/readyz"] * 5] == [200] * 10
