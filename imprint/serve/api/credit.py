@@ -152,7 +152,7 @@ def show_totals(
 
 @router.get("/comparison")
 def compare_policies(
-    identity: Reader,
+    identity: Annotated[Identity, Depends(require("see_credit"))],
     desk: Desk,
     policy: Annotated[
         str,
@@ -164,7 +164,10 @@ def compare_policies(
     ],
     period: Period = None,
 ) -> answers.ComparisonAnswer:
-    """Return what sources got in a period, and what they would have got under another policy."""
+    """Return what sources got in a period, and what they would have got under another policy.
+
+    Not for publishers: of a period with one query, it would say more of what others helped than their statement does.
+    """
     return summaries.compare(desk, Scope.of(identity), policy, desk.period(period) if period else None)
 
 

@@ -58,14 +58,14 @@ class Papers:
         """Return the folder of a period: by the name of its log, because another log may have a period of that name."""
         with self._lock:
             if self._folder is None:
-                self._temporary = tempfile.TemporaryDirectory(prefix="imprint-statements-")
+                self._temporary = tempfile.TemporaryDirectory(prefix="imprint-statements-", ignore_cleanup_errors=True)
                 self._folder = Path(self._temporary.name)
         return self._folder / self._ledger.name / f"{closing.sequence}-{closing.about['period']}"
 
     def close(self) -> None:
-        """Wait for what is being written, and remove the folder if it was a temporary one."""
+        """Wait a little for what is being written, and remove the folder if it was a temporary one."""
         for job in list(self._threads.values()):
-            job.wait()
+            job.wait(_PATIENCE)
         if self._temporary is not None:
             self._temporary.cleanup()
 

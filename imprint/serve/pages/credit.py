@@ -90,7 +90,8 @@ def show_credit(
         problems=dict(list(problems.items())[:_LISTED]),
         more=len(problems) > _LISTED,
         periods=periods,
-        choices=desk.choices(),
+        currency=desk.currency,
+        choices=desk.choices() if scope.is_all else {},
         rules=RULES,
         names=_list_names(desk, scope),
         export=_link_export(asked) if not trouble else None,
@@ -137,7 +138,8 @@ def _describe_period(desk: CreditDesk, scope: Scope, asked: Asked) -> Mapping[st
     try:
         closing = desk.period(asked.period) if asked.period else None
         found = summaries.sum_running(desk, scope) if closing is None else summaries.sum_closed(desk, scope, closing)
-        compared = summaries.compare(desk, scope, asked.policy, closing) if asked.policy else None
+        wanted = asked.policy and scope.is_all  # a publisher would learn more of others than statements say
+        compared = summaries.compare(desk, scope, asked.policy, closing) if wanted else None
     except ApiError as error:
         return {"trouble": error.message[:1].upper() + error.message[1:], "totals": None, "compared": None}
     changes = {} if compared is None else {change.source: change for change in compared.sources}
@@ -206,6 +208,7 @@ def show_entry(request: Request, identity: Viewer, desk: Desk, sequence: Sequenc
         reach=max((line.share for line in answer.credit.lines), default=0.0) if answer.credit else 0.0,
         draw=draw_share,
         scope=scope,
+        currency=desk.currency,
     )
 
 

@@ -136,7 +136,6 @@ def test_publishers_see_nothing_of_others(bureau: Bureau, tmp_path: Path) -> Non
     fill(bureau.ledger, (3,))
     client = bureau.client("publisher", ("times",))
     paths = ["entries", "totals", "totals?period=p1", "periods", "heads", "verification", "sources/times"]
-    paths += ["comparison?policy=rule:positive_part", "comparison?policy=rule:positive_part&period=p1"]
     paths += [f"entries/{place}" for place in range(closing.sequence + 1)]
     texts = [client.get(f"/v1/credit/{path}") for path in paths] + [client.get("/v1/credit/export")]
     texts += [client.get(f"/v1/credit/statements/p1/times.{suffix}") for suffix in ("html", "csv", "jsonl")]
@@ -164,6 +163,7 @@ def test_roles_that_may_not_see_credit_are_refused(bureau: Bureau) -> None:
     for path in ("entries", "entries/2", "totals", "heads", "periods", "verification", "export", "sources/times"):
         assert query.get(f"/v1/credit/{path}").status_code == 403
     assert publisher.post("/v1/credit/verification").status_code == 403
+    assert publisher.get("/v1/credit/comparison", params={"policy": "rule:positive_part"}).status_code == 403
     assert bureau.client("auditor").post("/v1/credit/verification").status_code == 202
     bureau.desk.verifier.wait()
     assert get(publisher, "verification")["status"] == "holds"

@@ -106,7 +106,8 @@ def test_publishers_see_their_own_lines_and_cannot_verify(bureau: Bureau, tmp_pa
         for other in set(SOURCES) - {"times"}:
             assert not re.search(rf"\b{other}\b", page), (path, other)
         assert "9000" not in page
-    assert "Verify the log" not in read(browser, "/credit")
+    page = read(browser, "/credit?policy=rule:positive_part")
+    assert "Verify the log" not in page and "Other policy" not in page
     read(browser, "/sources/wire", 404)
     assert press(browser, "/credit/verify", read(browser, "/credit")).status_code == 403
 
