@@ -5,7 +5,9 @@ Pictures of all pages are kept in the folder that IMPRINT_SCREENSHOTS names.
 
 import csv
 import re
+import shutil
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -19,6 +21,7 @@ from imprint.serve.demo import Demo, prepare
 from imprint.serve.service import Service
 from imprint.serve.settings import Settings
 from tests.conftest import require
+from tests.credit.insider import rewrite, run
 from tests.serve.pages.browsing import CHROMIUM, NARROW, WIDE, Tab, choose_folder, open_tab, run_chromium, run_server
 from tests.serve.pages.conftest import open_doors
 
@@ -30,6 +33,18 @@ _NAME = """() => {
 }"""
 
 
+@contextmanager
+def serve_demo(demo: Demo) -> Iterator[tuple[str, Access, Ledger]]:
+    """Serve a demo; yields its address, its keys and its ledger."""
+    assert demo.settings.ledger is not None and demo.settings.policy is not None
+    access, policy = Access(demo.settings.access_place), read_policy(demo.settings.policy)
+    with Ledger(demo.settings.ledger) as ledger:
+        service = Service(demo.task, demo.store, policy=policy, ledger=ledger, settings=demo.settings)
+        with run_server(create_app(demo.settings, service, access, examples=demo.examples)) as where:
+            yield where, access, ledger
+    access.close()
+
+
 @pytest.fixture(scope="module")
 def demo(tmp_path_factory: pytest.TempPathFactory) -> Demo:
     require("chromium", CHROMIUM.is_file(), f"there is no {CHROMIUM}: apt-get install chromium")
@@ -37,20 +52,19 @@ def demo(tmp_path_factory: pytest.TempPathFactory) -> Demo:
 
 
 @pytest.fixture(scope="module")
-def access(demo: Demo) -> Iterator[Access]:
-    made = Access(demo.settings.access_place)
-    yield made
-    made.close()
+def access(served: tuple[str, Access, Ledger]) -> Access:
+    return served[1]
 
 
 @pytest.fixture(scope="module")
-def address(demo: Demo, access: Access) -> Iterator[str]:
-    assert demo.settings.ledger is not None and demo.settings.policy is not None
-    with Ledger(demo.settings.ledger) as ledger:
-        policy = read_policy(demo.settings.policy)
-        service = Service(demo.task, demo.store, policy=policy, ledger=ledger, settings=demo.settings)
-        with run_server(create_app(demo.settings, service, access, examples=demo.examples)) as where:
-            yield where
+def served(demo: Demo) -> Iterator[tuple[str, Access, Ledger]]:
+    with serve_demo(demo) as found:
+        yield found
+
+
+@pytest.fixture(scope="module")
+def address(served: tuple[str, Access, Ledger]) -> str:
+    return served[0]
 
 
 @pytest.fixture(scope="module")
@@ -166,6 +180,32 @@ def test_from_a_query_to_its_row_its_proof_and_the_export(tab: Tab, tmp_path: Pa
     download.value.save_as(tmp_path / "credit.csv")
     with (tmp_path / "credit.csv").open(encoding="utf-8", newline="") as file:
         assert any(query in line for line in csv.reader(file))
+
+
+def test_the_pages_lead_to_a_tampered_row(demo: Demo, browser: Browser, pictures: Path, tmp_path: Path) -> None:
+    assert demo.settings.ledger is not None
+    shutil.copytree(Path(demo.settings.ledger).parent, tmp_path / "copy")
+    copy, tampered = prepare(tmp_path / "copy", demo.settings), 7
+    with serve_demo(copy) as (where, access, ledger):
+        tab = open_tab(browser, where, pictures)
+        tab.open(f"/login/{access.make_link('demo')}")
+        page = tab.page
+        page.get_by_role("button", name="Log in").click()
+        run(ledger, rewrite(tampered, lambda about: about.update(pot=999_999)))
+        page.get_by_role("link", name="Credit").click()
+        page.get_by_role("button", name="Verify the log now").click()
+        link = page.get_by_role("alert").locator("xpath=..").get_by_role("link", name=f"Entry {tampered}")
+        for _ in range(200):  # until it is verified
+            if link.count():
+                break
+            page.reload()
+        check(tab, "tampered")
+        link.first.click()
+        expect(page.get_by_role("heading", level=1)).to_contain_text(f"Entry {tampered}")
+        expect(page.get_by_role("alert")).to_be_visible()
+        check(tab, "tampered-row")
+        assert tab.complaints == []
+        page.context.close()
 
 
 @wide
