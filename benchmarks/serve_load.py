@@ -39,20 +39,22 @@ from tests.credit.crediting import Server as Postgres
 
 CONCURRENCY = (1, 4, 16)
 SOURCES, WORDS, LENGTH = 12, 500, 48  # the last: tokens of a query
+FEWEST = 6  # queries of a round: few, so that what else the machine does is the same with the service and without
 
 
 @dataclass
 class Round:
-    """What one round took: seconds with the service and in-process, and milliseconds of each request by part."""
+    """What one round took with the service and in-process: seconds, and those of the processor of this process.
+
+    batches: the sizes of the batches that the service made. requests: milliseconds of each request by part.
+    """
 
     served: float
+    served_cpu: float
     batches: list[int]
     requests: list[dict[str, float]]
     alone: float = 0.0
-
-    @property
-    def added(self) -> float:
-        return self.served / self.alone - 1
+    alone_cpu: float = 0.0
 
 
 @dataclass
@@ -183,19 +185,21 @@ def run_round(stage: Stage, scorer: Scorer, queries: list[Any], threads: int, cr
     """Ask the service, then read the same batches in-process."""
     form = stage.service.form
     stage.batches.clear()
+    before = time.process_time()
     served, requests = stage.client.send(queries, threads, credit)
-    found = Round(served, list(stage.batches), requests)
+    found = Round(served, time.process_time() - before, list(stage.batches), requests)
     parsed = [form.read(query) for query in queries]
-    began, first = time.perf_counter(), 0
+    began, before, first = time.perf_counter(), time.process_time(), 0
     for size in found.batches:
         scorer.attribute(form.join(parsed[first : first + size]), size, [(place, place + 1) for place in range(size)])
         first += size
-    found.alone = time.perf_counter() - began
+    found.alone, found.alone_cpu = time.perf_counter() - began, time.process_time() - before
     assert first == len(queries)
     return found
 
 
-def describe(rounds: list[Round], queries: int) -> dict[str, Any]:
+def describe(rounds: list[Round]) -> dict[str, Any]:
+    """Return medians over rounds, or over requests where they are about these, in milliseconds."""
     requests = [request for each in rounds for request in each.requests]
     latency = sorted(request["latency"] for request in requests)
     parts = {name: statistics.median(request[name] for request in requests) for name in ("queued", "read", "credited")}
@@ -204,8 +208,9 @@ def describe(rounds: list[Round], queries: int) -> dict[str, Any]:
         request["total"] - request["queued"] - request["read"] - request["credited"] for request in requests
     )
     return {
-        "added": statistics.median(each.added for each in rounds),
-        "queries_per_second": statistics.median(queries / each.served for each in rounds),
+        "added": statistics.median(each.served / each.alone - 1 for each in rounds),
+        "added_cpu": statistics.median(each.served_cpu / each.alone_cpu - 1 for each in rounds),
+        "alone_per_query": statistics.median(1000 * each.alone / len(each.requests) for each in rounds),
         "batch": statistics.mean(size for each in rounds for size in each.batches),
         "p50": latency[len(latency) // 2],
         "p99": latency[int(0.99 * (len(latency) - 1))],
@@ -246,17 +251,17 @@ def compare(arguments: argparse.Namespace, folder: Path, place: str) -> dict[str
     policy, scorer = Policy("benchmark", question="expected", fallback="by_size"), Scorer(task, store)
     found: dict[str, Any] = {}
     with serving(task, store, policy, place, folder) as stage:
-        queries = [ask_transformer() for _ in range(arguments.queries)]
+        queries = [ask_transformer() for _ in range(2 * max(CONCURRENCY))]
         found["forward"] = measure_forward(task, stage.service.form.read(queries[0]))
         print(f"a plain forward pass of one query takes {found['forward']:.1f} ms", flush=True)
         rounds: dict[tuple[int, bool], list[Round]] = {}
         for turn, threads, credit in product(range(arguments.rounds + 1), CONCURRENCY, (False, True)):
-            made = run_round(stage, scorer, queries, threads, credit)
+            made = run_round(stage, scorer, queries[: max(FEWEST, 2 * threads)], threads, credit)
             if turn:  # the first warms up
                 rounds.setdefault((threads, credit), []).append(made)
     for (threads, credit), of_case in rounds.items():
         name = f"{threads} at once, {'credited' if credit else 'not credited'}"
-        found[name] = describe(of_case, len(queries))
+        found[name] = describe(of_case)
         shown = "  ".join(f"{key} {value:.3g}" for key, value in found[name].items())
         print(f"{name}: {shown}", flush=True)
     return found
@@ -289,8 +294,7 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=6)
     parser.add_argument("--width", type=int, default=384)
     parser.add_argument("--parameters", default="*", help="those that imprints are of, such as transformer.h.5.*")
-    parser.add_argument("--queries", type=int, default=48, help="in each round")
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--postgres", action="store_true", help="credit in PostgreSQL instead of SQLite")
     parser.add_argument("--flat", type=int, default=0, help="requests over which memory is measured instead")
     parser.add_argument("--out", type=Path, help="a JSON file for all figures")
