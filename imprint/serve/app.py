@@ -26,6 +26,7 @@ from imprint.serve.metrics import CountRequests, Exporter, Metrics
 from imprint.serve.middleware import protect
 from imprint.serve.pages import render_error
 from imprint.serve.pages import router as pages
+from imprint.serve.requests import REFUSALS
 from imprint.serve.service import Service
 from imprint.serve.settings import Settings
 
@@ -76,10 +77,9 @@ def create_app(
     app.state.settings, app.state.service, app.state.access = settings, service, access
     app.state.stopping = False
     app.state.credit, app.state.metrics, app.state.examples = desk, metrics, examples or []
-    for router in (health.router, attributions.router, sources.router):
-        app.include_router(router)
-    if desk is not None:
-        app.include_router(credit.router)
+    app.include_router(health.router)
+    for router in (attributions.router, sources.router, *([] if desk is None else [credit.router])):
+        app.include_router(router, responses=REFUSALS)
     app.include_router(pages)
     _describe_queries(app, service)
     _handle_errors(app)

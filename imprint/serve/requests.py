@@ -1,6 +1,6 @@
 """Requests and answers of the API: bodies in strict JSON, and the models that describe them."""
 
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -128,3 +128,25 @@ class ErrorAnswer(BaseModel):
     """The answer to a request that was refused."""
 
     error: Refusal
+
+
+def describe_refusals(texts: Mapping[int, str]) -> dict[int | str, dict[str, Any]]:
+    """Return what the description of the API says of refused requests, by status."""
+    return {status: {"model": ErrorAnswer, "description": text} for status, text in texts.items()}
+
+
+REFUSALS = describe_refusals(
+    {
+        400: "The request is malformed, or names a host that the service does not answer by.",
+        401: "The key is missing, unknown, expired or revoked.",
+        403: "The role of the key may not do this, or a session did not send its CSRF token.",
+        408: "The body did not arrive in time.",
+        413: "The body is too large.",
+        414: "The URL is too long.",
+        415: "The body is compressed, or is no JSON.",
+        429: "The key sends too many requests: try again after Retry-After seconds.",
+        431: "The headers are too long.",
+        503: "Keys cannot be checked at the moment: try again after Retry-After seconds.",
+    }
+)
+"""Of every route of the API; routes may say more."""

@@ -15,30 +15,27 @@ from imprint.serve.errors import ApiError
 from imprint.serve.requests import (
     AttributionAnswer,
     AttributionRequest,
-    ErrorAnswer,
     Milliseconds,
     QueryEffects,
     SourceEffect,
     StrictRoute,
+    describe_refusals,
 )
 from imprint.serve.service import Answered, Service
 
 router = APIRouter(prefix="/v1", route_class=StrictRoute, tags=["attributions"])
 _KEY = re.compile("[!-~]{1,200}")
-_REFUSALS: dict[int | str, dict[str, Any]] = {
-    status: {"model": ErrorAnswer, "description": text}
-    for status, text in {
+_REFUSALS = describe_refusals(
+    {
         400: "The body is no JSON, or credit was asked for without an Idempotency-Key.",
-        401: "The key is missing, unknown, expired or revoked.",
-        403: "The role of the key may not do this.",
         409: "The Idempotency-Key was used for another request.",
         413: "The body is too large, or has too many queries.",
         422: "The body is no query.",
         429: "Too many queries wait, or the key sends too many requests: try again after Retry-After seconds.",
         503: "The service is shutting down, or the ledger cannot be reached.",
         504: "The queries were not read in time, and given up. Nothing was credited.",
-    }.items()
-}
+    }
+)
 
 
 @router.post("/attributions", response_model=AttributionAnswer, responses=_REFUSALS)

@@ -3,27 +3,16 @@
 import asyncio
 import random
 import re
-from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
-from fastapi import FastAPI
 
-from imprint.credit import Ledger, verify
-from imprint.credit.periods import close_period
-from imprint.keys import make_keys
-from imprint.serve.access import Access
+from imprint.credit import verify
 from imprint.serve.access.roles import ROLES
-from imprint.serve.access.secret import derive_csrf
-from imprint.serve.app import create_app
-from imprint.serve.pages import login
-from imprint.serve.service import Service
-from imprint.serve.settings import Settings
 from tests.serve.access.doors import KEYS
 from tests.serve.access.test_routes import ROUTES
-from tests.serve.calling import Answer, Pieces, answer, make_scope
+from tests.serve.calling import Answer
 from tests.serve.hostile.corpus import MARKUP, Attack, Held, draw_attack
-from tests.serve.news import News, make_ledger
+from tests.serve.hostile.target import SECONDS, Target
 
 LEAKS = re.compile(
     rb"Traceback|File \"|site-packages|/work/|/tmp/|\.py\b|sqlalchemy|sqlite|psycopg|OperationalError|pydantic"
@@ -32,49 +21,6 @@ LEAKS = re.compile(
 )
 OTHERS = re.compile(rb"publisher-[1-9]")
 TARGETS = [route for route in ROUTES if route != "POST /logout"]  # after which the rest would come from nobody
-SECONDS = 30.0
-
-
-class Target:
-    """An application, what attackers hold, and its ledger."""
-
-    def __init__(self, app: FastAPI, access: Access, ledger: Ledger) -> None:
-        self.app, self.access, self.ledger = app, access, ledger
-        keys = {
-            role: access.create(name, role, sources=["publisher-0"] * (role == "publisher")).secret
-            for role, name in KEYS.items()
-        }
-        sessions = {role: str(access.open_session(key, 3600)) for role, key in keys.items()}
-        revoked = access.create("revoked", "admin").secret
-        ended = str(access.open_session(revoked, 3600))
-        access.revoke("revoked")
-        csrf = {role: derive_csrf(token) for role, token in sessions.items()}
-        self.held = Held(keys, sessions, csrf, (revoked, ended))
-
-    async def send(self, attack: Attack) -> Answer:
-        scope = make_scope(attack.method, attack.path, attack.query, attack.headers)
-        async with asyncio.timeout(SECONDS):
-            return await answer(self.app, scope, Pieces(attack.pieces))
-
-
-@pytest.fixture
-def target(news: News, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Target]:
-    monkeypatch.setattr(login, "_BURST", 1e9)
-    with make_ledger(tmp_path / "credit.db") as ledger:
-        access, service = Access(tmp_path / "access.db"), news.serve(ledger)
-        app = create_app(Settings(metrics="", rate=1e9, body_bytes=100_000), service, access)
-        fill(service, ledger, tmp_path)
-        yield Target(app, access, ledger)
-        access.close()
-
-
-def fill(service: Service, ledger: Ledger, folder: Path) -> None:
-    """Credit some queries, and close a period that a statement can be asked of."""
-    queries = [{"values": [0.1 * place, -0.2, 0.3, 0.4], "label": place % 3} for place in range(8)]
-    answered = asyncio.run(service.attribute(queries))
-    asyncio.run(service.credit(answered, caller="key:app", key="first"))
-    close_period(ledger, "2026-10")
-    ledger.sign_head(make_keys(folder / "credit.key")[0])
 
 
 def find_wrong(attack: Attack, found: Answer, held: Held) -> str | None:
