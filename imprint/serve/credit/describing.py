@@ -131,7 +131,9 @@ def explain_line(leaf: Leaf, row: Mapping[str, Any], needed: float | None, polic
     fixed = "" if policy is None or not policy.fixed else f" {100 * policy.fixed:g}% is shared equally."
     helps = row["helps"]
     if helps <= 0:
-        text = "It did not help." if helps == 0 else f"It did not help: the result was worse by {-helps:.3g} for it."
+        chance = ", which may be chance" if needed and -helps <= needed else ""
+        harm = "." if helps == 0 else f": the result was worse by {-helps:.3g} for it{chance}."
+        text = f"It did not help{harm}"
     elif needed is not None and helps <= needed:
         text = f"It helped by {helps:.3g}, which is not more than the {needed:.3g} that is needed: it may be chance."
     else:

@@ -32,7 +32,7 @@ ROUTES: dict[str, frozenset[Role] | None] = {
     "GET /v1/credit/entries": READERS,
     "GET /v1/credit/entries/{sequence}": READERS,
     "GET /v1/credit/totals": READERS,
-    "GET /v1/credit/comparison": READERS,
+    "GET /v1/credit/comparison": VERIFIERS,
     "GET /v1/credit/sources/{source:path}": READERS,
     "GET /v1/credit/verification": READERS,
     "POST /v1/credit/verification": VERIFIERS,

@@ -107,7 +107,8 @@ def test_an_entry_says_why_each_share_is_what_it_is(bureau: Bureau) -> None:
             elif row["helps"] > 0:
                 assert "may be chance" in line["why"] and line["helped_by"] <= line["needed"]
             else:
-                assert "did not help" in line["why"]
+                is_small = -row["helps"] <= line["needed"]
+                assert "did not help" in line["why"] and ("may be chance" in line["why"]) == is_small
 
 
 def test_an_entry_comes_with_a_proof_against_the_last_signed_head(bureau: Bureau, tmp_path: Path) -> None:

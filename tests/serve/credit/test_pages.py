@@ -21,6 +21,7 @@ from tests.credit.crediting import SOURCES, fill, make_ledger
 from tests.credit.insider import L, rewrite, run
 from tests.serve.credit.asking import Bureau, open_bureau
 from tests.serve.news import News
+from tests.serve.pages.reading import read_page
 
 
 class Links(HTMLParser):
@@ -45,6 +46,7 @@ def ledger(tmp_path: Path) -> Any:
 def read(client: TestClient, path: str, status: int = 200) -> str:
     answer = client.get(path)
     assert answer.status_code == status, answer.text
+    read_page(answer.text)  # refuses a page that is not well formed, or has something inline
     return answer.text
 
 
