@@ -22,7 +22,7 @@ def test_help_lists_the_commands(command: Command) -> None:
     assert set(COMMANDS) == {
         *("demo", "check", "simulate", "update", "drop", "merge", "attribute", "inside", "compare", "suspects"),
         *("inspect", "describe", "verify", "validate"),
-        *("export", "retrain", "evaluate", "bench", "sweep", "keys", "sign", "access", "credit"),
+        *("export", "retrain", "evaluate", "bench", "sweep", "keys", "sign", "access", "credit", "serve"),
     }
     for arguments in ((), ("--help",)):
         assert all(re.search(rf"^│ {name} ", command(*arguments).out, re.MULTILINE) for name in COMMANDS)
