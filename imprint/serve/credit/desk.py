@@ -34,6 +34,7 @@ from imprint.serve.settings import Settings
 
 _PAUSE = 0.05  # seconds between chunks of a long log, which others compute in
 _COMPARISONS = 8  # that are kept, so that the next look at them is quick
+MOST_DISPUTES = 200
 _STANDARD = ("above_noise", "positive_part")
 
 
@@ -232,11 +233,11 @@ class CreditDesk:
             found[f"rule:{rule}"] = Policy(f"rule {rule}", question=question, rule=rule)  # type: ignore[arg-type]
         return found
 
-    def disputes(self, limit: int = 50) -> list[Found]:
-        """Return the entries that note disputes, the newest first."""
+    def disputes(self) -> list[Found]:
+        """Return the entries that note disputes, the newest first; of very many, the newest."""
         self.tally.catch_up()
         with tables.reading(self.ledger.engine) as connection:
-            places: Sequence[int] = self.tally.disputes[::-1][:limit]
+            places: Sequence[int] = self.tally.disputes[::-1][:MOST_DISPUTES]
             return [found for place in places if (found := read_one(connection, place)) is not None]
 
 

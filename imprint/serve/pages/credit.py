@@ -12,7 +12,7 @@ from imprint.serve.access.roles import Identity
 from imprint.serve.api.credit import Desk, Sequence, describe_one, make_describer
 from imprint.serve.credit import answers, summaries
 from imprint.serve.credit.asking import LAST, CreditRoute, make_filters, read_day
-from imprint.serve.credit.desk import CreditDesk
+from imprint.serve.credit.desk import MOST_DISPUTES, CreditDesk
 from imprint.serve.credit.reading import Filters, Found
 from imprint.serve.credit.scope import Scope
 from imprint.serve.credit.tally import Counting
@@ -70,6 +70,7 @@ def show_credit(
     filters, trouble = _make_filters(scope, asked)
     page = desk.read_page(filters, before, _ROWS)
     describer, head = make_describer(desk, scope), desk.last_head()
+    entries = [describer.describe(found) for found in page.entries]
     periods = summaries.describe_periods(desk, scope)
     newer = asked.link("#entries") if before is not None else None
     verification = summaries.describe_verification(desk, scope)
@@ -82,7 +83,8 @@ def show_credit(
         trouble=trouble,
         scope=scope,
         size=desk.size(),
-        entries=[describer.describe(found) for found in page.entries],
+        entries=entries,
+        changed=[entry.sequence for entry in entries if entry.problems],
         before=None if page.before is None else asked.link("#entries", before=page.before),
         newest=newer,
         head=None if head is None else summaries.describe_head(desk, head),
@@ -160,7 +162,7 @@ def _describe_disputes(desk: CreditDesk, scope: Scope) -> Mapping[str, Any]:
     try:
         noted = desk.disputes()
     except Counting as error:
-        return {"trouble": error.message, "rows": []}
+        return {"trouble": error.message, "rows": [], "more": False}
     rows, last = [], set[int]()
     for found in noted:
         if found.leaf is None:
@@ -179,7 +181,7 @@ def _describe_disputes(desk: CreditDesk, scope: Scope) -> Mapping[str, Any]:
                 "others": about["others"] if scope.is_all else [],
             }
         )
-    return {"trouble": "", "rows": rows}
+    return {"trouble": "", "rows": rows, "more": len(noted) == MOST_DISPUTES}
 
 
 @router.post("/credit/verify")

@@ -86,6 +86,16 @@ def test_an_untouched_log_holds_and_shows_its_head(bureau: Bureau, tmp_path: Pat
     assert "It holds." in page and "The first 6 of 8 entries" in page and "newest 2 are not covered" in page
 
 
+def test_a_row_changed_after_the_log_was_verified_is_named_at_the_top(bureau: Bureau) -> None:
+    fill(bureau.ledger, (3,))
+    bureau.verify()
+    browser = bureau.browse("auditor")
+    assert "Something was changed" not in read(browser, "/credit")
+    run(bureau.ledger, rewrite(4, lambda about: about.update(pot=9000)))
+    page = text_of(read(browser, "/credit"))
+    assert "It holds." in page and "Something was changed since: entry 4 , of those listed below" in page
+
+
 def test_a_form_from_elsewhere_begins_no_verification(bureau: Bureau) -> None:
     fill(bureau.ledger, (1,))
     browser = bureau.browse("auditor")
