@@ -13,6 +13,7 @@ import uvicorn
 from fastapi import FastAPI
 
 from imprint.errors import ConfigurationError, ImprintError
+from imprint.serve.patience import ImpatientProtocol
 from imprint.serve.settings import Settings
 
 logger = logging.getLogger("imprint.serve")
@@ -66,7 +67,7 @@ def configure(app: FastAPI, settings: Settings) -> uvicorn.Config:
     """Return how uvicorn runs the application: one process, our own logs, and limits on connections."""
     return uvicorn.Config(
         app,
-        http="h11",
+        http=ImpatientProtocol,
         ws="none",
         lifespan="on",
         log_config=None,
