@@ -34,7 +34,7 @@ def test_every_command_of_the_page_works(
     commands = [
         shlex.split(line.removeprefix("$ imprint "), comments=True) for line in lines if line.startswith("$ imprint ")
     ]
-    assert {words[0] for words in commands} >= set(COMMANDS) - {"demo"}
+    assert {words[0] for words in commands} >= set(COMMANDS) - {"demo", "serve"}
     commands = [words for words in commands if "language" not in " ".join(words)]  # tests/test_examples.py runs those
     for words in commands:
         done = command(*words)
@@ -44,7 +44,9 @@ def test_every_command_of_the_page_works(
 def test_the_page_names_every_option_and_every_setting(command: Command) -> None:
     from imprint.cli.experiment import Experiment
 
-    options = {option for name in COMMANDS if name != "demo" for p in COMMANDS[name].params for option in p.opts}
+    options = {
+        option for name in COMMANDS if name not in ("demo", "serve") for p in COMMANDS[name].params for option in p.opts
+    }
     for option in options:
         if option.startswith("--") and option != "--help":
             assert f"`{option}" in PAGE, option

@@ -14,6 +14,7 @@ from imprint.serve.access import Access
 from imprint.serve.app import create_app
 from imprint.serve.metrics import Metrics
 from imprint.serve.settings import Settings
+from tests.cli.commands import COMMANDS
 from tests.serve.fake_service import serving
 from tests.serve.news import News, make_ledger
 
@@ -30,6 +31,14 @@ def find_rows(heading: str) -> list[str]:
 def test_every_setting_is_listed() -> None:
     listed = [name for row in find_rows("setting") for name in re.findall(r"`(\w+)`", row)]
     assert sorted(listed) == sorted(field.name for field in dataclasses.fields(Settings))
+
+
+def test_every_option_is_named() -> None:
+    options = {option for parameter in COMMANDS["serve"].params for option in parameter.opts if option[:2] == "--"}
+    assert (
+        len(options) > 8
+        and [option for option in options if f"{option}`" not in PAGE and f"{option} " not in PAGE] == []
+    )
 
 
 def test_every_address_of_the_api_is_listed(news: News, tmp_path: Path) -> None:
