@@ -1,7 +1,7 @@
 """Prepares what the page *Query* shows of an answer: rows of sources with bars, words, and what the numbers mean."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from markupsafe import Markup
@@ -92,7 +92,15 @@ def describe_answer(answered: Answered, receipt: Receipt | None) -> tuple[QueryE
         sure,
         halves,
     )
+    if found.rule == "above_noise":  # which asks for more than a first look does
+        rows = [
+            replace(row, says=f"{row.says}, too little to be credited") if _is_left_out(row) else row for row in rows
+        ]
     return found, rows
+
+
+def _is_left_out(row: Row) -> bool:
+    return row.kind == "helps" and row.share == 0
 
 
 def describe_documents(result: Attribution) -> list[Row]:

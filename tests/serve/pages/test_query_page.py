@@ -1,15 +1,18 @@
 """The page *Query* shows what the library computes, keeps what was typed, and credits a form once."""
 
+import asyncio
 import re
+from pathlib import Path
 
 import pytest
 
 import imprint
-from imprint.credit import verify
+from imprint.credit import Policy, verify
+from imprint.serve.pages.answering import describe_answer
 from imprint.serve.pages.wording import judge_effect
 from imprint.serve.service import Service
 from tests.serve.access.doors import Browser, Doors
-from tests.serve.news import News
+from tests.serve.news import News, make_ledger
 from tests.serve.pages.hostile import ATTACK, CLASSES, NAMES
 from tests.serve.pages.reading import Element, read_page
 
@@ -212,3 +215,15 @@ def test_without_ledger_or_validation_the_page_says_so(hostile: Browser) -> None
     assert "Credit" not in [link.text for link in page.one("nav").find("a")]
     refused = hostile.post("/query", data={"choice": "own", "values": "0 1 0.5 1", "credit": "yes"})
     assert refused.status_code == 403
+
+
+def test_help_that_is_clear_at_first_sight_and_not_credited_says_so(news: News, tmp_path: Path) -> None:
+    policy = Policy("careful", question="this_run", rule="above_noise", level=0.9999)
+    with make_ledger(tmp_path / "credit.db") as ledger:
+        service = Service(news.task, news.store, policy=policy, ledger=ledger)
+        answers = [asyncio.run(service.attribute([news.ask(place)])) for place in range(12)]
+        service.close()
+    rows = [row for answered in answers for row in describe_answer(answered, None)[1]]
+    told = [row.says.endswith("too little to be credited") for row in rows]
+    assert told == [row.kind == "helps" and row.share == 0 for row in rows]
+    assert any(told) and any(row.says == "helps" for row in rows)
