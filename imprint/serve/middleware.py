@@ -21,7 +21,7 @@ from uvicorn.middleware.proxy_headers import ProxyHeadersMiddleware
 from imprint.errors import AccessError
 from imprint.serve.access import Access
 from imprint.serve.access.cookies import read_cookie
-from imprint.serve.access.guard import NO_KEY, LoginNeeded, send_to_login
+from imprint.serve.access.guard import LoginNeeded, refuse_stranger, send_to_login
 from imprint.serve.access.rates import Buckets, name_network
 from imprint.serve.access.roles import Identity
 from imprint.serve.errors import ApiError
@@ -131,7 +131,7 @@ class Protect:
         if wait:
             raise refuse_rate(wait)
         if identity is None and path.startswith("/v1/") and path not in _OPEN:
-            raise NO_KEY
+            raise refuse_stranger()
 
     async def _identify(self, scope: Scope) -> Identity | None:
         """Return whose key or session a request has."""

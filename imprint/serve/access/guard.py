@@ -19,12 +19,6 @@ from imprint.serve.errors import ApiError
 
 logger = logging.getLogger("imprint.serve")
 SAFE_METHODS = ("GET", "HEAD", "OPTIONS")
-NO_KEY = ApiError(
-    401,
-    "no_key",
-    "this needs a valid key: send the header Authorization: Bearer imprint_…",
-    {"WWW-Authenticate": 'Bearer realm="imprint"'},
-)
 _SCHEME = HTTPBearer(auto_error=False, description="A key: `imprint access create` makes one.")
 _Documented = Annotated[HTTPAuthorizationCredentials | None, Depends(_SCHEME)]  # for the description of the API
 
@@ -42,7 +36,7 @@ def require(permission: Permission) -> Callable[..., Awaitable[Identity]]:
     async def check(request: Request, _: _Documented) -> Identity:
         identity = _find_identity(request)
         if identity is None:
-            raise NO_KEY
+            raise refuse_stranger()
         if identity.csrf is not None and request.method not in SAFE_METHODS:
             _check_csrf(identity.csrf, request.headers.get("x-csrf-token", ""))
         _check_permission(identity, permission)
@@ -75,6 +69,16 @@ async def require_login(request: Request) -> Identity:
     if request.method not in SAFE_METHODS:
         _check_csrf(identity.csrf, (await read_form(request)).get("csrf", ""))
     return identity
+
+
+def refuse_stranger() -> ApiError:
+    """Return the refusal of a request without a valid key."""
+    return ApiError(
+        401,
+        "no_key",
+        "this needs a valid key: send the header Authorization: Bearer imprint_…",
+        {"WWW-Authenticate": 'Bearer realm="imprint"'},
+    )
 
 
 def _find_identity(request: Request) -> Identity | None:
