@@ -183,6 +183,7 @@ class Client:
         given_up, pause = time.monotonic() + self.patience, _FIRST
         while True:
             refusal: ServiceError
+            kept = getattr(self._local, "connection", None) is not None
             try:
                 status, answered, after = self._send(method, path, content, headers or {})
                 if status == 200:
@@ -194,6 +195,8 @@ class Client:
                 if isinstance(error, ssl.SSLCertVerificationError):
                     raise ServiceError(f"{self!r} has no certificate to be trusted: {error.verify_message}.") from error
                 self.close()
+                if kept and not isinstance(error, TimeoutError):
+                    continue  # the service closes idle connections: a new one may be answered at once
                 after, refusal = 0.0, ServiceError(f"{self!r} cannot be reached: {type(error).__name__}.")
                 refusal.__cause__ = error
             wait = max(after, pause * random.uniform(0.5, 1.0))

@@ -81,6 +81,14 @@ def test_it_waits_as_long_as_it_is_told_and_ever_longer_where_it_is_not(clock: C
         assert 0.5 * 0.1 * 2**tries <= seconds <= 0.1 * 2**tries
 
 
+def test_a_connection_that_was_closed_meanwhile_is_replaced_at_once(clock: Clock) -> None:
+    with serving(Reply(), LOST, Reply()) as service, Client(service.url, KEY) as client:
+        client.attribute(1)
+        client.attribute(2, credit=True)
+    assert clock.slept == [] and [asked.body["query"] for asked in service.asked] == [1, 2, 2]
+    assert len({asked.headers.get("idempotency-key") for asked in service.asked[1:]}) == 1
+
+
 def test_trying_ends_when_its_patience_does(clock: Clock) -> None:
     with serving(refuse(503, "closing")) as service:
         client = Client(service.url, KEY, patience=60)
