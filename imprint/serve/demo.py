@@ -160,7 +160,7 @@ def _make_ledger(folder: Path, log: Log) -> None:
 def _credit(service: Service, queries: list[Any], name: str) -> None:
     async def run() -> None:
         for start in range(0, len(queries), _TOGETHER):
-            answered = await service.attribute(queries[start : start + _TOGETHER])
+            answered = await service.attribute(queries[start : start + _TOGETHER], divide=False)
             await service.credit(answered, caller=f"key:{QUERY}", key=f"{name}-{start}")
 
     asyncio.run(run())

@@ -48,7 +48,7 @@ class Answered:
 
     batches: the queries as they were read, each as a batch of one.
     answers: what is attributed, for people.
-    drafts: how the policy would divide each query; empty if the service has none.
+    drafts: how the policy would divide each query; empty if the service has none, or was not asked for it.
     queued, read: seconds.
     """
 
@@ -117,14 +117,19 @@ class Service:
         """Whether queries are read: the thread that does is there, and the service is not shutting down."""
         return self._batcher.alive
 
-    async def attribute(self, queries: Sequence[Any], *, deadline: float | None = None) -> Answered:
-        """Attribute the queries of a request, given as JSON values."""
+    async def attribute(
+        self, queries: Sequence[Any], *, deadline: float | None = None, divide: bool = True
+    ) -> Answered:
+        """Attribute the queries of a request, given as JSON values.
+
+        divide: also find how the policy would divide them; crediting does that by itself.
+        """
         began = time.monotonic()
         timeout = self.settings.deadline if deadline is None else deadline
         batches = await asyncio.to_thread(self._parse, queries)
         found = await self._batcher.submit(batches, timeout - (time.monotonic() - began))
         answered = replace(found.result, queued=found.waited, read=found.seconds)
-        if self.policy is not None:
+        if self.policy is not None and divide:
             answered = replace(answered, drafts=await asyncio.to_thread(self._divide, answered.result))
         self.seen.add(answered.result)
         return answered

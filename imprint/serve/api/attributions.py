@@ -60,7 +60,7 @@ async def attribute(
     request.state.queries = len(queries)
     if body.credit:
         _check_credit(service, identity, idempotency_key)
-    answered = await service.attribute(queries)
+    answered = await service.attribute(queries, divide=not body.credit)
     read, receipt = time.monotonic(), None
     if body.credit:
         assert idempotency_key is not None
