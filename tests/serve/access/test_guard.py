@@ -1,33 +1,31 @@
 """Who gets in: keys in the API, sessions on pages and in the API; and CSRF tokens, without which nothing changes."""
 
-import pytest
+from itertools import product
 
 from imprint.serve.access.roles import ROLES
 from tests.serve.access.doors import Browser, Clock, Doors
 
+NO_KEYS: list[dict[str, str]] = [
+    {},
+    {"Authorization": ""},
+    {"Authorization": "Bearer"},
+    {"Authorization": "Bearer "},
+    {"Authorization": "Bearer imprint_"},
+    {"Authorization": f"Bearer imprint_{'A' * 43}"},
+    {"Authorization": "Bearer imprint_" + "é" * 43},
+    {"Authorization": "Basic cm9vdDpyb290"},
+    {"Cookie": "imprint=" + "A" * 43},
+    {"Cookie": "imprint=" + "A" * 43 + "; imprint=" + "B" * 43},
+    {"Cookie": "imprint"},
+    {"X-Api-Key": "imprint_" + "A" * 43},
+]
 QUERY = {"query": {"values": [0.1, 0.2, 0.3, 0.4], "label": 1}}
 
 
-@pytest.mark.parametrize(
-    "headers",
-    [
-        {},
-        {"Authorization": ""},
-        {"Authorization": "Bearer"},
-        {"Authorization": "Bearer "},
-        {"Authorization": "Bearer imprint_"},
-        {"Authorization": f"Bearer imprint_{'A' * 43}"},
-        {"Authorization": "Bearer imprint_" + "é" * 43},
-        {"Authorization": "Basic cm9vdDpyb290"},
-        {"Cookie": "imprint=" + "A" * 43},
-        {"Cookie": "imprint=" + "A" * 43 + "; imprint=" + "B" * 43},
-        {"Cookie": "imprint"},
-        {"X-Api-Key": "imprint_" + "A" * 43},
-    ],
-)
-def test_without_a_valid_key_the_api_is_closed(doors: Doors, headers: dict[str, str]) -> None:
-    raw = {name.encode(): value.encode("latin-1") for name, value in headers.items()}
-    for method, path in (("GET", "/v1/sources"), ("GET", "/v1/nothing"), ("POST", "/v1/attributions")):
+def test_without_a_valid_key_the_api_is_closed(doors: Doors) -> None:
+    routes = (("GET", "/v1/sources"), ("GET", "/v1/nothing"), ("POST", "/v1/attributions"))
+    for headers, (method, path) in product(NO_KEYS, routes):
+        raw = {name.encode(): value.encode("latin-1") for name, value in headers.items()}
         answer = doors.client.request(method, path, headers=raw, content=b"{")
         assert answer.status_code == 401 and answer.json()["error"]["code"] == "no_key"
         assert answer.headers["WWW-Authenticate"].startswith("Bearer")

@@ -5,6 +5,7 @@ import re
 import pytest
 
 from imprint.serve import create_app
+from imprint.serve.pages import login
 from imprint.serve.pages.login import choose_destination
 from imprint.serve.service import Service
 from imprint.serve.settings import Settings
@@ -56,16 +57,14 @@ def test_a_session_that_somebody_planted_is_not_taken_over(doors: Doors) -> None
     assert doors.client.get("/v1/store", headers={"Cookie": f"imprint={planted}"}).status_code == 401
 
 
-@pytest.mark.parametrize(
-    "key", ["", "x", f"imprint_{'A' * 43}", "imprint_" + "é" * 43, "<script>", "' OR 1=1 --", "\0"]
-)
-def test_a_failed_login_says_nothing_about_why(doors: Doors, key: str) -> None:
+def test_a_failed_login_says_nothing_about_why(doors: Doors, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(login, "_BURST", 100)
     doors.access.revoke("audit")
     browser = Browser(doors.app)
-    status, page = log_in(browser, key)
     revoked = log_in(browser, doors.secrets["auditor"])
-    assert status == 401 and (status, page) == revoked and "imprint" not in browser.cookies
-    assert key not in page or not key or key == "x"
+    assert revoked[0] == 401 and doors.secrets["auditor"] not in revoked[1]
+    for key in ("", "x", f"imprint_{'A' * 43}", "imprint_" + "é" * 43, "<script>", "' OR 1=1 --", "\0"):
+        assert log_in(browser, key) == revoked and "imprint" not in browser.cookies
 
 
 def test_failed_logins_are_slowed_down_by_address(doors: Doors) -> None:
