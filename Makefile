@@ -1,4 +1,4 @@
-# Everything from a fresh machine with Python 3.11+ and pip: `make demo`, `make test`.
+# Everything from a fresh machine with Python 3.11+ and pip: `make demo`, `make test`, `make serve`.
 # TORCH_INDEX: an extra package index for torch. On Linux without a GPU, https://download.pytorch.org/whl/cpu
 # saves a download of several gigabytes.
 PYTHON ?= python3
@@ -20,11 +20,15 @@ SLICE ?=
 MINUTES ?=
 FAST := -m "not system and not wide and not long" --ignore tests/attacks -n $(WORKERS) --dist worksteal
 
-.PHONY: demo test coverage test-system test-long serving-engine s3-server lint docs release-check clean
+.PHONY: demo serve test coverage test-system test-long serving-engine s3-server lint docs release-check clean
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/.report
 	$(BIN)/imprint demo
+
+# The service with a demo of its own, until Ctrl-C.
+serve: $(VENV)/.serve
+	$(BIN)/imprint serve --demo
 
 # What pip packages suffice for, in 12 minutes of one core.
 test: lint
@@ -74,6 +78,10 @@ $(VENV)/.torch: $(BIN)/python constraints.txt
 
 $(VENV)/.report: $(VENV)/.torch pyproject.toml
 	$(PIP) --editable ".[report]"
+	touch $@
+
+$(VENV)/.serve: $(VENV)/.torch pyproject.toml
+	$(PIP) --editable ".[serve]"
 	touch $@
 
 $(VENV)/.test: $(VENV)/.torch pyproject.toml requirements/test.txt requirements/kronfluence.txt

@@ -163,7 +163,8 @@ def test_a_second_signal_stops_it_at_once(site: Site, monkeypatch: pytest.Monkey
 def test_the_demo_answers_as_the_readme_says_and_a_second_start_serves_the_same(tmp_path: Path) -> None:
     require("curl", shutil.which("curl") is not None, "curl is not installed")
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
-    (serving,) = re.findall(r"^\$ (imprint serve .*?) *#", readme, re.MULTILINE)
+    (serving,) = re.findall(r"^\$ make serve .*\((imprint serve .*)\)", readme, re.MULTILINE)
+    assert f"serve: $(VENV)/.serve\n\t$(BIN)/{serving}\n" in (ROOT / "Makefile").read_text(encoding="utf-8")
     (asking,) = re.findall(r"^\$ (curl (?:.*\\\n)*.*)$", readme, re.MULTILINE)
     stores = set()
     for _ in range(2):
