@@ -117,6 +117,13 @@ def has_values(tensor: Tensor) -> bool:
     return not wrapped(tensor) and not torch.compiler.is_compiling()
 
 
+def is_same_memory(one: Tensor, other: Tensor) -> bool:
+    """Tell whether two tensors are the same view of the same values, without reading them."""
+    if one.dtype != other.dtype or one.device != other.device or not (has_values(one) and has_values(other)):
+        return False
+    return one.data_ptr() == other.data_ptr() and one.shape == other.shape and one.stride() == other.stride()
+
+
 def is_scripted(model: nn.Module) -> bool:
     """Return whether a model was made by `torch.jit.script` or `torch.jit.trace`."""
     return isinstance(model, RecursiveScriptModule)

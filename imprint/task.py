@@ -18,7 +18,7 @@ from torch.nn import functional as F
 
 from imprint.batches import Batch as Batch
 from imprint.batches import own_containers
-from imprint.compat import math_attention
+from imprint.compat import is_same_memory, math_attention
 from imprint.display import name_some
 from imprint.errors import TaskError
 from imprint.forms import Form
@@ -206,11 +206,15 @@ class Task:
             raise TaskError("the model is on the meta device and has no values: load its weights first.")
         return device
 
-    def state(self) -> Parameters:
-        """Copy every parameter and persistent buffer of the model, tied tensors once."""
+    def tensors(self) -> Parameters:
+        """Return every parameter and persistent buffer of the model, tied tensors once, detached and not copied."""
         persistent = self.model.state_dict().keys()
         buffers = {name: b for name, b in self.model.named_buffers() if name in persistent}
-        return {name: t.detach().clone() for name, t in {**dict(self.model.named_parameters()), **buffers}.items()}
+        return {name: t.detach() for name, t in {**dict(self.model.named_parameters()), **buffers}.items()}
+
+    def state(self) -> Parameters:
+        """Copy every parameter and persistent buffer of the model, tied tensors once."""
+        return {name: tensor.clone() for name, tensor in self.tensors().items()}
 
     def own(self, names: Iterable[str]) -> Parameters:
         """Return the named parameters of the model, detached."""
@@ -230,8 +234,11 @@ class Task:
         return others
 
     def complete(self, state: Mapping[str, Tensor]) -> Parameters:
-        """Check a user's state dict against the model and copy it to its device, each tied weight once."""
-        own = self.state()
+        """Check a user's state dict against the model and copy it to its device, each tied weight once.
+
+        A frozen parameter of the model itself is not copied: nothing trains it, and it may fill half of the memory.
+        """
+        own = self.tensors()
         for first, others in self._aliases().items():  # a file keeps a tied weight under one of its names
             found = [state[name] for name in others if name in state]
             state = {first: found[0], **state} if found else state
@@ -249,7 +256,9 @@ class Task:
             if state[name].shape != mine.shape:
                 theirs = tuple(state[name].shape)
                 raise TaskError(f"checkpoint tensor {name!r} has shape {theirs}, the model's is {tuple(mine.shape)}.")
-        return {name: state[name].detach().to(mine.device, mine.dtype, copy=True) for name, mine in own.items()}
+        frozen = {name for name, p in self.model.named_parameters() if not p.requires_grad}
+        copied = {name for name in own if name not in frozen or not is_same_memory(own[name], state[name])}
+        return {n: state[n].detach().to(t.device, t.dtype, copy=True) if n in copied else t for n, t in own.items()}
 
     def at(self, state: Mapping[str, Tensor], measure: PerExample | None = None) -> tuple["Functional", Parameters]:
         """Return the task as pure functions around `state`, and the selected parameters at `state`.

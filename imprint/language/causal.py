@@ -129,7 +129,7 @@ class LanguageTask(Task):
         return super().complete(state)
 
     def _fill_in(self, state: dict[str, Tensor]) -> dict[str, Tensor]:
-        own = self.state()
+        own = self.tensors()
         for name in own:
             written = self._adapter_names.get(name, name.replace(".base_layer.", "."))
             if name not in state and written in state:
@@ -137,7 +137,7 @@ class LanguageTask(Task):
         adapter = {name: own[name] for name in self._adapter_names}
         lacking = [name for name in adapter if name not in state]
         if self.adapter is not None and len(lacking) == len(adapter):
-            fresh = {name: t.zero_() if name in self.names else t for name, t in adapter.items()}
+            fresh = {name: torch.zeros_like(t) if name in self.names else t for name, t in adapter.items()}
             return {**fresh, **state}
         if lacking:
             some = ", ".join(lacking[:3]) + ", …" * (len(lacking) > 3)

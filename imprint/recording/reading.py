@@ -143,7 +143,7 @@ class Recording:
 
         state: any state of the run.
         """
-        own, recorded = task.state(), {*self._header.trained, *self._header.buffers, *self.frozen}
+        own, recorded = task.tensors(), {*self._header.trained, *self._header.buffers, *self.frozen}
         if own.keys() != recorded:
             parts = [f"the recording lacks {name_some(sorted(own.keys() - recorded))}"] * bool(own.keys() - recorded)
             parts += [f"the model lacks {name_some(sorted(recorded - own.keys()))}"] * bool(recorded - own.keys())

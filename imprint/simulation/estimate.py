@@ -14,9 +14,9 @@ from imprint.runtime.memory import Peak, tensor_bytes
 from imprint.simulation import engines
 from imprint.simulation.inputs import Inputs
 from imprint.sources import Sources
-from imprint.store.table import DIGEST
 from imprint.store.files import find_nearest_folder, sha256, write_tensors
 from imprint.store.request import DTYPES
+from imprint.store.table import DIGEST
 
 _NORM = 10  # bytes of the norm of an imprint, which its file has as text
 _WRITTEN = 16 << 20  # bytes written to measure how fast the disk is
@@ -57,7 +57,7 @@ def estimate(inputs: Inputs, memory: int | str | None, out: str | os.PathLike[st
     cost = engine.cost(used)
     engine.warn(inputs.notices.add)
     each = len(used) * cost.values * DTYPES[inputs.stored_as].itemsize
-    beside = tensor_bytes(inputs.without_fixed(inputs.task.state())) + cost.shared + _NORM * len(inputs.sources)
+    beside = tensor_bytes(inputs.without_fixed(inputs.task.tensors())) + cost.shared + _NORM * len(inputs.sources)
     store = each * len(inputs.sources) + len(used) * beside + _count_labels(inputs.sources) + _count_probes(inputs)
     return Estimate(
         seconds=preparing + cost.seconds + store * _write_seconds(out),

@@ -140,7 +140,7 @@ def _complete(run: Run, task: Task, *steps: int) -> list[Parameters]:
     """Return some checkpoints of a run as complete states; refuse a run of another model."""
     if isinstance(run, Recording):
         return run.complete(task, *steps)
-    own = task.state()
+    own = task.tensors()
     return [{**own, **run.state(step)} for step in steps]
 
 
@@ -148,7 +148,7 @@ def describe_other_state(run: Run, task: Task) -> str | None:
     """Say that the task's model is neither the start nor the end of a run; None if it is one of them."""
     if _ONE_OF_SEVERAL.get():
         return None
-    own, steps = task.state(), len(run.steps)
+    own, steps = task.tensors(), len(run.steps)
     differing = [
         next((name for name, t in run.state(step).items() if name in own and not _agree(own[name], t)), None)
         for step in (steps, 0)

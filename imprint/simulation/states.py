@@ -33,7 +33,7 @@ class States:
                 f"checkpoints must be a list of state dicts or files, not of type "
                 f"{type(checkpoints).__name__}{_hint_at_paths(checkpoints)}."
             )
-        given, self.runs = flatten([task.state()] if checkpoints is None else list(checkpoints))
+        given, self.runs = flatten([task.complete(task.tensors())] if checkpoints is None else list(checkpoints))
         if not given:
             raise PlanError(
                 "checkpoints is empty: leave it out to take the model as it is. (The paths of a Recorder are empty "

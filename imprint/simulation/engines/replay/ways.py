@@ -114,10 +114,12 @@ def find_unkept_state(repetition: Repetition, *, twice: bool) -> str | None:
     """
     model, step = repetition.make_model(), repetition.run.steps[repetition.begin]
     examples, batch = repetition.gather(step.batches[0])
-    persistent = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    frozen = {name for name, p in model.named_parameters(remove_duplicate=False) if not p.requires_grad}
+    # frozen parameters are those of the user's model, and may be most of it: they are neither copied nor written to
+    persistent = {name: tensor.clone() for name, tensor in model.state_dict().items() if name not in frozen}
 
     def forward() -> tuple[Tensor, Parameters]:
-        model.load_state_dict(persistent)
+        model.load_state_dict(persistent, strict=False)
         seed_everything(micro_seed(step.seed, 0))
         with torch.no_grad():
             losses = compute_losses(repetition, model, batch, len(examples))
