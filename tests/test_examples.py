@@ -103,7 +103,7 @@ def test_every_completion_of_the_language_example_is_credited_to_the_publisher_w
         assert own < 0 and min(effects.values()) > 0.1 * own
     (asked,) = json.loads(printed(*asking, "--json"))["queries"]
     assert min(asked, key=lambda credit: float(credit["removal_effect"]))["name"] == "logbook"
-    assert "What logbook contributes" in printed(*shading) and Path("words.html").is_file()
+    assert "logbook makes this completion likelier" in printed(*shading) and Path("words.html").is_file()
     printed(*exporting)
     onnx = ("export", "runs/language", "--task", task, "-o", "graph", "--format", "onnx")
     exported = json.loads(printed(*onnx, "--json"))
