@@ -49,7 +49,7 @@ def draw_ranges(title: str, ranges: Sequence[tuple[str, Sequence[float]]]) -> Ma
     axis = _Axis(min(ends), max(ends), 12, 345)
     high = 52 * len(ranges)
     shapes: list[str] = [axis.draw(high)]
-    told = []
+    sentences = []
     for place, (name, deciles) in enumerate(ranges):
         y = 52 * place + 34
         lowest, low, median, upper, highest = (axis.place(deciles[index]) for index in (0, 1, 5, 9, 10))
@@ -61,8 +61,10 @@ def draw_ranges(title: str, ranges: Sequence[tuple[str, Sequence[float]]]) -> Ma
             f'<path class="whisker" d="M{median:.1f} {y - 12}V{y + 12}"/>',
         ]
         first, tenth, middle, ninetieth, last = (f"{deciles[index]:.2g}" for index in (0, 1, 5, 9, 10))
-        told.append(f"{name}: from {first} to {last}, median {middle}, the middle 80% from {tenth} to {ninetieth}.")
-    return _frame(title, " ".join(told), high + 22, shapes)
+        sentences.append(
+            f"{name}: from {first} to {last}, median {middle}, the middle 80% from {tenth} to {ninetieth}."
+        )
+    return _frame(title, " ".join(sentences), high + 22, shapes)
 
 
 def draw_ratio(
@@ -78,14 +80,14 @@ def draw_ratio(
         axis.draw(46),
         f'<path class="axis" d="M{axis.place(1):.1f} 0V46"/>',
     ]
-    told = f"The ratio is {value:.2f}"
+    description = f"The ratio is {value:.2f}"
     if low is not None and high is not None:
         start, end = axis.place(low), axis.place(high)
         shapes.append(f'<path class="whisker" d="M{start:.1f} 15V31M{start:.1f} 23H{end:.1f}M{end:.1f} 15V31"/>')
-        told += f", with a 95% interval from {low:.2f} to {high:.2f}"
+        description += f", with a 95% interval from {low:.2f} to {high:.2f}"
     shapes.append(f'<circle class="helps" cx="{axis.place(value):.1f}" cy="23" r="7"/>')
-    told += f". Sizes are right within {accepted[0]:g} to {accepted[1]:g}; 1 would be perfect."
-    return _frame(title, told, 68, shapes)
+    description += f". Sizes are right within {accepted[0]:g} to {accepted[1]:g}; 1 would be perfect."
+    return _frame(title, description, 68, shapes)
 
 
 class _Axis:
@@ -93,7 +95,7 @@ class _Axis:
 
     def __init__(self, low: float, high: float, first: float, last: float) -> None:
         self._log = low > 0
-        self.low, self.high = low, high if high > low else low + (abs(low) or 1.0)
+        self.low, self.high = low, high if high - low > 1e-9 * abs(low) else low + (abs(low) or 1.0)
         self._first, self._last = first, last
 
     def place(self, value: float) -> float:
@@ -101,9 +103,14 @@ class _Axis:
         return self._first + (value - low) / (high - low) * (self._last - self._first)
 
     def _ticks(self) -> list[float]:
-        if not self._log:
-            step = 10.0 ** math.floor(math.log10((self.high - self.low) / 2))
-            return [step * tick for tick in range(math.ceil(self.low / step), math.floor(self.high / step) + 1)]
+        ticks = self._list_powers() if self._log else []
+        if len(ticks) >= 2:
+            return ticks
+        step = 10.0 ** math.floor(math.log10((self.high - self.low) / 2))
+        return [step * tick for tick in range(math.ceil(self.low / step), math.floor(self.high / step) + 1)]
+
+    def _list_powers(self) -> list[float]:
+        """List the powers of ten on the axis, and where they are few, 2 and 5 times them; a narrow axis has none."""
         powers = range(math.floor(math.log10(self.low)), math.ceil(math.log10(self.high)) + 1)
         few = len(powers) <= 3
         each = [digit * 10.0**power for power in powers for digit in ((1, 2, 5) if few else (1,))]
@@ -112,12 +119,11 @@ class _Axis:
     def draw(self, high: float) -> Markup:
         """Draw lines across a chart of some height, with a number below each."""
         ticks = self._ticks()
-        shown = ticks[:: math.ceil(len(ticks) / 6)] or [self.low]
         return Markup("").join(
             Markup(
                 '<path class="grid" d="M{0} 0V{1}"/><text class="label" x="{0}" y="{2}" text-anchor="middle">{3}</text>'
             ).format(f"{self.place(tick):.1f}", high, high + 18, f"{tick:g}")
-            for tick in shown
+            for tick in ticks[:: math.ceil(len(ticks) / 6)]
         )
 
 

@@ -66,9 +66,9 @@ def draw_history(title: str, spans: Sequence[Span], currency: str) -> Markup:
         text = Markup('<text class="label" x="{}" y="{}" text-anchor="{}">{}</text>')
         shapes.append(text.format(x, _HIGH + 15, anchor, span.text[:10]))
     most = max(spans, key=lambda each: each.amount)
-    told = f"The most was {format_amount(most.amount)} {currency}, {most.text}. The table below has the numbers."
+    description = f"The most was {format_amount(most.amount)} {currency}, {most.text}. The table below has the numbers."
     head = Markup('<svg class="chart" role="img" viewBox="0 0 {} {}"><title>{}</title><desc>{}</desc>')
-    return head.format(_WIDE, _HIGH + 20, title, told) + Markup("").join(shapes) + Markup("</svg>")
+    return head.format(_WIDE, _HIGH + 20, title, description) + Markup("").join(shapes) + Markup("</svg>")
 
 
 def draw_share(share: float, baseline: float | None, reach: float) -> Markup:

@@ -50,6 +50,16 @@ def test_distributions_are_drawn_on_one_axis(low: float) -> None:
     assert draw_ranges("Sizes", [("same", [0.0] * 11)])
 
 
+@pytest.mark.parametrize(
+    ("low", "high"), [(0.03, 0.045), (2.1e-4, 4.9e-4), (2.1, 2.1), (1000.0, 1000.0 * (1 + 1e-16)), (0.9, 1.1), (-3, -2)]
+)
+def test_a_narrow_distribution_has_an_axis_with_numbers_on_it(low: float, high: float) -> None:
+    svg = draw_ranges("Sizes", [("us", [low + (high - low) * place / 10 for place in range(11)])])
+    numbers = [float(each) for each in re.findall(r'text-anchor="middle">([^<]+)<', svg)]
+    assert 2 <= len(numbers) <= 6
+    assert all(min(low, high) <= each <= max(high, 2 * low) for each in numbers)
+
+
 def test_a_picture_has_its_pixels_from_black_to_white() -> None:
     import struct
     import zlib
