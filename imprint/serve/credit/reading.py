@@ -15,8 +15,10 @@ from imprint.credit.canonical import encode
 from imprint.credit.leaves import Leaf
 from imprint.errors import CreditError
 
-WINDOW = 100_000
-"""How many places of the log one page of filtered entries may go through."""
+WINDOW, UNSEARCHED = 100_000, 2_000
+"""How many places of the log one page of filtered entries may go through; and if the database cannot look for the
+sources, so that each entry is read."""
+_SEARCHED = 100  # sources that the database looks for; SQLite has a limit of about 1,000
 _DAMAGED = (CreditError, KeyError, TypeError, ValueError, AttributeError, IndexError, ArithmeticError)
 
 
@@ -74,7 +76,7 @@ def read_page(connection: Connection, filters: Filters, before: int | None, limi
     if filters.until is not None:
         stop = min(stop, find_place(connection, filters.until, size))
     begin = 0 if filters.since is None else find_place(connection, filters.since, size)
-    start = max(begin, stop - WINDOW)
+    start = max(begin, stop - (WINDOW if _can_search(filters) else UNSEARCHED))
     found = list[Found]()
     at = stop
     while at > start and len(found) < limit:
@@ -93,11 +95,15 @@ def _read_rows_before(connection: Connection, filters: Filters, start: int, stop
     wanted = {name: value for name, value in (("rule", filters.rule), ("query", filters.query)) if value is not None}
     for name, value in wanted.items():
         query = query.where(_contains(connection, table.c.header, {name: value}))
-    if filters.sources is not None:
+    if filters.sources is not None and _can_search(filters):
         query = query.where(
             or_(False, *(_contains(connection, table.c.lines, {"source": each}) for each in sorted(filters.sources)))
         )
     return list(connection.execute(query.order_by(table.c.sequence.desc()).limit(limit)).all())
+
+
+def _can_search(filters: Filters) -> bool:
+    return len(filters.sources or ()) <= _SEARCHED
 
 
 def _contains(connection: Connection, column: ColumnElement[Any], value: dict[str, str]) -> ColumnElement[bool]:

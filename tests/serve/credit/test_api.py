@@ -5,6 +5,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from imprint.credit import Policy, check_statement, close_period
 from imprint.credit.heads import Head
 from imprint.credit.merkle import check_inclusion, hash_leaf
@@ -156,6 +158,16 @@ def test_a_publisher_without_a_line_in_an_entry_is_told_nothing_of_it(bureau: Bu
     assert get(client, "entries") == {"entries": [], "before": None}
     get(client, "entries/3", 404)
     assert client.get("/v1/credit/export").text.count("\n") == 1
+
+
+def test_a_publisher_of_a_thousand_sources_sees_its_entries(bureau: Bureau, monkeypatch: pytest.MonkeyPatch) -> None:
+    fill(bureau.ledger)
+    expected = [each["sequence"] for each in list_all(bureau.client("publisher", ("times",)))]
+    client = bureau.client("publisher", ("times", *(f"title-{place}" for place in range(1_100))))
+    assert [each["sequence"] for each in list_all(client)] == expected and len(expected) == 8
+    monkeypatch.setattr("imprint.serve.credit.reading.UNSEARCHED", 3)
+    assert len(get(client, "entries")["entries"]) == 3  # every entry is read, so fewer of them for one page
+    assert [each["sequence"] for each in list_all(client)] == expected
 
 
 def test_roles_that_may_not_see_credit_are_refused(bureau: Bureau) -> None:
