@@ -12,7 +12,7 @@ from imprint.credit.money import PARTS, apportion
 from imprint.credit.periods import Totals
 from imprint.credit.policy import Policy
 from imprint.serve.credit.reading import read_chunk
-from imprint.serve.credit.tally import AT_ONCE, Counting, can_be_added
+from imprint.serve.credit.tally import AT_ONCE, Counting, is_payable
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ class Comparison:
             end = min(stop, self._read + most)
             for found in read_chunk(connection, self._read, end):
                 leaf = found.leaf
-                if leaf is None or (leaf.kind == "credit" and not can_be_added(leaf)):
+                if leaf is None or (leaf.kind == "credit" and not is_payable(leaf)):
                     self._left_out += 1
                 elif leaf.kind == "credit":
                     self._add(leaf)

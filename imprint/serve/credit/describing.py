@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from imprint.credit import log
 from imprint.credit.auditing import Problem
 from imprint.credit.leaves import Leaf
 from imprint.credit.money import PARTS, format_share
@@ -16,7 +17,6 @@ from imprint.serve.credit.scope import Scope
 
 CHANGED = "its content was changed or removed since it was written, so its figures are not shown"
 HIDDEN = "something in it is not as it was written"
-_DAMAGED = (CreditError, KeyError, TypeError, ValueError, AttributeError, IndexError, ArithmeticError)
 
 
 class Describer:
@@ -44,8 +44,9 @@ class Describer:
         if found.leaf is None:
             return self._refuse(found.sequence)
         try:
-            return self._describe(found.leaf)
-        except _DAMAGED:  # written by hand, with its hash
+            with log.translated_damage(f"entry {found.sequence}"):
+                return self._describe(found.leaf)
+        except CreditError:  # written by hand, with its hash
             return self._refuse(found.sequence)
 
     def _refuse(self, sequence: int) -> ChangedEntry:

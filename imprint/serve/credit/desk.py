@@ -121,8 +121,9 @@ class CreditDesk:
         found = {}
         for leaf in self._read_kind("policy"):
             try:
-                policy = Policy.from_json(leaf.about["policy"])
-            except (CreditError, KeyError, TypeError):
+                with log.translated_damage(f"entry {leaf.sequence}"):
+                    policy = Policy.from_json(leaf.about["policy"])
+            except CreditError:
                 continue  # written by hand, with its hash: verification names it
             found[policy.sha256] = policy
         return found

@@ -14,12 +14,12 @@ from imprint.credit import log, tables
 from imprint.credit.canonical import encode
 from imprint.credit.leaves import Leaf
 from imprint.errors import CreditError
+from imprint.serve.credit.shapes import has_shape
 
 WINDOW, UNSEARCHED = 100_000, 2_000
 """How many places of the log one page of filtered entries may go through; and if the database cannot look for the
 sources, so that each entry is read."""
 _SEARCHED = 100  # sources that the database looks for; SQLite has a limit of about 1,000
-_DAMAGED = (CreditError, KeyError, TypeError, ValueError, AttributeError, IndexError, ArithmeticError)
 
 
 @dataclass(frozen=True)
@@ -115,12 +115,14 @@ def _contains(connection: Connection, column: ColumnElement[Any], value: dict[st
 
 
 def check_row(row: Any) -> Found:
-    """Return an entry, without its content if that differs from its hash or its row."""
+    """Return an entry; without its content if that differs from its hash or its row, or lacks what its kind has."""
     try:
-        leaf = log.make_leaf(row)
-        return Found(row.sequence, leaf if log.is_unchanged(row, leaf) else None)
-    except _DAMAGED:
+        with log.translated_damage(f"entry {row.sequence}"):
+            leaf = log.make_leaf(row)
+            is_whole = log.is_unchanged(row, leaf) and has_shape(leaf)
+    except CreditError:
         return Found(row.sequence, None)
+    return Found(row.sequence, leaf if is_whole else None)
 
 
 def read_one(connection: Connection, sequence: int) -> Found | None:
@@ -130,7 +132,7 @@ def read_one(connection: Connection, sequence: int) -> Found | None:
 
 
 def read_chunk(connection: Connection, start: int, stop: int) -> Iterator[Found]:
-    """Iterate over entries in their order; one that is missing stands there without its content."""
+    """Iterate over entries in their order; one that is missing comes without its content."""
     expected = start
     for row in log.read_rows(connection, start, stop):
         for missing in range(expected, row.sequence):

@@ -123,6 +123,36 @@ def test_entries_that_were_written_by_hand_break_nothing(bureau: Bureau) -> None
     assert get(client, "totals", period="p1")["queries"] == 6  # as it was closed
 
 
+@pytest.mark.parametrize("field", ["stop", "total", "time", "rules", "unattributed"])
+def test_a_closed_period_that_was_written_by_hand_is_left_out(bureau: Bureau, field: str) -> None:
+    fill(bureau.ledger, (6,))
+    place = close_period(bureau.ledger, "p1").sequence
+    fill(bureau.ledger, (2,))
+    run(bureau.ledger, rewrite(place, lambda about: about.update({field: [7]}), rehash=True))
+    check_what_is_read(bureau, place)
+    assert get(bureau.client("auditor"), "periods") == []
+
+
+@pytest.mark.parametrize("field", ["rule", "time", "question", "validation", "n", "better", "pot"])
+def test_a_query_that_was_written_by_hand_is_left_out(bureau: Bureau, field: str) -> None:
+    fill(bureau.ledger, (6,))
+    run(bureau.ledger, rewrite(4, lambda about: about.update({field: {"7": None}}), rehash=True))
+    check_what_is_read(bureau, 4)
+    assert get(bureau.client("auditor"), "totals")["queries"] == 5
+
+
+def check_what_is_read(bureau: Bureau, place: int) -> None:
+    """Everything that reads the log answers, and names the entry."""
+    client, browser = bureau.client("auditor"), bureau.browse("auditor")
+    for path in ("entries", f"entries/{place}", "totals", "totals?from=2000-01-01", "periods", "export", "verification",
+                 "sources/times", "comparison?policy=rule:positive_part"):  # fmt: skip
+        assert client.get(f"/v1/credit/{path}").status_code == 200, path
+    for path in ("/credit", f"/credit/entries/{place}", "/sources", "/sources/times"):
+        assert browser.get(path).status_code == 200, path
+    assert get(client, "totals")["left_out"] == [place]
+    assert get(client, f"entries/{place}")["problems"][0] == CHANGED
+
+
 def test_never_are_two_verifications_run_at_once(bureau: Bureau, monkeypatch: pytest.MonkeyPatch) -> None:
     fill(bureau.ledger, (1,))
     entered, leave, count = threading.Event(), threading.Event(), list[int]()
