@@ -10,12 +10,11 @@ from typing import Any
 from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
-from sqlalchemy.exc import SQLAlchemyError
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 import imprint
-from imprint.errors import AccessError, ConflictError, CreditError, DataError, ImprintError, ReadoutError
+from imprint.errors import AccessError, ConflictError, CreditUnavailable, DataError, ImprintError, ReadoutError
 from imprint.serve.access import Access
 from imprint.serve.api import attributions, credit, health, sources
 from imprint.serve.batching import Closing, DeadlinePassed, Overloaded
@@ -83,9 +82,9 @@ def create_app(
     app.include_router(pages)
     _describe_queries(app, service)
     _handle_errors(app)
-    app.add_middleware(CountRequests, metrics=metrics)
     app.add_middleware(CatchErrors)
     protect(app, settings, access)
+    app.add_middleware(CountRequests, metrics=metrics)
     app.add_middleware(LogRequests)
     return app
 
@@ -116,7 +115,7 @@ def _handle_errors(app: FastAPI) -> None:
         DataError: lambda request, error: ApiError(422, "invalid", str(error)),
         ReadoutError: lambda request, error: ApiError(422, "no_number", str(error)),
         ConflictError: lambda request, error: ApiError(409, "conflict", str(error)),
-        CreditError: _explain_credit_error,
+        CreditUnavailable: _explain_unavailable,
         Overloaded: _refuse_load,
         DeadlinePassed: lambda request, error: ApiError(
             504, "too_late", "the queries were not read in time, and given up. Nothing was credited: try again."
@@ -163,17 +162,15 @@ def _refuse_load(request: Request, error: Overloaded) -> ApiError:
     return ApiError(429, "overloaded", str(error), {"Retry-After": str(error.retry_after)})
 
 
-def _explain_credit_error(request: Request, error: CreditError) -> ApiError:
-    if isinstance(error.__cause__, SQLAlchemyError):
-        logger.error("the ledger cannot be reached: %s", type(error.__cause__).__name__)
-        return ApiError(
-            503,
-            "no_database",
-            "the ledger cannot be reached. Nothing was credited, or its confirmation was lost: try again with the "
-            "same Idempotency-Key.",
-            {"Retry-After": "5"},
-        )
-    return _hide_error(request, error)
+def _explain_unavailable(request: Request, error: CreditUnavailable) -> ApiError:
+    logger.error("the ledger cannot be reached: %s", type(error.__cause__).__name__)
+    return ApiError(
+        503,
+        "no_database",
+        "the ledger cannot be reached. Nothing was credited, or its confirmation was lost: try again with the "
+        "same Idempotency-Key.",
+        {"Retry-After": "5"},
+    )
 
 
 def _explain_access_error(request: Request, error: AccessError) -> ApiError:

@@ -279,6 +279,17 @@ def test_refused_requests_are_counted(quiet: Service, access: Access) -> None:
     assert registry.get_sample_value("imprint_refused_requests_total", {"reason": "too_many_requests"}) == 2
 
 
+def test_requests_that_reach_no_route_are_counted_with_their_status(caller: Caller) -> None:
+    caller.call(host=False)
+    caller.call(headers=[(b"content-encoding", b"gzip")])
+    caller.secret = "imprint_" + "A" * 43
+    caller.call()
+    metrics = caller.app.state.metrics
+    for status in ("400", "415", "401"):
+        about = {"route": "unknown", "status": status}
+        assert metrics.registry.get_sample_value("imprint_requests_total", about) == 1, status
+
+
 def test_keys_that_cannot_be_checked_open_nothing(
     caller: Caller, access: Access, monkeypatch: pytest.MonkeyPatch
 ) -> None:
