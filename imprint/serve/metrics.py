@@ -58,7 +58,7 @@ class Exporter:
             self._server, self._thread = start_http_server(int(port), host.strip("[]"), registry=metrics.registry)
         except (OSError, ValueError, OverflowError) as error:
             raise ConfigurationError(
-                f"metrics cannot be served on {address}: {error}. Give another address, or none: --metrics ''."
+                f"metrics cannot be served on {address}: {error}. Give another address, or none: --metrics none."
             ) from error
 
     @property
@@ -73,7 +73,10 @@ class Exporter:
 
 
 class CountRequests:
-    """Counts requests by route and status, and how long answers take."""
+    """Counts requests by route and status, and how long answers take; also those that reach no route.
+
+    A status of 0: the client was gone before it was answered.
+    """
 
     def __init__(self, app: ASGIApp, metrics: Metrics) -> None:
         self._app, self._metrics = app, metrics
@@ -82,7 +85,7 @@ class CountRequests:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        began, status = time.monotonic(), 500
+        began, status = time.monotonic(), 0
 
         async def note(message: Message) -> None:
             nonlocal status
@@ -92,6 +95,9 @@ class CountRequests:
 
         try:
             await self._app(scope, receive, note)
+        except Exception:
+            status = status or 500
+            raise
         finally:
             route = getattr(scope.get("route"), "path", "unknown")
             self._metrics.requests.labels(route, status).inc()

@@ -13,19 +13,21 @@ from imprint.errors import ConfigurationError
 
 PREFIX = "IMPRINT_SERVE_"
 """Of environment variables: IMPRINT_SERVE_PORT is `port`."""
+_NOWHERE = "none"  # for `metrics`
 
 
 @dataclass(frozen=True)
 class Settings:
     """How a store is served.
 
-    host, port: where the service listens. metrics: where Prometheus reads figures; empty for nowhere.
+    host, port: where the service listens. metrics: where Prometheus reads figures; empty for nowhere, which a file, the
+        environment and the command line call `none`.
     ledger: where queries are credited: the path of a SQLite file, or the URL of a PostgreSQL database; None: nowhere.
     access: the database of keys; by default beside the ledger, or `imprint-access.db` in this folder.
     policy: a TOML or JSON file; needed to credit.
     public_key, heads: what the ledger is verified against.
     statements: the folder for statements of closed periods; by default a temporary one.
-    documents: the folder for the documents inside of sources, which the first look at a source simulates.
+    documents: the folder with the stores of the documents inside sources, which `imprint inside --keep` prepares.
     signed_by: the public key that must have signed the store.
     hosts: names by which the service may be called, beside those of this machine.
     proxies: addresses of reverse proxies, whose X-Forwarded-For says who asks; without them, everybody behind a proxy
@@ -102,7 +104,10 @@ class Settings:
         if unknown := [name for name in found if name not in types]:
             raise ConfigurationError(f"unknown setting {unknown[0]!r}{suggest_names(unknown[0], types)}")
         known = {name: _convert(name, value, types[name]) for name, value in found.items()}
-        return replace(cls(), **{**known, **{name: value for name, value in given.items() if value is not None}})
+        known |= {name: value for name, value in given.items() if value is not None}
+        if known.get("metrics") == _NOWHERE:  # an empty variable of the environment counts as not given
+            known["metrics"] = ""
+        return replace(cls(), **known)
 
 
 def _read_file(file: Path) -> dict[str, Any]:

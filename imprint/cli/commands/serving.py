@@ -33,7 +33,6 @@ if TYPE_CHECKING:
     from imprint.task import Task
 
 Lines = list[tuple[str, str]]
-_NO_METRICS = "none"
 _LOOPBACK = ("127.0.0.1", "::1", "localhost")
 
 
@@ -112,7 +111,7 @@ def serve(
     from imprint.serve.settings import Settings
 
     given: dict[str, Any] = {"host": host, "port": port, "ledger": ledger, "policy": policy, "access": access}
-    given |= {"metrics": "" if metrics == _NO_METRICS else metrics, "signed_by": signed_by}
+    given |= {"metrics": metrics, "signed_by": signed_by}
     out = sys.stdout
     with redirect_prints():
         if demo:
