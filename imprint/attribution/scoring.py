@@ -228,6 +228,10 @@ class Scorer:
         self.task, self.store = task, store
         self.reader = Reader(task, store, readout=readout, step=step, memory=memory)
 
+    def describe(self) -> Labels:
+        """Return what scores are about, whatever the queries are."""
+        return _make_labels(self.task, self.reader, None, 0.0, {}, show=False)
+
     def attribute(self, batch: Batch, count: int, spans: Sequence[tuple[int, int]] = ()) -> list[Attribution]:
         """Score the `count` queries of a batch against every source; return a result for each span of them.
 

@@ -183,9 +183,15 @@ def check_creditable(result: Attribution) -> None:
         raise CreditError(
             f"an Attribution is credited, with all sources of every query; got a {type(result).__name__}."
         )
-    labels = result.labels
     if not len(result):
         raise CreditError("there are no queries to credit.")
+    if "mean" in result.queries:
+        raise CreditError("this result is a mean over queries: credit the queries themselves.")
+    check_labels(result.labels)
+
+
+def check_labels(labels: Labels) -> None:
+    """Refuse results whose sources or measurement cannot be credited, whatever the queries are."""
     if labels.difference:
         raise CreditError("a difference of two results is no contribution to a query: credit each of them.")
     if labels.better not in SIGNS:
@@ -199,8 +205,6 @@ def check_creditable(result: Attribution) -> None:
         raise CreditError("sources have whole numbers of training examples, of all there are; some must have one.")
     if len(set(labels.source_ids)) < len(labels.source_ids):
         raise CreditError("two sources of this result have the same id, so nobody could tell whom to pay.")
-    if "mean" in result.queries:
-        raise CreditError("this result is a mean over queries: credit the queries themselves.")
     if left_out := labels.details.get(LEFT_OUT):
         raise CreditError(
             f"{left_out} sources are in no group, and their part would go to the others: give every source a group."

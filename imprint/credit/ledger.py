@@ -16,9 +16,10 @@ from typing import TYPE_CHECKING
 
 from sqlalchemy import Connection, insert, select
 
+from imprint.attribution.labels import Labels
 from imprint.attribution.result import Attribution
 from imprint.credit import log, tables
-from imprint.credit.drafting import Draft, check_creditable, draft_entries, require_ids, require_payload
+from imprint.credit.drafting import Draft, check_creditable, check_labels, draft_entries, require_ids, require_payload
 from imprint.credit.erasing import (
     erase_expired_queries,
     erase_queries,
@@ -43,6 +44,7 @@ from imprint.credit.requests import (
     find_entries,
     keep_request,
     make_request,
+    require_asked,
     require_name,
     spread_pots,
 )
@@ -74,10 +76,12 @@ class Ledger:
     """A ledger in a database: the path of a SQLite file, or the URL of a PostgreSQL database.
 
     `Ledger.create` makes one, `Ledger(place)` opens it; in a `with` block it is closed at the end.
+
+    wait: seconds to wait for a connection, or for another writer.
     """
 
-    def __init__(self, place: str | os.PathLike[str]) -> None:
-        self.engine = tables.connect(place)
+    def __init__(self, place: str | os.PathLike[str], *, wait: int = tables.WAIT) -> None:
+        self.engine = tables.connect(place, wait)
         try:
             refuse_missing_file(self.engine)
             with tables.reading(self.engine) as connection:
@@ -165,6 +169,7 @@ class Ledger:
         model: str | None = None,
         caller: str = "-",
         key: str | None = None,
+        asked: bytes | None = None,
     ) -> Receipt:
         """Credit the queries of a result to its sources: all of them, or, if this fails, none.
 
@@ -176,15 +181,18 @@ class Ledger:
         model: a hash of the model you serve; by default that of the models the scores were read from.
         caller, key: name a request. The same request again returns the stored entries, and another one with the same
             key is refused. Pass a key whenever you might try again.
+        asked: what makes a request the same, such as the bytes in which it was sent to you. By default everything
+            above: with another policy or store it is another request. `find` knows a request by it.
         """
         check_creditable(result)
         if not isinstance(policy, Policy):
             raise CreditError(f"policy must be an imprint.credit.Policy, got a {type(policy).__name__}.")
         count, kept = len(result), require_payloads(result, payloads, retention)
         pots = spread_pots(pot, count)
-        self._check_signer(result)
+        self._check_signer(result.labels)
         names = require_ids(ids, count)
-        content = describe_request(result, policy, pots, ids, payloads, model)
+        described = describe_request(result, policy, pots, ids, payloads, model)
+        content = described if asked is None else require_asked(asked)
         key = secrets.token_hex(16) if key is None else key
         expires = find_expiry(retention)
         request = make_request(require_name(caller, "caller"), require_name(key, "key"), content)
@@ -208,9 +216,29 @@ class Ledger:
         _warn_of_nothing(entries)
         return Receipt(entries)
 
-    def _check_signer(self, result: Attribution) -> None:
+    def find(self, asked: bytes, count: int, *, caller: str = "-", key: str) -> Receipt | None:
+        """Return what a request was credited with before; None if it is new.
+
+        asked, caller, key: as they were given to `credit`. Another request with the same key is refused.
+        count: how many queries it has.
+        """
+        content = require_asked(asked)
+        caller, key = require_name(caller, "caller"), require_name(key, "key")
+        with tables.reading(self.engine) as connection:
+            before = find_entries(connection, caller, key, content, count)
+        return None if before is None else Receipt(before, repeated=True)
+
+    def check(self, labels: Labels, policy: Policy) -> None:
+        """Refuse a policy, and results with some labels, that `credit` would refuse whatever the queries are."""
+        check_labels(labels)
+        policy.check_question(labels.question)
+        self._check_signer(labels)
+        with tables.reading(self.engine) as connection:
+            _require_policy(connection, policy)
+
+    def _check_signer(self, labels: Labels) -> None:
         """Refuse results of stores that the owner of the ledger's key has not signed."""
-        if self.signer is not None and result.labels.fingerprints.get("signer") != self.signer:
+        if self.signer is not None and labels.fingerprints.get("signer") != self.signer:
             raise CreditError(
                 f"this ledger credits only stores that the key {self.signer} has signed: sign the store (`imprint "
                 "sign`), open it with the public key, Store(path, signed_by=...), and attribute in the same process: "
@@ -311,6 +339,16 @@ def _append_entries(
     connection: Connection, frontier: Frontier, now: str, policy: Policy, drafts: Sequence[Draft]
 ) -> tuple[Leaf, ...]:
     """Append credited queries, and their policy if it is new; return their entries."""
+    known = policy.sha256 in _require_policy(connection, policy)
+    before = [] if known else [compose("policy", frontier.size, now, {"policy": policy.to_json()})]
+    first = frontier.size + len(before)
+    entries = [compose("credit", first + at, now, each.about, each.lines) for at, each in enumerate(drafts)]
+    log.append(connection, frontier, [*before, *entries])
+    return tuple(entries)
+
+
+def _require_policy(connection: Connection, policy: Policy) -> dict[str, Policy]:
+    """Return the policies of the log by their hashes; refuse one whose name and version are another's."""
     policies = read_policies(connection)
     for other in policies.values():
         if (other.name, other.version) == (policy.name, policy.version) and other != policy:
@@ -318,11 +356,7 @@ def _append_entries(
                 f"the log has another policy {policy.name!r}, version {policy.version}: raise the version, or give it "
                 "another name."
             )
-    before = [] if policy.sha256 in policies else [compose("policy", frontier.size, now, {"policy": policy.to_json()})]
-    first = frontier.size + len(before)
-    entries = [compose("credit", first + at, now, each.about, each.lines) for at, each in enumerate(drafts)]
-    log.append(connection, frontier, [*before, *entries])
-    return tuple(entries)
+    return policies
 
 
 def _warn_of_nothing(entries: Sequence[Leaf]) -> None:

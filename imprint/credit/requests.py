@@ -4,6 +4,9 @@ A request is known by its caller and its key. The same request again returns the
 another request with the same key is a conflict. A request that is still being written makes the next one wait. Entries
 carry a salted hash of their request, so that nobody can remove, change or redirect one unnoticed: who asked by which
 key, the hash of what was asked, and that of the secret which went into it.
+
+What was asked is described from the result and the policy, or given by the caller: a service gives what it was sent,
+which no restart changes, so that it knows a repeated request before it computes anything.
 """
 
 import hashlib
@@ -75,6 +78,13 @@ def describe_request(
     )
 
 
+def require_asked(asked: bytes) -> bytes:
+    """Return what a caller asked for in its own words, so marked that no description is the same."""
+    if not isinstance(asked, bytes):
+        raise CreditError(f"what was asked is given in bytes, got a {type(asked).__name__}.")
+    return b"asked:" + asked
+
+
 def find_request(connection: Connection, caller: str, key: str) -> Any:
     """Return the row of a request; None if it is new."""
     table = tables.requests
@@ -92,7 +102,7 @@ def find_entries(connection: Connection, caller: str, key: str, content: bytes, 
     if row.secret is None:
         raise ConflictError(
             f"the key {key!r} of caller {caller!r} was used for queries that were erased since: {row.count} entries "
-            f"from {row.first} on. Use a new key."
+            f"from {row.first} on. They stay credited: use a new key for another request."
         )
     if tables.read_bytes(row.digest) != _hash_content(tables.read_bytes(row.secret), content):
         raise ConflictError(

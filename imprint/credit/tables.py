@@ -36,7 +36,8 @@ from imprint.errors import CreditError, first_line
 
 SCHEMA = 1
 _PREFIX = "imprint_"
-_WAIT = 60  # seconds that a writer waits for another
+WAIT = 60
+"""Seconds that a writer waits for another."""
 _Place = BigInteger().with_variant(Integer, "sqlite")  # of which SQLite makes the key of its own tree
 _PRAGMAS = ("synchronous=FULL", "secure_delete=ON", "trusted_schema=OFF")  # the last: no code in a hostile file
 
@@ -104,13 +105,13 @@ heads = Table(
 )
 
 
-def connect(place: str | os.PathLike[str], wait: int = _WAIT) -> Engine:
+def connect(place: str | os.PathLike[str], wait: int = WAIT) -> Engine:
     """Return an engine for a database: the path of a SQLite file, or a URL such as postgresql://user@host/name.
 
     wait: seconds to wait for a connection, or for another writer.
     """
     url = _read_url(place)
-    pool: dict[str, Any] = {"pool_timeout": wait, "max_overflow": 50}
+    pool: dict[str, Any] = {"pool_timeout": wait, "max_overflow": 50, "execution_options": {"wait": wait}}
     try:
         if url.get_backend_name() != "sqlite":
             return create_engine(url, **pool, pool_pre_ping=True, connect_args={"connect_timeout": wait})
@@ -224,7 +225,8 @@ def writing(engine: Engine) -> Iterator[tuple[Connection, Frontier, str]]:
         connection.begin(),
     ):
         if not is_sqlite(engine):
-            connection.exec_driver_sql(f"SET LOCAL lock_timeout = '{_WAIT}s'")
+            wait = int(engine.get_execution_options()["wait"])
+            connection.exec_driver_sql(f"SET LOCAL lock_timeout = '{wait}s'")
         row = connection.execute(select(log).where(log.c.id == 1).with_for_update()).one_or_none()
         if row is None:
             raise CreditError(f"{describe(engine)} does not contain a ledger.")

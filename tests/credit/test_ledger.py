@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from imprint.credit import PARTS, Ledger, Policy, Tariff
+from imprint.credit import PARTS, Ledger, Policy, Tariff, tables
 from imprint.credit.periods import close_period
 from imprint.credit.verifying import verify
 from imprint.errors import ConflictError, CreditError, ReliabilityWarning
@@ -101,6 +101,61 @@ def test_another_request_with_the_same_key_is_a_conflict(change: dict[str, Any],
         ledger.credit(**{**request, **change})
     assert len(ledger) == before
     assert not ledger.credit(**request, caller="somebody-else").repeated
+
+
+def test_a_request_is_known_by_what_was_asked_whatever_was_made_of_it(ledger: Ledger, place: str) -> None:
+    asked: dict[str, Any] = {"caller": "app", "key": "k", "asked": b'[{"prompt":"a"}]'}
+    first = ledger.credit(make_result(2), EXPECTED, payloads=[b"a", b"b"], **asked)
+    other = Policy("house", "expected", version=2, level=0.9)
+    with Ledger(place) as opened:
+        again = opened.credit(make_result(2, seed=5), other, payloads=[b"c", b"d"], model="m", **asked)
+    assert again.repeated and again.entries == first.entries and not first.repeated
+    assert ledger.find(asked["asked"], 2, caller="app", key="k") == again
+    assert len(list(ledger.entries(kind="credit"))) == 2 and verify(ledger, progress=False).holds
+
+
+def test_what_was_not_asked_is_not_found_and_what_else_was_asked_is_a_conflict(ledger: Ledger) -> None:
+    ledger.credit(make_result(1), EXPECTED, key="k", asked=b"a")
+    assert ledger.find(b"a", 1, key="other") is None and ledger.find(b"a", 1, caller="other", key="k") is None
+    with pytest.raises(ConflictError, match="used for another request"):
+        ledger.find(b"b", 1, key="k")
+    with pytest.raises(ConflictError, match="used for another request"):
+        ledger.credit(make_result(1), EXPECTED, key="k", asked=b"b")
+    with pytest.raises(ConflictError, match="used for another request"):
+        ledger.credit(make_result(1), EXPECTED, key="k")
+    ledger.credit(make_result(1), EXPECTED, key="described")
+    with pytest.raises(ConflictError, match="used for another request"):
+        ledger.find(b"", 1, key="described")
+    with pytest.raises(CreditError, match="in bytes, got a str"):
+        ledger.find("a", 1, key="k")  # type: ignore[arg-type]
+
+
+def test_what_was_asked_is_forgotten_with_the_query(ledger: Ledger) -> None:
+    ledger.credit(make_result(1), EXPECTED, payloads=[b"a"], key="k", asked=b"a")
+    ledger.erase([entry.sequence for entry in ledger.entries(kind="credit")])
+    with pytest.raises(ConflictError, match=r"erased since.* They stay credited"):
+        ledger.find(b"a", 1, key="k")
+    assert verify(ledger, progress=False).holds
+
+
+def test_a_writer_waits_no_longer_for_another_than_it_is_told(ledger: Ledger, place: str) -> None:
+    with Ledger(place, wait=1) as hasty, tables.writing(ledger.engine):
+        with pytest.raises(CreditError, match=r"writing the database .* failed"):
+            hasty.credit(make_result(1), EXPECTED)
+        assert hasty.find(b"a", 1, key="k") is None  # reading waits for nobody
+    assert len(list(ledger.entries(kind="credit"))) == 0
+
+
+def test_what_could_never_be_credited_is_refused_before_there_are_queries(ledger: Ledger) -> None:
+    ledger.check(labels(), EXPECTED)
+    ledger.credit(make_result(1), EXPECTED)
+    ledger.check(labels(), EXPECTED)
+    with pytest.raises(CreditError, match="another policy 'house', version 1"):
+        ledger.check(labels(), Policy("house", "expected", rule="positive_part"))
+    with pytest.raises(CreditError, match="cannot tell whether a source helps"):
+        ledger.check(labels(better=None), EXPECTED)
+    with pytest.raises(CreditError, match="pays for 'expected'"):
+        ledger.check(labels("this_run"), EXPECTED)
 
 
 def test_a_batch_is_written_whole_or_not_at_all(ledger: Ledger) -> None:
@@ -217,6 +272,9 @@ def test_a_ledger_may_demand_signed_stores(tmp_path: Path) -> None:
         ledger.credit(make_result(1), EXPECTED)
     signed = make_result(1, fingerprints={"store": "5" * 64, "signer": name})
     assert ledger.credit(signed, EXPECTED).entries[0].about["signer"] == name
+    ledger.check(signed.labels, EXPECTED)
+    with pytest.raises(CreditError, match=f"only stores that the key {name} has signed"):
+        ledger.check(labels(), EXPECTED)
 
 
 # --- opening
