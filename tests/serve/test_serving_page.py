@@ -1,7 +1,11 @@
 """The page about the service names every setting, route and figure, and its examples work."""
 
 import dataclasses
+import json
+import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +19,7 @@ from imprint.serve.app import create_app
 from imprint.serve.metrics import Metrics
 from imprint.serve.settings import Settings
 from tests.cli.commands import COMMANDS
-from tests.serve.fake_service import serving
+from tests.serve.fake_service import Reply, serving
 from tests.serve.news import News, make_ledger
 
 ROOT = Path(__file__).parents[2]
@@ -85,3 +89,16 @@ def test_the_container_runs_as_a_user_of_its_own_and_writes_to_one_folder() -> N
     assert re.search(r"^USER imprint$", text, re.MULTILINE) and re.search(r"^VOLUME /state$", text, re.MULTILINE)
     variables = re.findall(r"IMPRINT_SERVE_(\w+)=", text)
     assert {name.lower() for name in variables} <= {field.name for field in dataclasses.fields(Settings)}
+
+
+def test_the_health_check_of_the_container_asks_the_port_that_it_listens_on() -> None:
+    text = (ROOT / "Containerfile").read_text(encoding="utf-8")
+    default = re.search(r"^ARG EXTRAS=(\S+)$", text, re.MULTILINE)
+    assert default is not None and default[1] == "serve,language" and "/src[$EXTRAS]" in text
+    command = re.search(r"HEALTHCHECK .*\\\n +CMD (\[.*\])$", text, re.MULTILINE)
+    assert command is not None
+    _, _, program = json.loads(command[1])
+    with serving(Reply()) as server:
+        environment = {**os.environ, "IMPRINT_SERVE_PORT": server.url.rpartition(":")[2]}
+        subprocess.run([sys.executable, "-c", program], env=environment, check=True, timeout=60)
+    assert [asked.path for asked in server.asked] == ["/readyz"]
