@@ -63,6 +63,10 @@ class ReadoutError(ImprintError, RuntimeError):
     """A readout cannot be computed as requested for this task and store."""
 
 
+class UndefinedScore(ReadoutError):
+    """The measurement of a query, or a score of it, is no finite number."""
+
+
 class ConcurrencyError(ImprintError, RuntimeError):
     """Another thread of the process interfered with a computation."""
 
@@ -73,6 +77,14 @@ class ConfigurationError(ImprintError, ValueError):
 
 class CreditError(ImprintError, RuntimeError):
     """A query cannot be credited as asked, or a ledger cannot be trusted."""
+
+
+class DamagedLog(CreditError):
+    """What a ledger holds is not what was written to it."""
+
+
+class CreditUnavailable(CreditError):
+    """The database of a ledger cannot be read or written."""
 
 
 class ConflictError(CreditError):

@@ -3,7 +3,7 @@
 import json
 from typing import Any
 
-from imprint.errors import CreditError
+from imprint.errors import CreditError, DamagedLog
 
 _ENCODER = json.JSONEncoder(sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
 
@@ -27,13 +27,13 @@ def decode(content: bytes) -> Any:
         if encode(value) == content:
             return value
     except (ValueError, RecursionError, CreditError) as error:
-        raise CreditError(f"an entry is damaged: {error}.") from error
-    raise CreditError("an entry is damaged: it is not in canonical form.")
+        raise DamagedLog(f"an entry is damaged: {error}.") from error
+    raise DamagedLog("an entry is damaged: it is not in canonical form.")
 
 
 def decode_object(content: bytes) -> dict[str, Any]:
     """Read an object with names and values, as `decode` does."""
     value = decode(content)
     if not isinstance(value, dict):
-        raise CreditError("an entry is damaged: it is not a JSON object.")
+        raise DamagedLog("an entry is damaged: it is not a JSON object.")
     return value

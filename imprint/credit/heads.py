@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from imprint.credit.canonical import decode, encode
-from imprint.errors import CreditError, StoreError
+from imprint.errors import CreditError, DamagedLog, StoreError
 from imprint.keys import identify_key, is_signed
 from imprint.store.files import append
 from imprint.store.values import parsed
@@ -40,7 +40,7 @@ class Head:
     def about(self) -> dict[str, Any]:
         found = decode(self.content)
         if not isinstance(found, dict) or found.get("kind") != _KIND:
-            raise CreditError("this is not the head of a log.")
+            raise DamagedLog("this is not the head of a log.")
         return found
 
     @property
@@ -81,7 +81,7 @@ class Head:
             head = cls(content, signature)
             _ = head.log, head.size, head.root, head.time, head.key
         except (KeyError, TypeError, ValueError) as error:
-            raise CreditError("a head is damaged: it lacks a part of what was signed.") from error
+            raise DamagedLog("a head is damaged: it lacks a part of what was signed.") from error
         return head
 
     def to_json(self) -> dict[str, str]:

@@ -15,7 +15,7 @@ from typing import Any, Literal, cast, get_args
 
 from imprint.credit.canonical import decode, encode
 from imprint.credit.merkle import Node, hash_leaf, hash_tree, nodes_of, prove_inclusion
-from imprint.errors import CreditError
+from imprint.errors import DamagedLog
 
 Kind = Literal["log", "tariff", "policy", "credit", "period", "erasure", "dispute"]
 SALT_BYTES = 32
@@ -46,14 +46,14 @@ class Leaf:
         """The header as values."""
         about = decode(self.header)
         if not isinstance(about, dict):
-            raise CreditError("an entry is damaged: it is no object.")
+            raise DamagedLog("an entry is damaged: it is no object.")
         return about
 
     @property
     def kind(self) -> Kind:
         kind: Any = self.about.get("kind")
         if kind not in get_args(Kind):
-            raise CreditError(f"an entry has an unknown kind, {kind!r}: upgrade imprint.")
+            raise DamagedLog(f"an entry has an unknown kind, {kind!r}: upgrade imprint.")
         return cast(Kind, kind)
 
     @property

@@ -14,7 +14,7 @@ from sqlalchemy import Connection, insert, select, update
 from imprint.credit import tables
 from imprint.credit.leaves import Kind, Leaf, join_lines, split_lines
 from imprint.credit.merkle import Frontier, Node, fold
-from imprint.errors import CreditError, first_line
+from imprint.errors import CreditError, DamagedLog, first_line
 
 TILE = 8
 """Levels between the nodes that are kept."""
@@ -87,7 +87,7 @@ def read_leaves(connection: Connection, start: int, stop: int, kind: Kind | None
     for row in read_rows(connection, start, stop, indexed):
         leaf = make_leaf(row)
         if not is_unchanged(row, leaf) or indexed not in (None, leaf.kind):
-            raise CreditError(f"entry {row.sequence} was changed since it was written: run `imprint credit verify`.")
+            raise DamagedLog(f"entry {row.sequence} was changed since it was written: run `imprint credit verify`.")
         if kind in (None, leaf.kind):
             yield leaf
 
@@ -107,7 +107,7 @@ def translated_damage(what: str) -> Iterator[None]:
     try:
         yield
     except (KeyError, TypeError, ValueError, AttributeError, IndexError, ArithmeticError) as error:
-        raise CreditError(
+        raise DamagedLog(
             f"{what} cannot be read ({type(error).__name__}: {first_line(error)}): run `imprint credit verify`."
         ) from error
 
@@ -147,7 +147,7 @@ def read_nodes(connection: Connection) -> Node:
         start = first & (1 << TILE) - 1
         found = tiles[tile][start : start + count]
         if len(found) < count:
-            raise CreditError(f"the log is damaged: its tree lacks nodes at level {base} from {first} on.")
+            raise DamagedLog(f"the log is damaged: its tree lacks nodes at level {base} from {first} on.")
         return fold(found)
 
     return node
@@ -160,7 +160,7 @@ def _read_tile(connection: Connection, level: int, tile: int) -> list[bytes]:
     query = select(column, table.c.hash).where(column >= first, column < first + (1 << TILE)).order_by(column)
     rows = connection.execute(query if level == 0 else query.where(tables.nodes.c.level == level)).all()
     if any(row[0] != first + place for place, row in enumerate(rows)):
-        raise CreditError(f"the log is damaged: its tree has a gap at level {level}, from {first} to {first + 255}.")
+        raise DamagedLog(f"the log is damaged: its tree has a gap at level {level}, from {first} to {first + 255}.")
     return [tables.read_bytes(row.hash) for row in rows]
 
 

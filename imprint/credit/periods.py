@@ -23,7 +23,7 @@ from imprint.credit.money import PARTS, Tariff, apportion, require_amount, round
 from imprint.credit.policy import Policy
 from imprint.credit.reading import read_periods, read_policies, read_tariff
 from imprint.credit.spread import ESTIMATOR, ShareEstimator, is_sampled
-from imprint.errors import CreditError
+from imprint.errors import CreditError, DamagedLog
 
 _NAME = re.compile("[A-Za-z0-9._-]{1,50}")
 
@@ -67,7 +67,7 @@ class Totals:
     def add(self, entry: Leaf) -> None:
         """Add a credited query."""
         for reason in find_unpayable(entry.about, entry.rows):
-            raise CreditError(f"entry {entry.sequence} cannot be paid: {reason}. Run `imprint credit verify`.")
+            raise DamagedLog(f"entry {entry.sequence} cannot be paid: {reason}. Run `imprint credit verify`.")
         self.add_lines(entry.about, entry.rows)
 
     def add_lines(self, about: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> None:
@@ -128,7 +128,7 @@ class Totals:
         names = sorted(self.sources)
         amounts = [*(self.sources[name].amount for name in names), self.unattributed.amount]
         if sum(amounts) != self.pot:
-            raise CreditError("the log is damaged: what sources were credited does not add up to what queries paid.")
+            raise DamagedLog("the log is damaged: what sources were credited does not add up to what queries paid.")
         units, remainder = divmod(self.pot, tariff.smallest)
         *paid, rest = round_amounts(amounts, tariff.smallest)
         rows = [
@@ -237,13 +237,13 @@ def _add_up(connection: Connection, first: int, stop: int) -> tuple[Totals, Shar
         if is_sampled(entry.sequence, queries, len(entry.lines)):
             estimator.add(entry, _require_policy(policies, entry.about["policy"]))
     if expected != stop:
-        raise CreditError(f"entry {expected} is missing: run `imprint credit verify`.")
+        raise DamagedLog(f"entry {expected} is missing: run `imprint credit verify`.")
     return totals, estimator
 
 
 def _require_policy(policies: Mapping[str, Policy], sha256: str) -> Policy:
     if sha256 not in policies:
-        raise CreditError(f"the log is damaged: an entry names the policy {sha256}, which is not in it.")
+        raise DamagedLog(f"the log is damaged: an entry names the policy {sha256}, which is not in it.")
     return policies[sha256]
 
 

@@ -7,7 +7,7 @@ from imprint.credit.heads import Head
 from imprint.credit.leaves import Kind, Leaf
 from imprint.credit.money import Tariff
 from imprint.credit.policy import Policy
-from imprint.errors import CreditError
+from imprint.errors import CreditError, DamagedLog
 
 
 def read_tariff(connection: Connection) -> Tariff:
@@ -26,10 +26,10 @@ def _read_last(connection: Connection, kind: Kind) -> Leaf:
     table = tables.kinds
     last = connection.execute(select(func.max(table.c.sequence)).where(table.c.kind == kind)).scalar_one()
     if last is None:
-        raise CreditError(f"the log is damaged: it has no {kind}.")
+        raise DamagedLog(f"the log is damaged: it has no {kind}.")
     leaf = log.read_leaf(connection, last)
     if leaf.kind != kind:
-        raise CreditError(f"the log is damaged: entry {last} is no {kind}. Run `imprint credit verify`.")
+        raise DamagedLog(f"the log is damaged: entry {last} is no {kind}. Run `imprint credit verify`.")
     return leaf
 
 

@@ -29,7 +29,7 @@ from imprint.credit.policy import Policy
 from imprint.credit.proofs import describe_statement, encode_proof, prove_growth, prove_leaf
 from imprint.credit.reading import find_period, read_kept_heads, read_policies
 from imprint.display import for_csv
-from imprint.errors import CreditError, MissingExtra
+from imprint.errors import CreditError, DamagedLog, MissingExtra
 from imprint.runtime.progress import Advance, Progress
 from imprint.store.files import refuse_irregular, temporary_folder
 
@@ -191,7 +191,7 @@ def _prove(leaf: Leaf, head: Head, node: Node) -> dict[str, Any]:
     """Return a leaf with its proof; refuse one that is not in the signed log, whose numbers nobody should print."""
     path = prove_inclusion(leaf.sequence, head.size, node)
     if not check_inclusion(leaf.hash, leaf.sequence, head.size, path, head.root):
-        raise CreditError(f"entry {leaf.sequence} is not in the log that was signed: run `imprint credit verify`.")
+        raise DamagedLog(f"entry {leaf.sequence} is not in the log that was signed: run `imprint credit verify`.")
     return prove_leaf(leaf, path)
 
 

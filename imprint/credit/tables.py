@@ -32,7 +32,7 @@ from sqlalchemy.engine import URL, make_url
 from sqlalchemy.exc import ArgumentError, NoSuchModuleError, SQLAlchemyError
 
 from imprint.credit.merkle import HASH_BYTES, Frontier
-from imprint.errors import CreditError, first_line
+from imprint.errors import CreditError, CreditUnavailable, DamagedLog, first_line
 
 SCHEMA = 1
 _PREFIX = "imprint_"
@@ -239,14 +239,14 @@ def read_frontier(size: Any, peaks: Any) -> Frontier:
     try:
         return Frontier(size, tuple(content[at : at + HASH_BYTES] for at in range(0, len(content), HASH_BYTES)))
     except (ValueError, TypeError, AttributeError) as error:
-        raise CreditError(f"the log is damaged: {error}.") from error
+        raise DamagedLog(f"the log is damaged: {error}.") from error
 
 
 def read_bytes(value: Any) -> bytes:
     """Return a value of the database that must be bytes: SQLite keeps values of other types in any column."""
     if isinstance(value, bytes | bytearray | memoryview):
         return bytes(value)
-    raise CreditError(f"the ledger is damaged: it holds a {type(value).__name__} in place of bytes.")
+    raise DamagedLog(f"the ledger is damaged: it holds a {type(value).__name__} in place of bytes.")
 
 
 class _Object(NamedTuple):
@@ -264,12 +264,12 @@ def refuse_foreign_objects(connection: Connection) -> None:
     place = describe(connection.engine)
     if found - expected:
         kind, name, _ = min(found - expected)
-        raise CreditError(
+        raise DamagedLog(
             f"{place} has a {kind} {name!r} that no ledger has: it could change what is written. Find out who made it."
         )
     if expected - found:
         kind, name, _ = min(expected - found)
-        raise CreditError(f"{place} lacks the {kind} {name!r} that every ledger has. Find out who removed it.")
+        raise DamagedLog(f"{place} lacks the {kind} {name!r} that every ledger has. Find out who removed it.")
 
 
 def _list_sqlite(connection: Connection) -> frozenset[_Object]:
@@ -338,4 +338,4 @@ def translated_errors(engine: Engine, doing: Literal["reading", "writing"]) -> I
             if doing == "writing"
             else ""
         )
-        raise CreditError(f"{doing} the database {describe(engine)} failed: {reason}.{advice}") from error
+        raise CreditUnavailable(f"{doing} the database {describe(engine)} failed: {reason}.{advice}") from error

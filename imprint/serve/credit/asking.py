@@ -7,10 +7,9 @@ from typing import Any
 
 from fastapi import Request, Response
 from fastapi.routing import APIRoute
-from sqlalchemy.exc import SQLAlchemyError
 
 from imprint.credit.log import format_time
-from imprint.errors import CreditError
+from imprint.errors import CreditError, DamagedLog
 from imprint.serve.credit.desk import CreditDesk
 from imprint.serve.credit.reading import Filters
 from imprint.serve.credit.scope import Scope
@@ -33,9 +32,7 @@ class CreditRoute(APIRoute):
         async def read_ledger(request: Request) -> Response:
             try:
                 return await handle(request)
-            except CreditError as error:
-                if isinstance(error.__cause__, SQLAlchemyError):
-                    raise
+            except DamagedLog as error:
                 raise ApiError(
                     409,
                     "damaged",

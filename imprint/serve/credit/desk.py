@@ -9,8 +9,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from sqlalchemy.exc import SQLAlchemyError
-
 from imprint.credit import log, tables
 from imprint.credit.heads import Head
 from imprint.credit.leaves import Kind, Leaf
@@ -19,7 +17,7 @@ from imprint.credit.merkle import check_inclusion, prove_inclusion
 from imprint.credit.periods import Totals
 from imprint.credit.policy import Policy
 from imprint.credit.proofs import prove_leaf
-from imprint.errors import CreditError
+from imprint.errors import CreditError, CreditUnavailable
 from imprint.keys import is_signed, load_public_key
 from imprint.serve.access import Access
 from imprint.serve.credit.comparing import Compared, Comparison
@@ -106,8 +104,10 @@ class CreditDesk:
         if self._currency is None:
             try:
                 self._currency = self.ledger.tariff.currency
-            except CreditError as error:
-                _raise_database_errors(error)
+            except CreditUnavailable:
+                raise
+            except CreditError:
+                pass
         return self._currency or "units"
 
     @property
@@ -159,8 +159,9 @@ class CreditDesk:
         """Return the newest signed head; None without one, or if it cannot be read."""
         try:
             return next(iter(reversed(self.heads())), None)
-        except CreditError as error:
-            _raise_database_errors(error)
+        except CreditUnavailable:
+            raise
+        except CreditError:
             return None
 
     def is_signed(self, head: Head) -> bool | None:
@@ -240,9 +241,3 @@ class CreditDesk:
         with tables.reading(self.ledger.engine) as connection:
             places: Sequence[int] = self.tally.disputes[::-1][:MOST_DISPUTES]
             return [found for place in places if (found := read_one(connection, place)) is not None]
-
-
-def _raise_database_errors(error: CreditError) -> None:
-    """Raise an error again that says that the database cannot be reached; a damaged log is shown as such."""
-    if isinstance(error.__cause__, SQLAlchemyError):
-        raise error

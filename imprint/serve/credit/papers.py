@@ -1,5 +1,6 @@
 """The statements of closed periods: written once, for all sources of a period, and kept in a folder."""
 
+import logging
 import tempfile
 import threading
 from pathlib import Path
@@ -8,9 +9,10 @@ from imprint.credit.leaves import Leaf
 from imprint.credit.ledger import Ledger
 from imprint.credit.naming import name_files
 from imprint.credit.statements import write_statements
-from imprint.errors import ImprintError
+from imprint.errors import CreditUnavailable, DamagedLog, ImprintError
 from imprint.serve.errors import ApiError
 
+logger = logging.getLogger("imprint.serve")
 SUFFIXES = ("html", "csv", "parquet", "jsonl")
 _PATIENCE = 5.0  # seconds that a request waits for statements that are being written
 
@@ -21,6 +23,14 @@ class Writing(ApiError):
     def __init__(self) -> None:
         text = "the statements of this period are being written. Try again in a moment."
         super().__init__(503, "writing", text, {"Retry-After": "5"})
+
+
+class NotWritten(ApiError):
+    """Statements could not be written, as where the disk is full; the log of the service says why."""
+
+    def __init__(self) -> None:
+        text = "the statements of this period could not be written. The operator of this service has to find out why."
+        super().__init__(503, "not_written", text, {"Retry-After": "60"})
 
 
 class Papers:
@@ -46,8 +56,12 @@ class Papers:
             raise Writing
         with self._lock:
             self._threads.pop(folder, None)
+        if isinstance(job.error, DamagedLog | CreditUnavailable):
+            raise type(job.error)(str(job.error)) from job.error.__cause__
         if job.error is not None:
-            raise job.error
+            reason = str(job.error) if isinstance(job.error, ImprintError | OSError) else type(job.error).__name__
+            logger.error("the statements of %s could not be written: %s", closing.about["period"], reason)
+            raise NotWritten from job.error
         return file
 
     def _is_there(self, folder: Path, name: str) -> bool:
@@ -74,7 +88,7 @@ class _Job:
     """Writes the statements of one period in a thread."""
 
     def __init__(self, ledger: Ledger, period: str, folder: Path) -> None:
-        self.error: ImprintError | None = None
+        self.error: Exception | None = None
         self._ledger, self._period, self._folder = ledger, period, folder
         self._ended = threading.Event()
         threading.Thread(target=self._work, name="imprint-statements", daemon=True).start()
@@ -82,10 +96,8 @@ class _Job:
     def _work(self) -> None:
         try:
             write_statements(self._ledger, self._period, self._folder, progress=False)
-        except ImprintError as error:
-            self.error = error
         except Exception as error:
-            self.error = ImprintError(f"the statements could not be written: {type(error).__name__}.")
+            self.error = error
         finally:
             self._ended.set()
 

@@ -7,14 +7,12 @@ from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from typing import Literal
 
-from sqlalchemy.exc import SQLAlchemyError
-
 from imprint.credit.auditing import Problem
 from imprint.credit.heads import read_heads
 from imprint.credit.ledger import Ledger
 from imprint.credit.log import format_time
 from imprint.credit.verifying import Verification, verify
-from imprint.errors import ImprintError
+from imprint.errors import CreditUnavailable, ImprintError
 from imprint.keys import load_public_key
 from imprint.runtime.progress import Advance
 from imprint.serve.metrics import Metrics
@@ -100,7 +98,8 @@ class Verifier:
         except _Stopped:
             found = self._last
         except ImprintError as error:
-            found = self._fail("the ledger cannot be reached." if _is_database(error) else str(error))
+            is_unavailable = isinstance(error, CreditUnavailable)  # whose message names the host and the user
+            found = self._fail("the ledger cannot be reached." if is_unavailable else str(error))
             logger.error("the ledger could not be verified: %s", type(error).__name__)
         except Exception as error:  # a thread that dies in silence would leave the page at "running" for ever
             found = self._fail(f"it ended with an unexpected {type(error).__name__}.")
@@ -127,11 +126,6 @@ class Verifier:
     def _note(self, done: int, total: int) -> None:
         with self._lock:
             self._running = replace(self._running, entries=done, total=total)
-
-
-def _is_database(error: ImprintError) -> bool:
-    """Tell whether a database failed, whose messages name its host and user."""
-    return isinstance(error.__cause__, SQLAlchemyError)
 
 
 class _Polite:

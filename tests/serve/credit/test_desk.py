@@ -5,6 +5,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import pytest
 from fastapi.testclient import TestClient
 
 from imprint.credit import close_period
@@ -12,6 +13,7 @@ from imprint.keys import make_keys
 from imprint.serve.credit.verification import Verifier
 from imprint.serve.settings import Settings
 from tests.credit.crediting import EXPECTED, fill, make_ledger, make_result
+from tests.credit.insider import rewrite, run
 from tests.serve.credit.asking import Bureau, get, open_bureau
 from tests.serve.news import News
 
@@ -60,6 +62,30 @@ def test_closing_ends_a_verification_early_and_keeps_what_was_known(news: News, 
         assert begun.wait(60)
         verifier.close()
         assert asked == [100] and verifier.last.status == "never" and not verifier.start()
+
+
+def test_statements_that_cannot_be_written_say_so_and_nothing_of_tampering(
+    news: News, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    make_keys(tmp_path / "key")
+    (tmp_path / "file").touch()
+    with (
+        make_ledger(tmp_path / "credit.db") as ledger,
+        open_bureau(news, ledger, tmp_path, statements=tmp_path / "file" / "statements") as bureau,
+    ):
+        fill(ledger, (1,))
+        closing = close_period(ledger, "p1")
+        ledger.sign_head(tmp_path / "key")
+        client = bureau.client("publisher", ("times",))
+        answer = client.get("/v1/credit/statements/p1/times.csv")
+        assert (answer.status_code, answer.json()["error"]["code"]) == (503, "not_written")
+        assert str(tmp_path) not in answer.text and str(tmp_path / "file") in caplog.text
+        (tmp_path / "file").unlink()
+        assert client.get("/v1/credit/statements/p1/times.csv").status_code == 200  # once there is a folder
+        (tmp_path / "file").rename(tmp_path / "kept")
+        run(ledger, rewrite(closing.sequence - 1, lambda about: about.update(pot=1)))
+        answer = client.get("/v1/credit/statements/p1/times.csv")
+        assert (answer.status_code, answer.json()["error"]["code"]) == (409, "damaged")
 
 
 def test_statements_are_kept_apart_by_log_and_written_once(news: News, tmp_path: Path) -> None:
