@@ -3,6 +3,7 @@
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -52,7 +53,12 @@ def test_a_replay_in_turn_is_a_training_per_source_and_three_more() -> None:
 def test_a_stack_shares_operations_and_no_flops() -> None:
     run, model = Run(tokens=80, batch=8, compared=0), Model(SHAPE, ALL)
     one = training_step(SHAPE, ALL, 8, Operations(0, 1)).operations
-    known = {"block operations, training": 1.0, "dispatch": 1e6, "stacked operations": 2.0, "stacked work": 0.0}
+    known: dict[str, Any] = {
+        "block operations, training": 1.0,
+        "dispatch": 1e6,
+        "stacked operations": 2.0,
+        "stacked work": 0.0,
+    }
     found = stages.replay(device(**known), model, run, 5, stacked=True)
     compared = (5 + 3 + 2) * Operations().head
     starting = 1e6 * (one * (10 * (1 + 2) + 6) + compared)
@@ -97,7 +103,8 @@ def test_a_readout_reads_every_imprint_and_repeats_the_blocks_behind_for_each_so
 
 
 def test_derivatives_along_an_adapter_are_counted_by_themselves_from_the_end_of_its_first_block() -> None:
-    known, lora = device(jvp=1000.0, **{"jvp, adapter": 3.0}), Carrier("lora", 1, last=2)
+    counts: dict[str, Any] = {"jvp": 1000.0, "jvp, adapter": 3.0}
+    known, lora = device(**counts), Carrier("lora", 1, last=2)
     found = stages.readout(known, Model(SHAPE, ALL), lora, 6, queries=2)
     plain = SHAPE.forward_flops(16) + SHAPE.head_flops(16)
     assert found.seconds == pytest.approx(plain + 6 * 3 * (2 - 2 / 3) * SHAPE.block_flops(16))
@@ -117,7 +124,7 @@ def test_a_readout_of_replays_is_a_forward_pass_per_source_and_one() -> None:
 
 def test_what_overlaps_takes_as_long_as_the_longest_and_the_disk_comes_after() -> None:
     work = Work(operations=3, forward=10, moved=4, written=5)
-    known = {"dispatch": 1.0, "bandwidth": 1.0, "disk": 1.0}
+    known: dict[str, Any] = {"dispatch": 1.0, "bandwidth": 1.0, "disk": 1.0}
     assert device(overlaps=False, **known).seconds(work, 10) == 3 + 10 + 4 + 5
     assert device(overlaps=True, **known).seconds(work, 10) == 10 + 5
     assert device(overlaps=True, **known).binding(work, 10) == "computing"
