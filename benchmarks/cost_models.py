@@ -21,11 +21,19 @@ def build(shape: Shape, device: torch.device) -> Any:
     from transformers import GPT2Config, GPT2LMHeadModel
 
     torch.manual_seed(0)
+    head_width = 64 if shape.width >= 512 else 32
     config = GPT2Config(
-        vocab_size=shape.vocabulary, n_positions=shape.length, n_embd=shape.width, n_layer=shape.layers,
-        n_head=max(1, shape.width // (64 if shape.width >= 512 else 32)), resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, bos_token_id=None,
+        vocab_size=shape.vocabulary,
+        n_positions=shape.length,
+        n_embd=shape.width,
+        n_layer=shape.layers,
+        n_head=max(1, shape.width // head_width),
+        resid_pdrop=0.0,
+        embd_pdrop=0.0,
+        attn_pdrop=0.0,
+        bos_token_id=None,
         eos_token_id=None,
-    )  # fmt: skip
+    )
     model: Any = GPT2LMHeadModel(config)
     return model.to(device)
 
