@@ -170,7 +170,9 @@ class ChangeAnswer(BaseModel):
 class ComparisonAnswer(BaseModel):
     """A period as it was divided, and by another policy.
 
-    refused: queries that answer another question than the policy pays for. left_out: entries that were changed.
+    queries: those that are compared. refused: queries that answer another question than the policy pays for.
+    left_out: entries that were changed. Neither are compared: amounts are those of the compared queries alone, also of
+    a pot that pays for all queries of the period.
     """
 
     period: str | None

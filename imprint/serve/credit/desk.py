@@ -203,9 +203,9 @@ class CreditDesk:
         """Divide the queries of a closed period again, or of the one that runs, by another policy."""
         if closing is None:
             running = self.running()
-            first, stop, pot = running.first, running.stop, None
+            first, stop, pot, waiting = running.first, running.stop, None, 0
         else:
-            first, stop, pot = closing.about["first"], closing.about["stop"], closing.about["pot"]
+            first, stop, pot, waiting = (closing.about[name] for name in ("first", "stop", "pot", "without_pot"))
         key = (policy.sha256, first)
         with self._lock:
             known = self._comparisons.get(key) or Comparison(self.ledger, policy, first)
@@ -217,7 +217,7 @@ class CreditDesk:
             known = Comparison(self.ledger, policy, first)  # the period ended before what was compared
             with self._lock:
                 self._comparisons[key] = known
-        return known.finish(stop, pot)
+        return known.finish(stop, pot, waiting)
 
     def find_policy(self, name: str) -> Policy:
         """Return a policy that the log knows, by its name and version ("house@2"), or a rule as it comes."""

@@ -11,8 +11,8 @@ from imprint.credit import Policy, check_statement, close_period
 from imprint.credit.heads import Head
 from imprint.credit.merkle import check_inclusion, hash_leaf
 from imprint.keys import make_keys
-from tests.credit.crediting import EXPECTED, SOURCES, fill, make_ledger, make_result
-from tests.credit.insider import change_entry, run
+from tests.credit.crediting import EXPECTED, SOURCES, THIS_RUN, fill, make_ledger, make_result
+from tests.credit.insider import change_entry, rewrite, run
 from tests.serve.credit.asking import Bureau, get, open_bureau
 from tests.serve.news import News
 
@@ -210,6 +210,30 @@ def test_a_pot_of_a_period_is_divided_by_either_policy(news: News, tmp_path: Pat
         after = get(client, "comparison", policy="rule:positive_part", period="p")
         assert [each["amount"]["micro"] for each in after["sources"]] == [row["amount"] for row in closing.rows]
         assert sum(each["other"]["micro"] for each in (*after["sources"], after["unattributed"])) == 7_000_000
+
+
+def test_queries_of_another_question_keep_their_part_of_the_pot(news: News, tmp_path: Path) -> None:
+    with make_ledger(tmp_path / "pot.db", per_query=None) as ledger, open_bureau(news, ledger, tmp_path) as bureau:
+        fill(ledger, (4,))
+        ledger.credit(make_result(4, 9, question="this_run"), THIS_RUN)
+        closing = close_period(ledger, "p", pot=1_000_000)
+        found = get(bureau.client("auditor"), "comparison", policy="house@1", period="p")
+        assert (found["queries"], found["refused"]) == (4, 4)
+        everybody = [*found["sources"], found["unattributed"]]
+        for column in ("amount", "other"):  # its own policy, so that nothing may change
+            assert sum(each[column]["micro"] for each in everybody) == 500_000
+        assert not any(each["difference"]["micro"] for each in everybody)
+        for each, row in zip(found["sources"], closing.rows, strict=True):
+            assert each["amount"]["micro"] <= row["amount"]
+        run(
+            ledger,
+            rewrite(closing.sequence - 1, lambda about: about.update(n=1)),
+            rewrite(3, lambda about: about.pop("n")),
+        )
+        bureau.desk._comparisons.clear()
+        found = get(bureau.client("auditor"), "comparison", policy="house@1", period="p")
+        assert (found["queries"], found["refused"], found["left_out"]) == (3, 3, 2)
+        assert sum(each["amount"]["micro"] for each in (*found["sources"], found["unattributed"])) == 375_000
 
 
 def test_statements_can_be_checked_and_need_a_signed_head(bureau: Bureau, tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from imprint.keys import make_keys
 from imprint.serve.credit.answers import Amount, Day
 from imprint.serve.pages.credit_charts import draw_history, group_days
 from imprint.serve.pages.source import find_link
-from tests.credit.crediting import SOURCES, fill, make_ledger
+from tests.credit.crediting import SOURCES, THIS_RUN, fill, make_ledger, make_result
 from tests.credit.insider import L, rewrite, run
 from tests.serve.credit.asking import Bureau, open_bureau
 from tests.serve.news import News
@@ -94,6 +94,16 @@ def test_a_row_changed_after_the_log_was_verified_is_named_at_the_top(bureau: Bu
     run(bureau.ledger, rewrite(4, lambda about: about.update(pot=9000)))
     page = text_of(read(browser, "/credit"))
     assert "It holds." in page and "Something was changed since: entry 4 , of those listed below" in page
+
+
+def test_a_comparison_of_some_queries_shows_what_these_got_beside_the_whole(bureau: Bureau) -> None:
+    fill(bureau.ledger, (4,))
+    browser, path = bureau.browse("auditor"), "/credit?policy=rule:positive_part"
+    assert "Amount of these" not in read(browser, path)
+    bureau.ledger.credit(make_result(1, 9, question="this_run"), THIS_RUN)
+    page = text_of(read(browser, "/credit?policy=house%401"))
+    assert "1 query answers another question than it pays for, and is left out" in page
+    assert "“These” are the 4 queries that are compared." in page and "Amount of these Of these, other policy" in page
 
 
 def test_a_form_from_elsewhere_begins_no_verification(bureau: Bureau) -> None:
