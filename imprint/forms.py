@@ -69,6 +69,7 @@ class NumbersForm:
     field: what the list is called in JSON.
     low, high: what the numbers are between, if anything.
     flat: whether the model takes an input as one row of numbers, whatever its shape.
+    dtype: of inputs; a service takes that of the model.
 
     Without a label, the class that the model finds likeliest is attributed.
 
@@ -86,6 +87,7 @@ class NumbersForm:
     high: float | None = None
     flat: bool = False
     kind: Kind = "numbers"
+    dtype: torch.dtype = torch.float32
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -126,7 +128,7 @@ class NumbersForm:
         if label is not None and not 0 <= label < len(self.names):
             raise DataError(f'"label" is a class from 0 to {len(self.names) - 1}.')
         values = (torch.tensor(given, dtype=torch.float64) - self.mean) / self.scale
-        inputs = values.float().reshape(1, *((self.size,) if self.flat else self.shape))
+        inputs = values.to(self.dtype).reshape(1, *((self.size,) if self.flat else self.shape))
         if not bool(inputs.isfinite().all()):
             raise DataError(f'a number in "{self.field}" is too large.')
         return inputs, torch.tensor([_UNKNOWN if label is None else label])

@@ -11,7 +11,7 @@ from torch import OutOfMemoryError, Tensor, enable_grad
 from imprint.batches import is_columnar, map_tensors
 from imprint.checks.agreement import NOTICED, measurement_error
 from imprint.checks.soundness import ON_ITS_OWN, find_difference, find_leaves, rounding_tolerance
-from imprint.errors import ImprintError, ReadoutError
+from imprint.errors import ImprintError, ReadoutError, UndefinedScore
 from imprint.model.measures import find_targets
 from imprint.task import Batch, Functional, Parameters, Task
 
@@ -45,7 +45,7 @@ def measure_first_queries(functional: Functional, theta: Parameters, batch: Batc
     values = values.detach()
     if not bool(values.isfinite().all()):
         index = int((~values.isfinite()).nonzero()[0, 0])
-        raise ReadoutError(f"the measurement of query {index} is {float(values[index])}: look for NaN in that query.")
+        raise UndefinedScore(f"the measurement of query {index} is {float(values[index])}: look for NaN in that query.")
     _refuse_dependence(functional, theta, batch, count, values)
     return values.tolist()
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from imprint.batches import describe_batch, is_columnar, length, map_tensors
 from imprint.checks.measuring import SILENT, check_derivative, measure_first_queries, natural_scale
-from imprint.errors import ReadoutError
+from imprint.errors import ReadoutError, UndefinedScore
 from imprint.readout.base import Base
 from imprint.readout.budget import Activations, ImprintCache, Loaded, measure_activations, split_sources
 from imprint.readout.calibration import TRIAL_STEP, calibrate_step, step_lengths
@@ -165,7 +165,7 @@ class Reader:
             self.observed.add(largest, each)
         if not math.isfinite(largest):
             query, source = (~total.isfinite()).nonzero()[0].tolist()
-            raise ReadoutError(
+            raise UndefinedScore(
                 f"the score of query {first + query} for source {self.store.source_ids[start + source]!r} is "
                 f"{float(total[query, source])}: look for NaN or infinity in the query, or an undefined measurement."
             )
@@ -201,7 +201,7 @@ class Reader:
             assert rows is not None
             changes = base.removed(rows, self.store.n, batch, count, vectorise=self._vectorise).double() / -self.store.n
         if not bool(changes.isfinite().all()):
-            raise ReadoutError("a run with a perturbed start gives queries a value that is no finite number.")
+            raise UndefinedScore("a run with a perturbed start gives queries a value that is no finite number.")
         return changes
 
     def diagonal(self, batch: Batch, start: int, stop: int) -> Tensor:
@@ -222,7 +222,7 @@ class Reader:
                 total += base.share * self._pair_up(base, self._imprints.get(base.index, start, stop)[0], single)
         if not bool(total.isfinite().all()):
             index = int((~total.isfinite()).nonzero()[0, 0])
-            raise ReadoutError(
+            raise UndefinedScore(
                 f"the self-influence of example {start + index} is {float(total[index])}: look for NaN in it."
             )
         return total

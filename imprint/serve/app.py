@@ -14,19 +14,19 @@ from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 import imprint
-from imprint.errors import AccessError, ConflictError, CreditUnavailable, DataError, ImprintError, ReadoutError
+from imprint.errors import AccessError, ConflictError, CreditUnavailable, DataError, ImprintError, UndefinedScore
 from imprint.serve.access import Access
 from imprint.serve.api import attributions, credit, health, sources
 from imprint.serve.batching import Closing, DeadlinePassed, Overloaded
 from imprint.serve.credit import CreditDesk
-from imprint.serve.errors import ApiError
+from imprint.serve.errors import NO_NUMBER, ApiError
 from imprint.serve.logs import LogRequests
 from imprint.serve.metrics import CountRequests, Exporter, Metrics
 from imprint.serve.middleware import protect
 from imprint.serve.pages import render_error
 from imprint.serve.pages import router as pages
 from imprint.serve.requests import REFUSALS
-from imprint.serve.service import Service
+from imprint.serve.service import CreditUnanswered, Service
 from imprint.serve.settings import Settings
 
 logger = logging.getLogger("imprint.serve")
@@ -51,10 +51,12 @@ def create_app(
     metrics = metrics or Metrics()
     desk = None if service.ledger is None else CreditDesk(service.ledger, service, access, settings, metrics)
     metrics.watch(lambda: service.depth)
+    readiness = health.Readiness(service, access)
 
     @asynccontextmanager
     async def run(app: FastAPI) -> AsyncIterator[None]:
         async with AsyncExitStack() as stack:
+            stack.push_async_callback(asyncio.to_thread, readiness.close)
             stack.push_async_callback(asyncio.to_thread, service.close)
             if settings.metrics:
                 app.state.exporter = Exporter(metrics, settings.metrics)
@@ -74,7 +76,7 @@ def create_app(
         lifespan=run,
     )
     app.state.settings, app.state.service, app.state.access = settings, service, access
-    app.state.stopping = False
+    app.state.readiness, app.state.stopping = readiness, False
     app.state.credit, app.state.metrics, app.state.examples = desk, metrics, examples or []
     app.include_router(health.router)
     for router in (attributions.router, sources.router, *([] if desk is None else [credit.router])):
@@ -113,9 +115,16 @@ def _handle_errors(app: FastAPI) -> None:
         ),
         RequestValidationError: lambda request, error: ApiError(422, "invalid", _describe_invalid(error)),
         DataError: lambda request, error: ApiError(422, "invalid", str(error)),
-        ReadoutError: lambda request, error: ApiError(422, "no_number", str(error)),
+        UndefinedScore: lambda request, error: ApiError(422, "no_number", NO_NUMBER),
         ConflictError: lambda request, error: ApiError(409, "conflict", str(error)),
         CreditUnavailable: _explain_unavailable,
+        CreditUnanswered: lambda request, error: ApiError(
+            503,
+            "credit_unknown",
+            "it is unknown whether this was credited: send the same request with the same Idempotency-Key again, which "
+            "credits nothing twice.",
+            {"Retry-After": "5"},
+        ),
         Overloaded: _refuse_load,
         DeadlinePassed: lambda request, error: ApiError(
             504, "too_late", "the queries were not read in time, and given up. Nothing was credited: try again."

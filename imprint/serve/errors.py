@@ -2,6 +2,12 @@
 
 from collections.abc import Mapping
 
+NO_NUMBER = (
+    "the measurement of a query, or a score of it, is no finite number. If one query does this and others do not, look "
+    "for very large numbers in it."
+)
+"""Said of a query whose attribution is undefined, without what the model or the store are made of."""
+
 
 class ApiError(Exception):
     """A request that is refused; `imprint.serve.app` turns it into JSON, or into a page.

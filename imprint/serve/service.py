@@ -1,6 +1,7 @@
 """The service without HTTP: reads queries of concurrent requests from one store, and credits them.
 
-One thread computes (`Batcher`); the database is written in others, so that the next batch is read meanwhile.
+One thread computes (`Batcher`). The ledger is read and written in a few others, so that the next batch is read
+meanwhile, and so that a ledger that is locked stalls nothing but crediting.
 """
 
 import asyncio
@@ -11,7 +12,7 @@ from dataclasses import dataclass, replace
 from datetime import timedelta
 from itertools import accumulate, pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 from urllib.parse import quote
 
 import torch
@@ -24,11 +25,13 @@ from imprint.credit.drafting import Draft, draft_entries
 from imprint.credit.ledger import Ledger, Receipt
 from imprint.credit.payloads import encode_query
 from imprint.credit.policy import Policy
-from imprint.errors import ConfigurationError, DataError, ImprintError, StoreError
-from imprint.forms import Form
+from imprint.errors import ConfigurationError, DataError, StoreError, first_line
+from imprint.forms import Form, NumbersForm
 from imprint.serve.batching import Batcher
+from imprint.serve.recalling import describe_asked, recall_answers, recall_result
 from imprint.serve.seen import Seen
 from imprint.serve.settings import Settings
+from imprint.serve.workers import Unanswered, Workers
 from imprint.store.manifest import MANIFEST
 from imprint.store.reading import Store
 from imprint.task import Task
@@ -39,6 +42,10 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("imprint.serve")
 T = TypeVar("T")
+_CREDITING = 4  # threads: the log has one writer at a time, the others prepare their entries or look requests up
+_FINDING_SECONDS, _CREDITING_SECONDS = 5.0, 20.0  # after which whoever credits is told that the outcome is unknown
+LOCK_SECONDS = 10
+"""How long the ledger of a service should wait for another writer: `Ledger(place, wait=LOCK_SECONDS)`."""
 _WASTE = 1.5  # times the numbers in a batch that padding may add
 
 
@@ -46,25 +53,38 @@ _WASTE = 1.5  # times the numbers in a batch that padding may add
 class Answered:
     """What was found for the queries of one request.
 
-    batches: the queries as they were read, each as a batch of one.
-    answers: what is attributed, for people.
+    batches: the queries as they were read, each as a batch of one; empty where they were not read again.
+    answers: what is attributed, for people; None where that is not known any more.
     drafts: how the policy would divide each query; empty if the service has none, or was not asked for it.
     queued, read: seconds.
+    asked: the queries as they were sent, by which a request that credits them is known when it comes again.
     """
 
     result: Attribution
     batches: tuple[Batch, ...]
-    answers: tuple[str, ...]
+    answers: tuple[str | None, ...]
     drafts: tuple[Draft, ...] = ()
     queued: float = 0.0
     read: float = 0.0
+    asked: tuple[Any, ...] = ()
+
+
+class CreditUnanswered(Exception):
+    """The ledger did not answer in time: it is unknown whether something was, or still will be, credited."""
+
+
+class Credited(NamedTuple):
+    """What a request is answered with that was credited, now or before, and its entries."""
+
+    answered: Answered
+    receipt: Receipt
 
 
 class Service:
     """A store that answers: attributes queries, credits them, and remembers what it has seen.
 
     form: how JSON becomes a query; by default the task's own.
-    policy, ledger: how and where queries are credited.
+    policy, ledger: how and where queries are credited. Open the ledger with wait=LOCK_SECONDS.
     observe: is told of every batch: how many queries it had, and the seconds that reading it took.
     """
 
@@ -87,10 +107,14 @@ class Service:
             )
         if policy is not None:
             policy.check_question(store.question)
-        self.task, self.store, self.form, self.policy, self.ledger = task, store, found, policy, ledger
+        self.task, self.store, self.policy, self.ledger = task, store, policy, ledger
+        self.form: Form = replace(found, dtype=_find_dtype(task)) if isinstance(found, NumbersForm) else found
         self.settings = settings or Settings()
         self.seen = Seen(read_validation(store))
         self._scorer, self._inside = Scorer(task, store), dict[str, Scorer]()
+        if ledger is not None and policy is not None:
+            ledger.check(self._scorer.describe(), policy)
+        self._crediting = Workers("credit", _CREDITING, self.settings.queue)
         self._batcher: Batcher[Batch, Answered] = Batcher(
             self._read,
             most=self.settings.batch,
@@ -128,7 +152,7 @@ class Service:
         timeout = self.settings.deadline if deadline is None else deadline
         batches = await asyncio.to_thread(self._parse, queries)
         found = await self._batcher.submit(batches, timeout - (time.monotonic() - began))
-        answered = replace(found.result, queued=found.waited, read=found.seconds)
+        answered = replace(found.result, queued=found.waited, read=found.seconds, asked=tuple(queries))
         if self.policy is not None and divide:
             answered = replace(answered, drafts=await asyncio.to_thread(self._divide, answered.result))
         self.seen.add(answered.result)
@@ -169,22 +193,52 @@ class Service:
         names = [f"{place}" for place in range(count)]
         return tuple(draft_entries(result, self.policy, [None] * count, names, [None] * count))
 
-    async def credit(self, answered: Answered, *, caller: str, key: str) -> Receipt:
-        """Credit the queries of a request; the same caller and key again return what was credited then."""
-        return await asyncio.to_thread(self._credit, answered, caller, key)
+    async def recall(self, queries: Sequence[Any], *, caller: str, key: str) -> Credited | None:
+        """Return what the same request was credited with before, from the ledger; None if it is new.
 
-    def _credit(self, answered: Answered, caller: str, key: str) -> Receipt:
+        Ask before queries are read that will be credited: refused if too many requests wait to be credited.
+        """
+        self._crediting.require_room()
+        return await self._wait_for_ledger(_FINDING_SECONDS, self._recall, queries, caller, key)
+
+    async def credit(self, answered: Answered, *, caller: str, key: str) -> Credited:
+        """Credit the queries of a request; if somebody has just credited the same one, return what was credited."""
+        return await self._wait_for_ledger(_CREDITING_SECONDS, self._credit, answered, caller, key)
+
+    async def _wait_for_ledger(self, timeout: float, function: Callable[..., T], *given: object) -> T:
+        try:
+            return await self._crediting.run(function, *given, timeout=timeout)
+        except Unanswered as error:
+            logger.error("the ledger did not answer within %g s", timeout)
+            raise CreditUnanswered from error
+
+    def _require_ledger(self) -> tuple[Ledger, Policy]:
         if self.ledger is None or self.policy is None:
             raise ConfigurationError("this service has no ledger: nothing can be credited.")
+        return self.ledger, self.policy
+
+    def _recall(self, queries: Sequence[Any], caller: str, key: str) -> Credited | None:
+        ledger, _ = self._require_ledger()
+        receipt = ledger.find(describe_asked(queries), len(queries), caller=caller, key=key)
+        return None if receipt is None else self._recall_receipt(ledger, receipt)
+
+    def _recall_receipt(self, ledger: Ledger, receipt: Receipt) -> Credited:
+        answers = recall_answers(ledger, receipt.entries, self.form)
+        return Credited(Answered(recall_result(receipt.entries, self.store), (), tuple(answers)), receipt)
+
+    def _credit(self, answered: Answered, caller: str, key: str) -> Credited:
+        ledger, policy = self._require_ledger()
         days = self.settings.retention_days
-        return self.ledger.credit(
+        receipt = ledger.credit(
             answered.result,
-            self.policy,
+            policy,
             payloads=[encode_query(batch) for batch in answered.batches],
             retention=None if days is None else timedelta(days=days),
             caller=caller,
             key=key,
+            asked=describe_asked(answered.asked),
         )
+        return self._recall_receipt(ledger, receipt) if receipt.repeated else Credited(answered, receipt)
 
     def warm_up(self) -> None:
         """Read the example of the form once, so that the first query need not wait for what torch prepares."""
@@ -194,8 +248,8 @@ class Service:
 
         try:
             asyncio.run(self.run(read))
-        except ImprintError as error:
-            logger.warning("the example of the task's form cannot be read: %s", error)
+        except Exception as error:  # of the model too: queries may do better than the example
+            logger.warning("the example of the task's form cannot be read: %s", first_line(error))
 
     async def run(self, function: Callable[[], T]) -> T:
         """Return what a function returns that is run in the computing thread, in turn with the readouts."""
@@ -249,12 +303,18 @@ class Service:
     def close(self, timeout: float | None = None) -> None:
         """Finish what was accepted, and accept no more."""
         self._batcher.close(timeout)
+        self._crediting.close()
 
 
 def _fit_together(batch: Sequence[Batch], more: Sequence[Batch]) -> bool:
     """Tell whether queries of different lengths may be padded to one: not if most of the work would be padding."""
     sizes = [sum(leaf.numel() for leaf in leaves(each)) for each in (*batch, *more)]
     return bool(len(sizes) * max(sizes) <= _WASTE * sum(sizes))
+
+
+def _find_dtype(task: Task) -> torch.dtype:
+    """Return the type of the numbers that a model computes with."""
+    return next(each.dtype for each in task.model.parameters() if each.is_floating_point())
 
 
 def _take_row(batch: Batch, row: int) -> Batch:

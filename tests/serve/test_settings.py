@@ -27,5 +27,5 @@ def test_metrics_are_turned_off_by_the_same_word_everywhere(tmp_path: Path) -> N
 def test_an_unknown_setting_is_named(tmp_path: Path) -> None:
     file = tmp_path / "serve.toml"
     file.write_text("prot = 1\n")
-    with pytest.raises(ConfigurationError, match="unknown setting 'prot'.*port"):
+    with pytest.raises(ConfigurationError, match="unknown setting 'prot'"):
         Settings.load(file, {})

@@ -7,10 +7,10 @@ from fastapi import APIRouter, Depends, Request, Response
 
 from imprint.attribution.uncertainty import describe_error
 from imprint.credit.ledger import Receipt
-from imprint.errors import ConfigurationError, DataError, ReadoutError
+from imprint.errors import ConfigurationError, DataError, UndefinedScore
 from imprint.serve.access.guard import require_page
 from imprint.serve.access.roles import Identity
-from imprint.serve.errors import ApiError
+from imprint.serve.errors import NO_NUMBER, ApiError
 from imprint.serve.pages.answering import Shaded, describe_answer, describe_documents, shade_words
 from imprint.serve.pages.asking import Asking, Mistyped, describe_typed, encode
 from imprint.serve.pages.forms import read_form
@@ -52,7 +52,9 @@ async def answer(request: Request, identity: Asker) -> Response:
         answered = await service.attribute([query])
     except Mistyped as error:
         return _show(request, identity, _make_form(request, fields, error.name, error.message), 422)
-    except (DataError, ReadoutError) as error:
+    except UndefinedScore:
+        return _show(request, identity, _make_form(request, fields, asking.main, NO_NUMBER), 422)
+    except DataError as error:
         return _show(request, identity, _make_form(request, fields, asking.main, str(error)), 422)
     receipt: Receipt | None = None
     read = time.monotonic()
