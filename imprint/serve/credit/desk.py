@@ -7,6 +7,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from imprint.credit import log, tables
@@ -110,7 +111,7 @@ class CreditDesk:
                 pass
         return self._currency or "units"
 
-    @property
+    @cached_property
     def names(self) -> dict[str, str]:
         """The names of the store's sources, by their ids."""
         store = self.service.store

@@ -5,6 +5,7 @@ from typing import Any
 from imprint.credit.heads import Head
 from imprint.credit.leaves import Leaf
 from imprint.credit.money import PARTS
+from imprint.credit.periods import Account
 from imprint.credit.periods import Totals as Sum
 from imprint.credit.policy import Policy
 from imprint.serve.credit import answers
@@ -12,6 +13,7 @@ from imprint.serve.credit.answers import Amount
 from imprint.serve.credit.comparing import Change
 from imprint.serve.credit.desk import CreditDesk
 from imprint.serve.credit.scope import Scope
+from imprint.serve.credit.tally import Signs
 
 
 def sum_running(desk: CreditDesk, scope: Scope) -> answers.Totals:
@@ -129,19 +131,21 @@ def _describe_change(desk: CreditDesk, change: Change) -> answers.ChangeAnswer:
 def describe_history(desk: CreditDesk, source: str) -> answers.History:
     """Return what a source got over time; without pots of periods, which belong to no day."""
     desk.tally.catch_up()
-    sums, currency = desk.tally.between(), desk.currency
-    account, signs = sums.totals.sources.get(source), sums.signs.get(source)
+    days, currency, account, signs = desk.tally.days(source), desk.currency, Account(), Signs()
+    for one, other in days.values():
+        account.merge(one)
+        signs.merge(other)
     known = next((each for each in desk.service.sources if each["id"] == source), None)
-    size = known["size"] if known is not None else signs.size if signs is not None else 0
-    amount, by_size = (0, 0) if account is None else (account.amount, account.by_size)
+    size = signs.size if known is None else known["size"]
+    amount, by_size = account.amount, account.by_size
     return answers.History(
         source=source,
         name=desk.names.get(source, source),
         size=size,
-        queries=0 if account is None else account.entries,
-        earned=0 if signs is None else signs.earned,
-        clear=0 if signs is None else signs.clear,
-        judged=0 if signs is None else signs.judged,
+        queries=account.entries,
+        earned=signs.earned,
+        clear=signs.clear,
+        judged=signs.judged,
         amount=Amount.of(amount, currency),
         by_size=Amount.of(by_size, currency),
         per_example=amount / size if size else None,
@@ -149,12 +153,12 @@ def describe_history(desk: CreditDesk, source: str) -> answers.History:
         days=[
             answers.Day(
                 day=day,
-                queries=queries,
-                earned=earned,
-                amount=Amount.of(got, currency),
-                by_size=Amount.of(by_size, currency),
+                queries=one.entries,
+                earned=other.earned,
+                amount=Amount.of(one.amount, currency),
+                by_size=Amount.of(one.by_size, currency),
             )
-            for day, (queries, earned, got, by_size) in desk.tally.days(source).items()
+            for day, (one, other) in days.items()
         ],
     )
 

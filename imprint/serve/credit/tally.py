@@ -7,15 +7,16 @@ named. A tally knows how far it has come: totals of half a log are refused, not 
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
-from typing import Any
+
+from sqlalchemy import Connection
 
 from imprint.credit import log, tables
 from imprint.credit.contradictions import find_unpayable
 from imprint.credit.leaves import Leaf
 from imprint.credit.ledger import Ledger
-from imprint.credit.periods import Totals
+from imprint.credit.periods import Account, Totals
 from imprint.serve.credit.reading import read_chunk
 from imprint.serve.errors import ApiError
 from imprint.statistics import student_quantile
@@ -102,8 +103,9 @@ class Tally:
     def __init__(self, ledger: Ledger) -> None:
         self._ledger, self._lock = ledger, threading.Lock()
         self._read, self._first = 0, 0
-        self._days = dict[str, Sums]()
-        self._running = Sums()
+        self._days, self._months, self._newest = dict[str, Sums](), dict[str, Sums](), ""
+        self._running, self._again = Sums(), range(0)
+        self._sources = set[str]()
         self._left_out = dict[int, None]()
         self._disputes = list[int]()
 
@@ -111,8 +113,8 @@ class Tally:
         """Read what was written since; refuse if more is left after so many entries."""
         with self._lock:
             size = self._advance(most)
-            if self._read < size:
-                raise Counting(self._read, size)
+            if self._again or self._read < size:
+                raise Counting(self._again.start if self._again else self._read, size)
 
     def read_all(self, stop: Callable[[], bool]) -> None:
         """Read the whole log, in turn with requests that wait for it, until told to stop."""
@@ -125,33 +127,53 @@ class Tally:
 
     def _advance(self, most: int) -> int:
         with tables.reading(self._ledger.engine) as connection:
-            size = log.read_size(connection)
-            end = min(size, self._read + most)
-            for found in read_chunk(connection, self._read, end):
-                if found.leaf is None or not self._add(connection, found.leaf):
-                    self._left_out[found.sequence] = None
-                self._read = found.sequence + 1
+            size, left = log.read_size(connection), most
+            while left and (self._again or self._read < size):
+                places = self._again or range(self._read, size)
+                left -= self._read_on(connection, places[:left])
         return size
 
-    def _add(self, connection: Any, leaf: Leaf) -> bool:
-        """Add an entry; False if it cannot be."""
+    def _read_on(self, connection: Connection, places: range) -> int:
+        """Add entries, up to one that closes a period; return how many were read."""
+        is_again = bool(self._again)
+        for count, entry in enumerate(read_chunk(connection, places.start, places.stop), 1):
+            if entry.leaf is None or not self._add(entry.leaf, is_again):
+                self._left_out[entry.sequence] = None
+            if is_again:
+                self._again = range(entry.sequence + 1, self._again.stop)
+            else:
+                self._read = entry.sequence + 1
+                if self._again:
+                    return count
+        return len(places)
+
+    def _add(self, leaf: Leaf, is_again: bool) -> bool:
+        """Add an entry; False if it cannot be. is_again: whether it was added before, to another period."""
         if leaf.kind == "credit":
             if not is_payable(leaf):
                 return False
-            self._days.setdefault(leaf.about["time"][:10], Sums()).add(leaf)
             self._running.add(leaf)
-        elif leaf.kind == "period":
-            self._begin_period(connection, leaf.about["stop"], leaf.sequence)
-        elif leaf.kind == "dispute":
+            if not is_again:
+                self._add_to_day(leaf)
+        elif leaf.kind == "period" and not is_again:
+            # What was written between the end of the period and its closing belongs to the next one.
+            self._running, self._first = Sums(), leaf.about["stop"]
+            self._again = range(self._first, leaf.sequence)
+        elif leaf.kind == "dispute" and not is_again:
             self._disputes.append(leaf.sequence)
         return True
 
-    def _begin_period(self, connection: Any, first: int, closing: int) -> None:
-        """Begin the totals of the next period, with what was written between the end of the last and its closing."""
-        self._running, self._first = Sums(), first
-        for found in read_chunk(connection, first, closing):
-            if found.leaf is not None and found.leaf.kind == "credit" and found.sequence not in self._left_out:
-                self._running.add(found.leaf)
+    def _add_to_day(self, leaf: Leaf) -> None:
+        """Add a query to its day; and to its month, which has all days but the newest one."""
+        day = leaf.about["time"][:10]
+        self._sources.update(row["source"] for row in leaf.rows)
+        if day > self._newest:
+            if self._newest:
+                self._months.setdefault(self._newest[:7], Sums()).merge(self._days[self._newest])
+            self._newest = day
+        elif day < self._newest:
+            self._months.setdefault(day[:7], Sums()).add(leaf)
+        self._days.setdefault(day, Sums()).add(leaf)
 
     @property
     def left_out(self) -> tuple[int, ...]:
@@ -167,31 +189,41 @@ class Tally:
     def running(self) -> tuple[int, int, Totals]:
         """Return the first entry of the period that is not closed yet, how far it goes, and its totals."""
         with self._lock:
-            found = Totals()
-            found.merge(self._running.totals)
-            return self._first, self._read, found
+            totals = Totals()
+            totals.merge(self._running.totals)
+            return self._first, self._read, totals
 
     def between(self, since: str | None = None, until: str | None = None) -> Sums:
-        """Return the sums of the days from one on, and before another, in UTC."""
+        """Return the sums of the days from one on, and before another, in UTC; of whole months by their sums."""
         with self._lock:
-            found = Sums()
-            for day in sorted(self._days):
-                if (since is None or day >= since) and (until is None or day < until):
-                    found.merge(self._days[day])
-            return found
+            whole = {
+                month
+                for month in self._months
+                if (since is None or f"{month}-01" >= since) and (until is None or f"{month}-31" < until)
+            }
+            days = (
+                day
+                for day in self._days
+                if (day[:7] not in whole or day == self._newest)
+                and (since is None or day >= since)
+                and (until is None or day < until)
+            )
+            parts = {**{month: self._months[month] for month in whole}, **{day: self._days[day] for day in days}}
+            sums = Sums()
+            for name in sorted(parts):
+                sums.merge(parts[name])
+            return sums
 
-    def days(self, source: str) -> Mapping[str, tuple[int, int, int, int]]:
-        """Return the queries of each day, how many credited a source, its amount, and what a rule by size would pay."""
+    def days(self, source: str) -> Mapping[str, tuple[Account, Signs]]:
+        """Return what is known of a source, of each day on which queries were divided among it and others."""
         with self._lock:
-            found = {}
-            for day in sorted(self._days):
-                sums = self._days[day]
-                if source in sums.totals.sources:
-                    account = sums.totals.sources[source]
-                    found[day] = (account.entries, sums.signs[source].earned, account.amount, account.by_size)
-            return found
+            return {
+                day: (replace(sums.totals.sources[source]), replace(sums.signs[source]))
+                for day, sums in sorted(self._days.items())
+                if source in sums.totals.sources
+            }
 
     def sources(self) -> set[str]:
         """Return the ids of all sources in the log."""
         with self._lock:
-            return {name for sums in self._days.values() for name in sums.totals.sources}
+            return set(self._sources)

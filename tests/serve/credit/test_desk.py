@@ -35,6 +35,10 @@ def test_requests_at_once_count_each_entry_once_while_others_credit(bureau: Bure
     assert closing.about["entries"] == 21 and all(5 <= count <= 21 for count in counts)
 
 
+def test_names_of_many_sources_are_read_once(bureau: Bureau) -> None:
+    assert bureau.desk.names is bureau.desk.names and bureau.desk.names
+
+
 def test_a_service_verifies_and_counts_when_it_starts_and_stops_both_when_it_ends(news: News, tmp_path: Path) -> None:
     with make_ledger(tmp_path / "credit.db") as ledger, open_bureau(news, ledger, tmp_path, metrics="") as bureau:
         fill(ledger, (20,))

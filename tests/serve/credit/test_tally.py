@@ -1,12 +1,15 @@
 """Running totals agree with a fresh count wherever they were stopped, and half a log is never shown as a whole."""
 
+import contextlib
 from datetime import UTC, datetime
 
 import pytest
+from sqlalchemy import update
 
 from imprint.credit import Ledger, close_period
-from imprint.serve.credit.tally import Counting, Tally
+from imprint.serve.credit.tally import Counting, Sums, Tally
 from tests.credit.crediting import fill
+from tests.credit.insider import L, rewrite, run
 
 
 def test_half_a_log_is_refused_and_the_next_request_reads_on(ledger: Ledger) -> None:
@@ -46,6 +49,54 @@ def read_in_steps(tally: Tally, step: int) -> None:
             return tally.catch_up(step)
         except Counting:
             continue
+
+
+def test_totals_of_days_do_not_depend_on_months_nor_on_the_order_in_which_days_were_read(ledger: Ledger) -> None:
+    days = ("2026-01-30", "2026-01-31", "2026-02-01", "2026-02-28", "2026-03-01", "2026-02-02", "2026-03-02")
+    fill(ledger, (1,) * len(days))
+    for place, day in enumerate(days):
+        move_to(ledger, place + 3, f"{day}T12:00:00.000000Z")
+    tally = whole(ledger)
+    for since in (None, "2026-01-31", "2026-02-01", "2026-02-02", "2026-03-02"):
+        for until in (None, "2026-02-01", "2026-02-03", "2026-03-01", "2026-03-02"):
+            expected = sum((since is None or day >= since) and (until is None or day < until) for day in days)
+            sums = tally.between(since, until)
+            assert sums.totals.entries == expected
+            assert sums.signs["times"].judged == expected
+    assert {day: account.entries for day, (account, _) in tally.days("times").items()} == dict.fromkeys(sorted(days), 1)
+
+
+def move_to(ledger: Ledger, sequence: int, time: str) -> None:
+    """Change the time of an entry as if it had been written then."""
+    values = update(L).where(L.c.sequence == sequence).values(time=time)
+    run(ledger, rewrite(sequence, lambda about: about.update(time=time), rehash=True), values)
+
+
+def test_a_year_is_added_up_from_its_months(ledger: Ledger, monkeypatch: pytest.MonkeyPatch) -> None:
+    fill(ledger, (1,) * 30)
+    for place in range(30):
+        move_to(ledger, place + 3, f"2026-{1 + place // 10:02}-{1 + place % 10:02}T12:00:00.000000Z")
+    tally, merged = whole(ledger), list[Sums]()
+    monkeypatch.setattr(Sums, "merge", lambda self, other: merged.append(other))
+    tally.between()
+    assert len(merged) == 4  # three months, and the newest day
+    tally.between("2026-01-02")
+    assert len(merged) == 4 + 9 + 3
+
+
+def test_what_came_after_the_end_of_a_period_is_read_again_a_part_at_a_time(ledger: Ledger) -> None:
+    fill(ledger, (2,))
+    end = datetime.now(UTC)
+    fill(ledger, (30,))
+    close_period(ledger, "p1", until=end)
+    fill(ledger, (1,))
+    tally, refused = Tally(ledger), 0
+    while tally.running()[2].entries != 31:
+        with contextlib.suppress(Counting):
+            tally.catch_up(5)
+            break
+        refused += 1
+    assert refused > 2 * 30 // 5 and tally.running() == whole(ledger).running()
 
 
 def test_what_came_after_the_end_of_a_closed_period_belongs_to_the_next(ledger: Ledger) -> None:
