@@ -1,5 +1,6 @@
 """Requests and answers of the API: bodies in strict JSON, and the models that describe them."""
 
+import asyncio
 from collections.abc import Callable, Coroutine, Mapping
 from pathlib import Path
 from typing import Any
@@ -81,7 +82,10 @@ class SourceEffect(BaseModel):
 class QueryEffects(BaseModel):
     """What the sources do to one query."""
 
-    answer: str = Field(description="What is attributed: the class, or the completion.")
+    answer: str | None = Field(
+        description="What is attributed: the class, or the completion; null if the query was credited before, and can "
+        "no longer be shown."
+    )
     sources: list[SourceEffect]
     unattributed: float | None = Field(description="The share that no source is credited with.")
     rule: str | None = Field(description="The rule of the policy that divided the query.")

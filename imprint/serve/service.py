@@ -74,10 +74,11 @@ class CreditUnanswered(Exception):
 
 
 class Credited(NamedTuple):
-    """What a request is answered with that was credited, now or before, and its entries."""
+    """What a request is answered with that was credited, now or before, its entries, and their policy."""
 
     answered: Answered
     receipt: Receipt
+    policy: Policy
 
 
 class Service:
@@ -224,7 +225,8 @@ class Service:
 
     def _recall_receipt(self, ledger: Ledger, receipt: Receipt) -> Credited:
         answers = recall_answers(ledger, receipt.entries, self.form)
-        return Credited(Answered(recall_result(receipt.entries, self.store), (), tuple(answers)), receipt)
+        result, policy = recall_result(receipt.entries, self.store), ledger.policy(receipt.entries[0].about["policy"])
+        return Credited(Answered(result, (), tuple(answers)), receipt, policy)
 
     def _credit(self, answered: Answered, caller: str, key: str) -> Credited:
         ledger, policy = self._require_ledger()
@@ -238,7 +240,7 @@ class Service:
             key=key,
             asked=describe_asked(answered.asked),
         )
-        return self._recall_receipt(ledger, receipt) if receipt.repeated else Credited(answered, receipt)
+        return self._recall_receipt(ledger, receipt) if receipt.repeated else Credited(answered, receipt, policy)
 
     def warm_up(self) -> None:
         """Read the example of the form once, so that the first query need not wait for what torch prepares."""

@@ -61,9 +61,9 @@ def test_the_query_that_is_kept_is_the_one_that_was_scored(news: News, service: 
 
 def test_the_same_request_is_credited_once(news: News, service: Service) -> None:
     (found,) = ask_at_once(service, [news.ask(1), news.ask(2)])
-    first = asyncio.run(service.credit(found, caller="key:app", key="a"))
+    first = asyncio.run(service.credit(found, caller="key:app", key="a")).receipt
     (again,) = ask_at_once(service, [news.ask(1), news.ask(2)])
-    second = asyncio.run(service.credit(again, caller="key:app", key="a"))
+    second = asyncio.run(service.credit(again, caller="key:app", key="a")).receipt
     assert second.repeated and second.sequences == first.sequences and not first.repeated
     assert service.ledger is not None and verify(service.ledger, progress=False).holds
 

@@ -174,6 +174,7 @@ def _run(task: "Task", store: "Store", settings: "Settings", demo: "Demo | None"
     from imprint.serve import Access, Service, create_app
     from imprint.serve.metrics import Metrics
     from imprint.serve.running import bind, run
+    from imprint.serve.service import LOCK_SECONDS
 
     warnings.simplefilter("ignore", ReliabilityWarning)  # each answer has its own
     with ExitStack() as stack:
@@ -181,7 +182,7 @@ def _run(task: "Task", store: "Store", settings: "Settings", demo: "Demo | None"
         stack.callback(access.close)
         ledger = None
         if settings.ledger is not None:
-            ledger = stack.enter_context(Ledger(settings.ledger))
+            ledger = stack.enter_context(Ledger(settings.ledger, wait=LOCK_SECONDS))
         rules = None if settings.policy is None else read_policy(settings.policy)
         figures = Metrics()
         service = Service(task, store, policy=rules, ledger=ledger, settings=settings, observe=figures.observe_batch)

@@ -12,7 +12,8 @@ from collections import OrderedDict
 from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from datetime import datetime
-from typing import NamedTuple
+from functools import partial
+from typing import NamedTuple, ParamSpec, TypeVar
 
 from sqlalchemy import select
 
@@ -21,11 +22,18 @@ from imprint.serve.access import keys, sessions, tables
 from imprint.serve.access.keys import KeyRecord, NewKey
 from imprint.serve.access.roles import Identity, Role
 from imprint.serve.access.secret import derive_csrf, find_prefix, hash_secret, is_token
+from imprint.serve.batching import Closing, Overloaded
+from imprint.serve.workers import Unanswered, Workers
 
 __all__ = ["Access", "KeyRecord", "NewKey"]
 logger = logging.getLogger("imprint.serve")
 _REMEMBERED = 1.0  # seconds
 _MOST = 10_000  # remembered at once
+_THREADS = 4  # a look at a key takes milliseconds, and most keys are remembered
+_WAITING = 200  # looks that may wait: more connections than a service has at its usual rate
+_PATIENCE = 15.0  # seconds: a look waits 5 for the database, noting the use of a key 5 more, and then there is a queue
+P = ParamSpec("P")
+T = TypeVar("T")
 
 
 class _Found(NamedTuple):
@@ -45,6 +53,15 @@ class Access:
     def __init__(self, place: str | os.PathLike[str], *, clock: Callable[[], float] = time.time) -> None:
         self._engine, self._clock = tables.open_database(place), clock
         self._found, self._lock = OrderedDict[bytes, _Found](), threading.Lock()
+        self._workers = Workers("keys", _THREADS, _WAITING)
+
+    async def run(self, method: Callable[P, T], *given: P.args, **named: P.kwargs) -> T:
+        """Call a method of this in a thread that only keys use; fails if the database does not answer in time."""
+        try:
+            self._workers.require_room()
+            return await self._workers.run(partial(method, *given, **named), timeout=_PATIENCE)
+        except (Overloaded, Unanswered, Closing) as error:
+            raise AccessError("the database of keys does not answer.") from error
 
     def probe(self) -> None:
         """Fail with an `AccessError` if the database cannot be reached."""
@@ -174,5 +191,6 @@ class Access:
             del self._found[hash_secret(token)]
 
     def close(self) -> None:
-        """Close the database."""
+        """Finish what was asked, and close the database."""
+        self._workers.close()
         self._engine.dispose()

@@ -21,18 +21,19 @@ from imprint.serve.requests import (
     StrictRoute,
     describe_refusals,
 )
-from imprint.serve.service import Answered, Service
+from imprint.serve.service import Answered, Credited, Service
 
 router = APIRouter(prefix="/v1", route_class=StrictRoute, tags=["attributions"])
 _KEY = re.compile("[!-~]{1,200}")
 _REFUSALS = describe_refusals(
     {
         400: "The body is no JSON, or credit was asked for without an Idempotency-Key.",
-        409: "The Idempotency-Key was used for another request.",
+        409: "The Idempotency-Key was used for other queries, or for queries that were erased since.",
         413: "The body is too large, or has too many queries.",
         422: "The body is no query.",
         429: "Too many queries wait, or the key sends too many requests: try again after Retry-After seconds.",
-        503: "The service is shutting down, or the ledger cannot be reached.",
+        503: "The service is shutting down, or the ledger does not answer in time. With the code credit_unknown, it is "
+        "unknown whether the queries were credited: send the same request with the same Idempotency-Key again.",
         504: "The queries were not read in time, and given up. Nothing was credited.",
     }
 )
@@ -50,7 +51,10 @@ async def attribute(
 ) -> AttributionAnswer:
     """Return the effect of removing each source on one query or several, with their errors and shares.
 
-    With `credit`, the queries are credited in the ledger before the answer is sent, once for each Idempotency-Key.
+    With `credit`, the queries are credited in the ledger before the answer is sent, once for each Idempotency-Key. The
+    same queries with the same key are answered from the ledger, even after a restart with another store or policy:
+    nothing is read again, `repeated` is true, and a warning says that the first answer's warnings are not kept. Other
+    queries with the key are refused.
     """
     began = time.monotonic()
     service: Service = request.app.state.service
@@ -58,30 +62,45 @@ async def attribute(
     if len(queries) > service.settings.batch:
         raise ApiError(413, "too_many", f"a request has at most {service.settings.batch} queries, got {len(queries)}.")
     request.state.queries = len(queries)
+    receipt, crediting = None, 0.0
     if body.credit:
-        _check_credit(service, identity, idempotency_key)
-    answered = await service.attribute(queries, divide=not body.credit)
-    read, receipt = time.monotonic(), None
-    if body.credit:
-        assert idempotency_key is not None
-        receipt = await service.credit(answered, caller=f"key:{identity.name}", key=idempotency_key)
-        request.app.state.metrics.count_credited(receipt)
-        request.state.credited = 0 if receipt.repeated else len(receipt.entries)
-    now = time.monotonic()
+        key = _check_credit(service, identity, idempotency_key)
+        (answered, receipt, _), crediting = await _credit_once(service, queries, f"key:{identity.name}", key)
+        note_credited(request, receipt)
+    else:
+        answered = await service.attribute(queries)
     spent = Milliseconds(
         queued=1000 * answered.queued,
         read=1000 * answered.read,
-        credited=1000 * (now - read) if body.credit else 0.0,
-        total=1000 * (now - began),
+        credited=1000 * crediting,
+        total=1000 * (time.monotonic() - began),
     )
     top = body.top if "top" in body.model_fields_set else service.settings.top
     return _describe(answered, receipt, top, spent)
 
 
-def _check_credit(service: Service, identity: Identity, key: str | None) -> None:
+async def _credit_once(service: Service, queries: list[Any], caller: str, key: str) -> tuple[Credited, float]:
+    """Return what is credited, now or by an earlier request, and how many seconds the ledger took."""
+    began = time.monotonic()
+    credited, found = await service.recall(queries, caller=caller, key=key), time.monotonic()
+    if credited is not None:
+        return credited, found - began
+    answered, read = await service.attribute(queries, divide=False), time.monotonic()
+    credited = await service.credit(answered, caller=caller, key=key)
+    return credited, found - began + time.monotonic() - read
+
+
+def note_credited(request: Request, receipt: Receipt) -> None:
+    """Count what was credited, for the metrics and the log."""
+    request.app.state.metrics.count_credited(receipt)
+    request.state.credited = 0 if receipt.repeated else len(receipt.entries)
+
+
+def _check_credit(service: Service, identity: Identity, key: str | None) -> str:
+    """Return the idempotency key; refuse who may not credit, and requests without one."""
     if not identity.may("credit"):
         raise ApiError(403, "forbidden", f"a key with the role {identity.role} may not credit queries.")
-    if service.ledger is None:
+    if service.ledger is None or service.policy is None:
         raise ApiError(409, "no_ledger", "this service has no ledger, so nothing can be credited.")
     if key is None or not _KEY.fullmatch(key):
         raise ApiError(
@@ -90,6 +109,7 @@ def _check_credit(service: Service, identity: Identity, key: str | None) -> None
             "crediting needs the header Idempotency-Key: 1 to 200 printable ASCII characters without spaces, another "
             "one for each request, and the same one when you try again.",
         )
+    return key
 
 
 def _describe(answered: Answered, receipt: Receipt | None, top: int | None, spent: Milliseconds) -> AttributionAnswer:

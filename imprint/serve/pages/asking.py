@@ -135,14 +135,14 @@ class Asking:
         chosen = self.typed("choice")
         query: dict[str, Any]
         if self.kind == "picture" and chosen != OWN:
-            if not _is_index(chosen, len(self.examples)):
+            if not is_index(chosen, len(self.examples)):
                 raise Mistyped("choice", "Choose a picture, or draw one.")
             query = {self.form.field: self.examples[int(chosen)][0][self.form.field]}
         else:
             query = {self.form.field: _read_numbers(self.typed("values"))}
         label = self.typed("label")
         if label:
-            if not _is_index(label, len(self.classes)):
+            if not is_index(label, len(self.classes)):
                 raise Mistyped("label", "Choose one of the classes.")
             query["label"] = int(label)
         return query
@@ -153,7 +153,8 @@ class Asking:
         return f"page-{self.token}-{digest[:24]}"
 
 
-def _is_index(text: str, count: int) -> bool:
+def is_index(text: str, count: int) -> bool:
+    """Tell whether a text is the place of one of so many things."""
     return text.isascii() and text.isdigit() and len(text) < 10 and int(text) < count
 
 

@@ -1,6 +1,5 @@
 """The page *Keys*: an administrator makes and revokes keys."""
 
-import asyncio
 from datetime import UTC, datetime, timedelta
 from typing import Annotated
 

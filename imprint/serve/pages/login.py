@@ -1,6 +1,5 @@
 """The login: exchanges a key, or a one-time link, for a session."""
 
-import asyncio
 import re
 from typing import Annotated
 from urllib.parse import unquote

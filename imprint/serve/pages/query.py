@@ -1,27 +1,35 @@
 """The page *Query*: somebody asks, and sees the answer with what each source did to it."""
 
+import logging
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Annotated, Any
 
 from fastapi import APIRouter, Depends, Request, Response
 
 from imprint.attribution.uncertainty import describe_error
 from imprint.credit.ledger import Receipt
-from imprint.errors import ConfigurationError, DataError, UndefinedScore
+from imprint.credit.policy import Policy
+from imprint.errors import ConfigurationError, CreditUnavailable, DataError, ImprintError, UndefinedScore
 from imprint.serve.access.guard import require_page
 from imprint.serve.access.roles import Identity
+from imprint.serve.api.attributions import note_credited
+from imprint.serve.batching import Closing, DeadlinePassed, Overloaded
 from imprint.serve.errors import NO_NUMBER, ApiError
-from imprint.serve.pages.answering import Shaded, describe_answer, describe_documents, shade_words
-from imprint.serve.pages.asking import Asking, Mistyped, describe_typed, encode
+from imprint.serve.pages.answering import describe_answer, describe_documents, shade_words
+from imprint.serve.pages.asking import Asking, Mistyped, describe_typed, encode, is_index
 from imprint.serve.pages.forms import read_form
 from imprint.serve.pages.rendering import render
 from imprint.serve.pages.wording import describe_effect, describe_sign, describe_standing, describe_tests, list_once
 from imprint.serve.requests import QueryEffects, read_json
-from imprint.serve.service import Answered, Service
+from imprint.serve.service import Answered, Credited, CreditUnanswered, Service
 
 if TYPE_CHECKING:
+    from imprint.language import TokenAttribution
     from imprint.serve.pages.answering import Row
 
+logger = logging.getLogger("imprint.serve")
 router = APIRouter(prefix="/query", include_in_schema=False)
 Asker = Annotated[Identity, Depends(require_page("attribute"))]
 
@@ -30,7 +38,7 @@ Asker = Annotated[Identity, Depends(require_page("attribute"))]
 def show_form(request: Request, identity: Asker, example: str = "") -> Response:
     """Show the form, filled with an example if one is named."""
     asking = _make_form(request, {})
-    if example.isascii() and example.isdigit() and int(example) < len(asking.examples):
+    if is_index(example, len(asking.examples)):
         query = asking.examples[int(example)][0]
         asking = _make_form(request, describe_typed(asking.form, query))
     return _show(request, identity, asking)
@@ -49,32 +57,71 @@ async def answer(request: Request, identity: Asker) -> Response:
     try:
         query = asking.read()
         request.state.queries = 1
-        answered = await service.attribute([query])
+        credited = await _recall(service, identity, asking, query) if wanted else None
+        answered = await service.attribute([query]) if credited is None else credited.answered
     except Mistyped as error:
         return _show(request, identity, _make_form(request, fields, error.name, error.message), 422)
     except UndefinedScore:
         return _show(request, identity, _make_form(request, fields, asking.main, NO_NUMBER), 422)
     except DataError as error:
         return _show(request, identity, _make_form(request, fields, asking.main, str(error)), 422)
-    receipt: Receipt | None = None
     read = time.monotonic()
-    if wanted:
-        receipt = await service.credit(answered, caller=f"key:{identity.name}", key=asking.name_request(query))
-        request.app.state.metrics.count_credited(receipt)
-        request.state.credited = 0 if receipt.repeated else len(receipt.entries)
-    credited = time.monotonic()
-    found, rows = describe_answer(answered, receipt)
-    shaded = await _find_words(service, asking, query, rows)
+    words, unread = await _read_words(service, asking, query)  # before anything is credited that a person waits for
+    worded = time.monotonic()
+    if wanted and credited is None:
+        credited = await _credit(service, identity, asking, query, answered)
+    if credited is not None:
+        answered = credited.answered
+        note_credited(request, credited.receipt)
     now = time.monotonic()
     spent = {
         "waiting": answered.queued,
         "reading": answered.read,
-        "crediting": credited - read if wanted else None,
-        "reading word by word": now - credited if shaded else None,
+        "crediting": now - worded if wanted else None,
+        "reading word by word": worded - read if words else None,
         "in all": now - began,
     }
-    shown = {"found": found, "rows": rows, "shaded": shaded, "spent": _format_times(spent), "receipt": receipt}
-    return _show_answer(request, identity, asking, query, answered, **shown)
+    receipt = None if credited is None else credited.receipt
+    found, rows = describe_answer(answered, receipt)
+    return _show_answer(
+        request,
+        identity,
+        asking,
+        query,
+        answered,
+        policy=service.policy if credited is None else credited.policy,
+        receipt=receipt,
+        found=found,
+        rows=rows,
+        shaded=[] if words is None else shade_words(words, rows),
+        unread=unread,
+        spent=_format_times(spent),
+    )
+
+
+async def _recall(service: Service, identity: Identity, asking: Asking, query: Any) -> Credited | None:
+    """Return what was credited before from the same form; None if nothing was."""
+    with _explained():
+        return await service.recall([query], caller=f"key:{identity.name}", key=asking.name_request(query))
+
+
+async def _credit(service: Service, identity: Identity, asking: Asking, query: Any, answered: Answered) -> Credited:
+    with _explained():
+        return await service.credit(answered, caller=f"key:{identity.name}", key=asking.name_request(query))
+
+
+@contextmanager
+def _explained() -> Iterator[None]:
+    """Say to a person what to do if the ledger does not answer: a form that is sent again credits nothing twice."""
+    try:
+        yield
+    except (CreditUnanswered, CreditUnavailable) as error:
+        logger.error("the ledger cannot be reached: %s", type(error.__cause__).__name__)
+        message = (
+            "it is unknown whether this was credited: reload this page, which sends the same form again, and credits "
+            "nothing twice."
+        )
+        raise ApiError(503, "credit_unknown", message, {"Retry-After": "5"}) from error
 
 
 @router.post("/documents")
@@ -136,9 +183,8 @@ def _show_answer(
     request: Request, identity: Identity, asking: Asking, query: Any, answered: Answered, **shown: Any
 ) -> Response:
     service: Service = request.app.state.service
-    found, rows = shown["found"], shown["rows"]
+    found, rows, policy, receipt = shown["found"], shown["rows"], shown["policy"], shown["receipt"]
     labels = answered.result.labels
-    policy = service.policy
     return render(
         request,
         "answer.html.j2",
@@ -159,8 +205,7 @@ def _show_answer(
         tested=None if labels.validation is None else describe_tests(labels.validation),
         warnings=list_once(answered.result.warnings),
         rule="" if policy is None or found.rule is None else policy.explain(found.rule),
-        policy=policy,
-        needed=_find_needed(service, answered, found),
+        needed=_find_needed(policy, answered, receipt, found),
         may_see_row=identity.may("see_credit"),
         may_see_trust=identity.may("see_trust"),
         **shown,
@@ -171,21 +216,27 @@ def _format_times(spent: dict[str, float | None]) -> dict[str, str]:
     return {name: f"{1000 * seconds:.1f} ms" for name, seconds in spent.items() if seconds is not None}
 
 
-async def _find_words(service: Service, asking: Asking, query: Any, rows: "list[Row]") -> list[Shaded]:
-    """Return the words of a completion with what the first sources contribute; none for other queries."""
+async def _read_words(service: Service, asking: Asking, query: Any) -> "tuple[TokenAttribution | None, bool]":
+    """Return what sources contribute to the words of a completion, and whether that should be there and is not."""
     if asking.kind != "completion":
-        return []
+        return None, False
     try:
-        return shade_words(await service.words(query), rows)
+        return await service.words(query), False
     except ConfigurationError:  # a form of completions in front of something else than a language model
-        return []
+        return None, False
+    except (DeadlinePassed, Overloaded, Closing, ImprintError) as error:  # the answer itself is there
+        logger.warning("a completion could not be read word by word: %s", type(error).__name__)
+        return None, True
 
 
-def _find_needed(service: Service, answered: Answered, found: QueryEffects) -> float | None:
+def _find_needed(
+    policy: Policy | None, answered: Answered, receipt: Receipt | None, found: QueryEffects
+) -> float | None:
     """Return how many standard errors an effect must exceed to be credited; None where the rule has no threshold."""
-    if service.policy is None or not answered.drafts or found.rule not in ("above_noise", "fixed_plus"):
+    if policy is None or found.rule not in ("above_noise", "fixed_plus"):
         return None
-    return service.policy.find_quantile(answered.drafts[0].about["freedom"])
+    about = answered.drafts[0].about if receipt is None else receipt.entries[0].about
+    return policy.find_quantile(about["freedom"])
 
 
 def _add_up_others(found: QueryEffects, rows: "list[Row]") -> float | None:
