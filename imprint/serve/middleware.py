@@ -142,7 +142,7 @@ class Protect:
         if recalled is not None and (recalled.csrf is not None) == is_session:
             return recalled
         find = self._access.identify_session if is_session else self._access.identify_key
-        return await asyncio.to_thread(find, secret)
+        return await self._access.run(find, secret)
 
     async def _read_body(self, scope: Scope, receive: Receive) -> bytes:
         """Return the body. One that is too large is read a little longer, so that its sender sees the answer."""

@@ -34,7 +34,7 @@ async def create_key(request: Request, identity: Admin) -> Response:
         name, role = form.get("name", "").strip(), _read_role(form.get("role", ""))
         sources = [line.strip() for line in form.get("sources", "").splitlines() if line.strip()]
         expires, known = _read_expiry(form.get("days", "").strip()), _list_sources(request)
-        made = await asyncio.to_thread(access.create, name, role, sources=sources, expires=expires, known=known)
+        made = await access.run(access.create, name, role, sources=sources, expires=expires, known=known)
     except ConfigurationError as error:
         return await _render(request, identity, form, problem=str(error), status=422)
     return await _render(request, identity, {}, made=made)
@@ -47,7 +47,7 @@ async def revoke_key(request: Request, identity: Admin, name: str) -> Response:
     if name == identity.name:
         raise ApiError(409, "own_key", "you are logged in with this key. Log in with another one to revoke it.")
     try:
-        await asyncio.to_thread(access.revoke, name)
+        await access.run(access.revoke, name)
     except ConfigurationError as error:
         raise ApiError(404, "not_found", "there is no key of that name.") from error
     return RedirectResponse("/keys", 303)
@@ -63,7 +63,7 @@ async def _render(
     status: int = 200,
 ) -> Response:
     access: Access = request.app.state.access
-    now, found = datetime.now(UTC), await asyncio.to_thread(access.list)
+    now, found = datetime.now(UTC), await access.run(access.list)
     states = {key.name: _describe_state(key.is_valid(now.timestamp()), key.revoked is not None) for key in found}
     values = {"keys": found, "states": states, "roles": ROLES, "form": form, "made": made, "problem": problem}
     return render(request, "keys.html.j2", identity, status, sources=sorted(_list_sources(request)), **values)

@@ -49,7 +49,7 @@ async def log_in(request: Request) -> Response:
     access: Access = request.app.state.access
     settings: Settings = request.app.state.settings
     _check_attempt(request)
-    token = await asyncio.to_thread(access.open_session, form.get("key", "").strip(), 3600 * settings.session_hours)
+    token = await access.run(access.open_session, form.get("key", "").strip(), 3600 * settings.session_hours)
     destination = choose_destination(form.get("next", "/"))
     if token is None:
         _find_failures(request).take(_address_of(request))
@@ -70,7 +70,7 @@ async def follow_link(request: Request, token: str) -> Response:
     access: Access = request.app.state.access
     settings: Settings = request.app.state.settings
     _check_attempt(request)
-    session = await asyncio.to_thread(access.use_link, token, 3600 * settings.session_hours)
+    session = await access.run(access.use_link, token, 3600 * settings.session_hours)
     if session is None:
         _find_failures(request).take(_address_of(request))
         problem = "This link does not work any more: it works once, within 15 minutes. Ask for another, or use a key."
@@ -98,7 +98,7 @@ async def _begin_session(request: Request, token: str, destination: str) -> Resp
 async def _end_session(request: Request) -> None:
     access: Access = request.app.state.access
     if old := read_cookie(request.scope["headers"], request.app.state.settings.https):
-        await asyncio.to_thread(access.end_session, old)
+        await access.run(access.end_session, old)
 
 
 def _check_attempt(request: Request) -> None:
