@@ -40,6 +40,7 @@ class Readiness:
         return await asyncio.shield(self._looking)
 
     async def _look(self) -> list[str]:
+        probes = self._probes.items()
         found = await asyncio.gather(
             self._ask("store", self._service.find_problems, ["the store cannot be read"]),
             *(
@@ -76,12 +77,7 @@ async def ready(request: Request) -> JSONResponse:
     """Return 200 if queries can be answered, else 503 with what is wrong in general terms; the log has the details."""
     readiness: Readiness = request.app.state.readiness
     problems = ["the service is shutting down"] if request.app.state.stopping else []
-    problems += await asyncio.to_thread(service.find_problems)
-    for name, probe in (("ledger", service.probe_ledger), ("access", access.probe)):
-        try:
-            await asyncio.to_thread(probe)
-        except ImprintError:
-            problems.append(f"the {name} database cannot be reached")
+    problems += await readiness.find_problems()
     if problems:
         return JSONResponse({"status": "not ready", "problems": problems}, 503)
     return JSONResponse({"status": "ready"})
