@@ -42,6 +42,9 @@ _REFUSALS: dict[int | str, dict[str, Any]] = {
         503: "The answer is being prepared, or the ledger cannot be reached: try again after Retry-After seconds.",
     }.items()
 }
+_HIDDEN = {"dispute": ("others",), "erasure": ("erased", "reason")}
+"""What publishers do not see of entries that are no queries: a dispute may name other sources, and an erasure names who
+asked for it, and queries of others."""
 router = APIRouter(prefix="/v1/credit", route_class=CreditRoute, tags=["credit"], responses=_REFUSALS)
 
 Reader = Annotated[Identity, Depends(require("see_own_credit"))]
@@ -106,7 +109,7 @@ def describe_one(desk: CreditDesk, scope: Scope, found: Found) -> answers.EntryA
             proof=None,
         )
     credit = describer.describe(found) if leaf.kind == "credit" else None
-    proof = desk.prove(leaf)
+    proof, is_hidden = desk.prove(leaf), bool(list_hidden(leaf.kind, scope))
     lines = [] if proof.path is None else [leaf.prove_line(at) for at in _find_lines(leaf.rows, scope)]
     return answers.EntryAnswer(
         sequence=found.sequence,
@@ -118,7 +121,7 @@ def describe_one(desk: CreditDesk, scope: Scope, found: Found) -> answers.EntryA
         proof=answers.ProofAnswer(
             holds=proof.holds,
             head=None if proof.head is None else summaries.describe_head(desk, proof.head),
-            leaf=proof.path,
+            leaf=None if is_hidden else proof.path,
             lines=lines,
         ),
     )
@@ -129,9 +132,14 @@ def _find_lines(rows: list[dict[str, Any]], scope: Scope) -> list[int]:
 
 
 def describe_other(about: dict[str, Any], kind: str, scope: Scope) -> dict[str, Any]:
-    """Return what an entry says that is no query. What differs in a dispute may name other sources."""
-    hidden = () if scope.is_all else ("others",)
-    return {name: value for name, value in about.items() if not (kind == "dispute" and name in hidden)}
+    """Return what an entry says that is no query."""
+    hidden = list_hidden(kind, scope)
+    return {name: value for name, value in about.items() if name not in hidden}
+
+
+def list_hidden(kind: str, scope: Scope) -> tuple[str, ...]:
+    """Return what somebody does not see of entries of a kind; they cannot see the proof either, which has all of it."""
+    return () if scope.is_all else _HIDDEN.get(kind, ())
 
 
 @router.get("/totals")

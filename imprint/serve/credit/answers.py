@@ -102,7 +102,10 @@ class HeadAnswer(BaseModel):
 
 
 class ProofAnswer(BaseModel):
-    """The proof that an entry is in the log that was signed last. holds: null if no head covers the entry yet."""
+    """The proof that an entry is in the log that was signed last. holds: null if no head covers the entry yet.
+
+    leaf: null too if the entry has parts that the key may not see.
+    """
 
     holds: bool | None
     head: HeadAnswer | None

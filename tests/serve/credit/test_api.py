@@ -152,6 +152,20 @@ def test_publishers_see_nothing_of_others(bureau: Bureau, tmp_path: Path) -> Non
         assert client.get(f"/v1/credit/{path}").status_code == 404
 
 
+def test_publishers_do_not_learn_whose_queries_were_erased_and_why(bureau: Bureau, tmp_path: Path) -> None:
+    make_keys(tmp_path / "key")
+    bureau.ledger.credit(make_result(3), EXPECTED, payloads=[b"1", b"2", b"3"])
+    bureau.ledger.erase([3, 4], reason="request of Jane Doe, ticket 7")
+    bureau.ledger.sign_head(tmp_path / "key")
+    place, client = len(bureau.ledger) - 1, bureau.client("publisher", ("times",))
+    found = get(client, f"entries/{place}")
+    assert found["kind"] == "erasure" and found["proof"]["holds"] and not {"erased", "reason"} & found["about"].keys()
+    browser = bureau.browse("publisher", ("times",))
+    for answer in (client.get(f"/v1/credit/entries/{place}"), browser.get(f"/credit/entries/{place}")):
+        assert answer.status_code == 200 and "Jane" not in answer.text
+    assert get(bureau.client("auditor"), f"entries/{place}")["about"]["reason"] == "request of Jane Doe, ticket 7"
+
+
 def test_a_publisher_without_a_line_in_an_entry_is_told_nothing_of_it(bureau: Bureau) -> None:
     fill(bureau.ledger)
     client = bureau.client("publisher", ("elsewhere",))
