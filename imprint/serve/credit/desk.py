@@ -25,7 +25,7 @@ from imprint.serve.credit.comparing import Compared, Comparison
 from imprint.serve.credit.papers import Papers
 from imprint.serve.credit.reading import Filters, Found, Page, check_row, read_one, read_page
 from imprint.serve.credit.tally import Tally
-from imprint.serve.credit.verification import Verifier
+from imprint.serve.credit.verification import CLOSING, Verifier
 from imprint.serve.errors import ApiError
 from imprint.serve.metrics import Metrics
 from imprint.serve.service import Service
@@ -92,7 +92,7 @@ class CreditDesk:
         self._closing.set()
         self.verifier.close()
         if self._counting is not None:
-            self._counting.join()
+            self._counting.join(CLOSING)
         self.papers.close()
 
     def size(self) -> int:

@@ -21,6 +21,8 @@ from imprint.serve.settings import Settings
 logger = logging.getLogger("imprint.serve")
 _SHARE = 0.5  # of the time that verifying leaves to answers
 _LISTED = 1_000  # problems
+CLOSING = 5.0
+"""Seconds that a service waits for a verification when it ends: a database that checks its own file does not stop."""
 
 
 @dataclass(frozen=True)
@@ -88,9 +90,9 @@ class Verifier:
             self._thread.join(timeout)
 
     def close(self) -> None:
-        """Stop, and accept no more."""
+        """Stop, and accept no more. What does not stop is left behind: it only reads, and ends with the process."""
         self._closing.set()
-        self.wait()
+        self.wait(CLOSING)
 
     def _work(self) -> None:
         try:

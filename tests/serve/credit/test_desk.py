@@ -9,6 +9,7 @@ import pytest
 from fastapi.testclient import TestClient
 
 from imprint.credit import close_period
+from imprint.errors import CreditUnavailable
 from imprint.keys import make_keys
 from imprint.serve.credit.verification import Verifier
 from imprint.serve.settings import Settings
@@ -66,6 +67,28 @@ def test_closing_ends_a_verification_early_and_keeps_what_was_known(news: News, 
         assert begun.wait(60)
         verifier.close()
         assert asked == [100] and verifier.last.status == "never" and not verifier.start()
+
+
+def test_a_database_that_checks_its_own_file_does_not_keep_the_service_from_ending(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    entered, leave = threading.Event(), threading.Event()
+
+    def check_file(*given: Any, **named: Any) -> Any:
+        entered.set()
+        leave.wait(30)
+        raise CreditUnavailable("interrupted")
+
+    monkeypatch.setattr("imprint.serve.credit.verification.verify", check_file)
+    monkeypatch.setattr("imprint.serve.credit.verification.CLOSING", 0.01)
+    with make_ledger(tmp_path / "credit.db") as ledger:
+        verifier = Verifier(ledger, Settings())
+        verifier.start()
+        assert entered.wait(60)
+        verifier.close()
+        assert verifier.running is not None and not verifier.start()
+        leave.set()
+        verifier.wait()
 
 
 def test_statements_that_cannot_be_written_say_so_and_nothing_of_tampering(
