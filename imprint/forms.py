@@ -43,6 +43,10 @@ class Form(Protocol):
         """Return a query as a batch of one; refuse what is none with a `DataError` for whoever sent it."""
         ...
 
+    def warnings(self, query: Any) -> tuple[str, ...]:
+        """Return what whoever sent a query should know before believing its attribution; it was read before."""
+        ...
+
     def join(self, batches: Sequence[Batch]) -> Batch:
         """Return batches of one as one batch."""
         ...
@@ -132,6 +136,9 @@ class NumbersForm:
         if not bool(inputs.isfinite().all()):
             raise DataError(f'a number in "{self.field}" is too large.')
         return inputs, torch.tensor([_UNKNOWN if label is None else label])
+
+    def warnings(self, query: Any) -> tuple[str, ...]:
+        return ()
 
     def _is_number(self, value: Any) -> bool:
         if isinstance(value, bool) or not isinstance(value, int | float) or abs(value) > 1e30:

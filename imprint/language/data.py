@@ -292,22 +292,31 @@ _SPACE_FOLLOWS = ",.:;!?)]}…"
 
 def _warn_of_missing_spaces(prompts: list[str], completions: list[str], tokenizer: Any) -> tuple[str, ...]:
     """Warn of completions that run into their prompt without a space, where a space would make other tokens."""
-    joined = [
-        index
-        for index, (prompt, completion) in enumerate(zip(prompts, completions, strict=True))
-        if _runs_together(prompt, completion)
-        and tokens_of(tokenizer, prompt + completion) != tokens_of(tokenizer, f"{prompt} {completion}")
-    ]
+    pairs = list(zip(prompts, completions, strict=True))
+    joined = [index for index, pair in enumerate(pairs) if lacks_space(*pair, tokenizer)]
     notices = Notices()
     if joined:
         first = joined[0]
         notices.add(
             f"{len(joined)} of {len(prompts)} completions have no space between them and their prompt, as query "
-            f"{first}: {prompts[first][-12:]!r} + {completions[first][:12]!r}. Tokens at the start of a word differ "
-            "from those in its middle, so the credit may go to another source: begin the completion with a space, as "
-            f"{' ' + completions[first][:12]!r}."
+            f"{first}: {explain_missing_space(*pairs[first])}"
         )
     return notices.messages
+
+
+def lacks_space(prompt: str, completion: str, tokenizer: Any) -> bool:
+    """Tell whether a completion runs into its prompt without a space, where a space would make other tokens."""
+    if not _runs_together(prompt, completion):
+        return False
+    return tokens_of(tokenizer, prompt + completion) != tokens_of(tokenizer, f"{prompt} {completion}")
+
+
+def explain_missing_space(prompt: str, completion: str) -> str:
+    """Say what becomes of a completion that runs into its prompt, and what to write instead."""
+    return (
+        f"{prompt[-12:]!r} + {completion[:12]!r}. Tokens at the start of a word differ from those in its middle, so "
+        f"the credit may go to another source: begin the completion with a space, as {' ' + completion[:12]!r}."
+    )
 
 
 def _runs_together(prompt: str, completion: str) -> bool:

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 from imprint.batches import Batch
 from imprint.errors import DataError
 from imprint.forms import Ask, Kind
-from imprint.language.data import Completions, context_of
+from imprint.language.data import Completions, context_of, explain_missing_space, lacks_space
 
 LONGEST = 100_000
 """Characters of a prompt or a completion, before tokens are counted."""
@@ -53,6 +53,12 @@ class CompletionForm:
             _refuse_surrogates(name, text)
         limit = self.length or context_of(self.tokenizer)
         return Completions([prompt], [completion], self.tokenizer, length=limit).columns
+
+    def warnings(self, query: Any) -> tuple[str, ...]:
+        prompt, completion = query["prompt"], query["completion"]
+        if not lacks_space(prompt, completion, self.tokenizer):
+            return ()
+        return (f"the completion has no space between it and its prompt: {explain_missing_space(prompt, completion)}",)
 
     def join(self, batches: Sequence[Batch]) -> Batch:
         """Return batches of one as one batch; shorter rows are padded on the right, where tokens do not count."""
