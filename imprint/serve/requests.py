@@ -13,6 +13,8 @@ from imprint.errors import StoreError
 from imprint.serve.errors import ApiError
 from imprint.store.values import parsed
 
+_LARGE = 16 << 10  # bytes of a body
+
 
 def read_json(body: bytes) -> Any:
     """Return the JSON of a body; refuse NaN, fields that stand twice, deep nesting, and what is no UTF-8."""
@@ -39,7 +41,9 @@ class StrictRoute(APIRoute):
                 kind = strict.headers.get("content-type", "").partition(";")[0].strip().lower()
                 if kind != "application/json":
                     raise ApiError(415, "not_json", "the body must be application/json.")
-                strict.state.strict_json = read_json(body)
+                # nobody else should wait while a large body is parsed; a small one takes less than a thread does
+                large = len(body) > _LARGE
+                strict.state.strict_json = await asyncio.to_thread(read_json, body) if large else read_json(body)
             return await handle(strict)
 
         return read_strictly
@@ -57,7 +61,11 @@ class AttributionRequest(Strict):
     query: Any = Field(None, description="One query.")
     queries: list[Any] | None = Field(None, min_length=1, description="Several queries, in place of `query`.")
     top: int | None = Field(
-        None, ge=1, le=1_000_000, description="How many sources to list for each query, those with the largest effects."
+        None,
+        ge=1,
+        le=1_000_000,
+        description="How many sources to list for each query, those with the largest effects; null for all. Over all "
+        "queries an answer lists at most 100,000.",
     )
     credit: bool = Field(False, description="Credit the queries in the ledger. Needs the header Idempotency-Key.")
 

@@ -154,10 +154,14 @@ class Service:
         batches = await asyncio.to_thread(self._parse, queries)
         found = await self._batcher.submit(batches, timeout - (time.monotonic() - began))
         answered = replace(found.result, queued=found.waited, read=found.seconds, asked=tuple(queries))
-        if self.policy is not None and divide:
-            answered = replace(answered, drafts=await asyncio.to_thread(self._divide, answered.result))
+        return await asyncio.to_thread(self._conclude, answered, divide)
+
+    def _conclude(self, answered: Answered, divide: bool) -> Answered:
+        """Take what was read into account, and divide it."""
         self.seen.add(answered.result)
-        return answered
+        if self.policy is None or not divide:
+            return answered
+        return replace(answered, drafts=self._divide(answered.result))
 
     def _parse(self, queries: Sequence[Any]) -> list[Batch]:
         batches = []
@@ -167,6 +171,12 @@ class Service:
             except DataError as error:
                 raise DataError(str(error) if len(queries) == 1 else f"query {place}: {error}") from error
         return batches
+
+    def list_warnings(self, queries: Sequence[Any]) -> list[str]:
+        """Return what to know of the queries of a request themselves, which were read before."""
+        if len(queries) == 1:
+            return list(self.form.warnings(queries[0]))
+        return [f"query {place}: {text}" for place, query in enumerate(queries) for text in self.form.warnings(query)]
 
     def _read(self, requests: Sequence[Sequence[Batch]]) -> list[Answered]:
         """Read the queries of several requests in one batch."""
@@ -264,7 +274,7 @@ class Service:
         task = self.task
         if not isinstance(task, LanguageTask):
             raise ConfigurationError("only the words of language models can be attributed.")
-        self.form.read(query)  # refuses what is no query
+        await asyncio.to_thread(self.form.read, query)  # refuses what is no query
         prompt, completion = query["prompt"], query["completion"]
         return await self.run(lambda: token_scores(task, self.store, prompt, completion, task.tokenizer))
 

@@ -1,10 +1,11 @@
 """`POST /v1/attributions`: how much each source moves some queries, credited if asked for."""
 
+import asyncio
 import re
 import time
 from typing import Annotated, Any
 
-from fastapi import APIRouter, Depends, Header, Request
+from fastapi import APIRouter, Depends, Header, Request, Response
 
 from imprint.attribution.top import Top, describe_validation
 from imprint.credit.ledger import Receipt
@@ -25,11 +26,13 @@ from imprint.serve.service import Answered, Credited, Service
 
 router = APIRouter(prefix="/v1", route_class=StrictRoute, tags=["attributions"])
 _KEY = re.compile("[!-~]{1,200}")
+_MOST_LINES = 100_000  # of sources in an answer, over all of its queries: about 15 MB
 _REFUSALS = describe_refusals(
     {
         400: "The body is no JSON, or credit was asked for without an Idempotency-Key.",
         409: "The Idempotency-Key was used for other queries, or for queries that were erased since.",
-        413: "The body is too large, or has too many queries.",
+        413: "The body is too large or has too many queries, the answer would list too many sources, or a query is too "
+        "long for the memory of the service.",
         422: "The body is no query.",
         429: "Too many queries wait, or the key sends too many requests: try again after Retry-After seconds.",
         503: "The service is shutting down, or the ledger does not answer in time. With the code credit_unknown, it is "
@@ -48,7 +51,7 @@ async def attribute(
         str | None,
         Header(max_length=200, description="Names a crediting request: sent again, it credits nothing twice."),
     ] = None,
-) -> AttributionAnswer:
+) -> Response:
     """Return the effect of removing each source on one query or several, with their errors and shares.
 
     With `credit`, the queries are credited in the ledger before the answer is sent, once for each Idempotency-Key. The
@@ -61,6 +64,8 @@ async def attribute(
     queries = [body.query] if body.queries is None else body.queries
     if len(queries) > service.settings.batch:
         raise ApiError(413, "too_many", f"a request has at most {service.settings.batch} queries, got {len(queries)}.")
+    top = body.top if "top" in body.model_fields_set else service.settings.top
+    _check_lines(len(queries), len(service.store), top)
     request.state.queries = len(queries)
     receipt, crediting = None, 0.0
     if body.credit:
@@ -75,8 +80,13 @@ async def attribute(
         credited=1000 * crediting,
         total=1000 * (time.monotonic() - began),
     )
-    top = body.top if "top" in body.model_fields_set else service.settings.top
-    return _describe(answered, receipt, top, spent)
+
+    def encode() -> Response:
+        warnings = [*service.list_warnings(queries), *answered.result.warnings]
+        answer = _describe(answered, receipt, top, spent, warnings)
+        return Response(answer.model_dump_json(), media_type="application/json")
+
+    return await asyncio.to_thread(encode)  # an answer may be large, and nobody else should wait for it
 
 
 async def _credit_once(service: Service, queries: list[Any], caller: str, key: str) -> tuple[Credited, float]:
@@ -112,9 +122,23 @@ def _check_credit(service: Service, identity: Identity, key: str | None) -> str:
     return key
 
 
-def _describe(answered: Answered, receipt: Receipt | None, top: int | None, spent: Milliseconds) -> AttributionAnswer:
+def _check_lines(queries: int, sources: int, top: int | None) -> None:
+    """Refuse an answer that would be too large. top: how many sources it lists for each query; None for all."""
+    listed = sources if top is None else min(top, sources)
+    if queries * listed > _MOST_LINES:
+        raise ApiError(
+            413,
+            "too_many_lines",
+            f"an answer lists at most {_MOST_LINES:,} sources over all of its queries, and this one would list "
+            f"{queries} times {listed:,}: send fewer queries at a time, or ask for fewer sources with `top`.",
+        )
+
+
+def _describe(
+    answered: Answered, receipt: Receipt | None, top: int | None, spent: Milliseconds, warnings: list[str]
+) -> AttributionAnswer:
     """Return what a request is answered with. Of a request that was credited before, with what was credited then."""
-    result, labels = answered.result, answered.result.labels
+    labels = answered.result.labels
     return AttributionAnswer(
         question=labels.question,
         meaning=labels.meaning,
@@ -125,7 +149,7 @@ def _describe(answered: Answered, receipt: Receipt | None, top: int | None, spen
         store=labels.fingerprints["store"],
         model=labels.fingerprints["model"],
         validation=describe_validation(labels)["validation"],
-        warnings=list(result.warnings),
+        warnings=list(dict.fromkeys(warnings)),
         repeated=receipt is not None and receipt.repeated,
         queries=describe_queries(answered, receipt, top),
         milliseconds=spent,

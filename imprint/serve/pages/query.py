@@ -1,5 +1,6 @@
 """The page *Query*: somebody asks, and sees the answer with what each source did to it."""
 
+import asyncio
 import logging
 import time
 from collections.abc import Iterator
@@ -55,7 +56,7 @@ async def answer(request: Request, identity: Asker) -> Response:
     if wanted and not _may_credit(request, identity):
         raise ApiError(403, "forbidden", "queries cannot be credited with this key, or nowhere in this service.")
     try:
-        query = asking.read()
+        query = await asyncio.to_thread(asking.read)
         request.state.queries = 1
         credited = await _recall(service, identity, asking, query) if wanted else None
         answered = await service.attribute([query]) if credited is None else credited.answered
@@ -82,21 +83,25 @@ async def answer(request: Request, identity: Asker) -> Response:
         "in all": now - began,
     }
     receipt = None if credited is None else credited.receipt
-    found, rows = describe_answer(answered, receipt)
-    return _show_answer(
-        request,
-        identity,
-        asking,
-        query,
-        answered,
-        policy=service.policy if credited is None else credited.policy,
-        receipt=receipt,
-        found=found,
-        rows=rows,
-        shaded=[] if words is None else shade_words(words, rows),
-        unread=unread,
-        spent=_format_times(spent),
-    )
+
+    def show() -> Response:
+        found, rows = describe_answer(answered, receipt)
+        return _show_answer(
+            request,
+            identity,
+            asking,
+            query,
+            answered,
+            policy=service.policy if credited is None else credited.policy,
+            receipt=receipt,
+            found=found,
+            rows=rows,
+            shaded=[] if words is None else shade_words(words, rows),
+            unread=unread,
+            spent=_format_times(spent),
+        )
+
+    return await asyncio.to_thread(show)  # a page may be long, and nobody else should wait for it
 
 
 async def _recall(service: Service, identity: Identity, asking: Asking, query: Any) -> Credited | None:
@@ -133,7 +138,7 @@ async def show_documents(request: Request, identity: Asker) -> Response:
     names = dict(zip(service.store.source_ids, service.store.source_names, strict=True))
     if source not in names or service.find_documents(source) is None:
         raise ApiError(404, "not_found", "the documents inside this source were not prepared.")
-    query = read_json(fields.get("query", "").encode(errors="replace"))
+    query = await asyncio.to_thread(read_json, fields.get("query", "").encode(errors="replace"))
     answered = await service.attribute([query])
     result = await service.documents(source, answered.batches[0])
     asking = _make_form(request, describe_typed(service.form, query))
@@ -203,7 +208,7 @@ def _show_answer(
         errors=list_once(describe_error(labels)),
         standing=describe_standing(labels.validation),
         tested=None if labels.validation is None else describe_tests(labels.validation),
-        warnings=list_once(answered.result.warnings),
+        warnings=list_once((*service.list_warnings([query]), *answered.result.warnings)),
         rule="" if policy is None or found.rule is None else policy.explain(found.rule),
         needed=_find_needed(policy, answered, receipt, found),
         may_see_row=identity.may("see_credit"),

@@ -64,3 +64,21 @@ def test_an_example_fills_prompt_and_completion(reader: Browser) -> None:
     assert page.one("textarea", name="prompt").full == "\n" + PROMPT
     assert page.one("textarea", name="completion").full == "\n" + COMPLETION
     assert [link.text for link in read_page(reader.get("/query").text).find("a", href="/query?example=0")] == ["a ship"]
+
+
+def read_warnings(doors: Doors, **body: object) -> list[str]:
+    answer = doors.client.request("POST", "/v1/attributions", json=body, headers=doors.bear("query"))
+    warnings: list[str] = answer.json()["warnings"]
+    return warnings
+
+
+@pytest.mark.wide
+def test_a_completion_without_its_space_is_warned_of(doors: Doors) -> None:
+    joined, apart = [{"prompt": "the cat", "completion": completion} for completion in ("sails", " sails")]
+    (warning,) = read_warnings(doors, query=joined)
+    assert "no space between it and its prompt: 'the cat' + 'sails'" in warning and "' sails'" in warning
+    assert read_warnings(doors, queries=[apart, joined]) == [f"query 1: {warning}"]
+    assert read_warnings(doors, query=apart) == []
+    reader = doors.browse("auditor")
+    assert "no space between it and its prompt" in read_page(reader.post("/query", data=joined).text).text
+    assert "no space" not in read_page(reader.post("/query", data=apart).text).text
