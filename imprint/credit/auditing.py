@@ -244,8 +244,9 @@ class Audit:
                 self.add("nobody said what it pays", leaf.sequence)
         elif self.tariff is None or place != self.tariff[0]:
             self.add(f"it names entry {place} as its tariff, which did not hold then", leaf.sequence)
-        elif pot != self.tariff[1].per_query:
-            self.add(f"it pays {pot}, by its tariff it would be {self.tariff[1].per_query}", leaf.sequence)
+        elif pot != (tariff := self.tariff[1]).per_query:
+            own, expected = (tariff.describe_pot(each) for each in (pot, tariff.per_query))
+            self.add(f"its pot is {own}, by its tariff it would be {expected}", leaf.sequence)
 
     def _check_payload(self, leaf: Leaf) -> None:
         """Compare a query with its hash; if it is not there, the log must say so."""

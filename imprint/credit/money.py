@@ -94,6 +94,14 @@ class Tariff:
             return f"a pot for each period, in {self.currency}"
         return f"{format_amount(self.per_query)} {self.currency} per query"
 
+    def describe_pot(self, pot: int | None) -> str:
+        """Name the pot of a query.
+
+        >>> Tariff("EUR").describe_pot(2_000), Tariff("EUR").describe_pot(None)
+        ('0.002 EUR', 'that of the period')
+        """
+        return "that of the period" if pot is None else f"{format_amount(pot)} {self.currency}"
+
 
 def require_amount(value: object, what: str) -> int:
     """Return a whole number of micro-units; refuse anything else, such as a float that looks like one."""

@@ -119,7 +119,7 @@ def test_the_noise_of_a_run_gives_its_errors(ledger: Ledger) -> None:
 def test_a_pot_that_the_tariff_does_not_give_is_found(ledger: Ledger) -> None:
     ledger.credit(make_result(3), EXPECTED)
     assert problems(ledger, lambda about, rows: about.update(pot=2_000_000)) == [
-        "entry 3: it pays 2000000, by its tariff it would be 2000"
+        "entry 3: its pot is 2 EUR, by its tariff it would be 0.002 EUR"
     ]
 
 

@@ -72,7 +72,10 @@ def test_from_the_button_to_the_tampered_row(bureau: Bureau) -> None:
     assert "problems found" in page and "/credit/entries/5" in Links(page).found
     assert page.count("does not verify") == 1  # in the table, the row
     entry = read(browser, "/credit/entries/5")
-    assert "This entry does not verify" in entry and "9000" in text_of(entry)
+    assert (
+        "This entry does not verify" in entry
+        and "Its pot is 0.009 EUR, by its tariff it would be 0.002 EUR." in text_of(entry)
+    )
     assert "does not verify" not in read(browser, "/credit/entries/6")
 
 
@@ -127,7 +130,7 @@ def test_publishers_see_their_own_lines_and_cannot_verify(bureau: Bureau, tmp_pa
         page = text_of(read(browser, path))
         for other in set(SOURCES) - {"times"}:
             assert not re.search(rf"\b{other}\b", page), (path, other)
-        assert "9000" not in page
+        assert "9000" not in page and "0.009" not in page
     page = read(browser, "/credit?policy=rule:positive_part")
     assert "Verify the log" not in page and "Other policy" not in page
     read(browser, "/sources/wire", 404)
