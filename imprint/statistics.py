@@ -296,6 +296,20 @@ def adjust_by_holm(p_values: Array) -> Array:
 Flags = np.ndarray[Any, np.dtype[np.bool_]]
 
 
+def share_estimate(count: int, total: int) -> Estimate:
+    """Estimate a share from how many of some independent items have a property, with Wilson's interval.
+
+    >>> str(share_estimate(0, 10)), str(share_estimate(30, 100))
+    ('0.00 [0.00, 0.28]', '0.30 [0.22, 0.40]')
+    """
+    if not total:
+        return Estimate(_NAN, _NAN, _NAN)
+    share, square = count / total, _NORMAL**2
+    middle = (share + square / (2 * total)) / (1 + square / total)
+    half = _NORMAL / (1 + square / total) * np.sqrt(share * (1 - share) / total + square / (2 * total) ** 2)
+    return Estimate(share, float(min(share, max(0.0, middle - half))), float(max(share, min(1.0, middle + half))))
+
+
 def area(suspicion: Array, flagged: Flags) -> float:
     """Compute the area under the ROC curve: how often a flagged item has the larger suspicion, ties counting half.
 

@@ -158,7 +158,7 @@ class Service:
 
     def _conclude(self, answered: Answered, divide: bool) -> Answered:
         """Take what was read into account, and divide it."""
-        self.seen.add(answered.result)
+        self.seen.add(answered.result, answered.batches)
         if self.policy is None or not divide:
             return answered
         return replace(answered, drafts=self._divide(answered.result))

@@ -56,7 +56,7 @@ def test_without_a_label_the_answer_of_the_model_is_attributed(news: News, servi
 def test_the_query_that_is_kept_is_the_one_that_was_scored(news: News, service: Service) -> None:
     (found,) = ask_at_once(service, [news.ask(5, labelled=False), news.ask(6)])
     inputs, labels = decode_query(encode_query(found.batches[0]))
-    assert torch.equal(inputs, news.inputs[5:6]) and labels.tolist() == [int(found.answers[0])]
+    assert torch.equal(inputs, news.inputs[5:6]) and labels.tolist() == [int(found.answers[0] or "")]
 
 
 def test_the_same_request_is_credited_once(news: News, service: Service) -> None:
@@ -88,9 +88,14 @@ def test_a_task_without_a_form_and_a_policy_for_another_question_are_refused(new
 def test_a_service_knows_how_its_queries_differ_from_the_validated_ones(news: News, service: Service) -> None:
     ask_at_once(service, [news.ask(place) for place in range(40)])
     seen = service.seen.summary
-    assert seen.queries == 40 and seen.drift is not None and not seen.drift.clear and seen.drift.outside == 0
-    assert seen.silent is not None and 0 <= seen.silent <= 1 and seen.noise is not None
-    far = [{"values": [0.0, 0.0, 0.0, 0.0], "label": place % 3} for place in range(60)]
+    assert (
+        seen.answered == seen.different == 40
+        and seen.drift is not None
+        and not seen.drift.clear
+        and seen.drift.outside == 0
+    )
+    assert seen.judged == 40 and 0 <= seen.silent <= 40 and seen.noise is not None
+    far = [{"values": [0.0, 0.0, 0.0, 0.001 * place], "label": place % 3} for place in range(60)]
     other = news.serve()
     for query in far:
         ask_at_once(other, [query])

@@ -65,7 +65,7 @@ def show_trust(request: Request, identity: Annotated[Identity, Depends(require_p
         ratio=None if verdict is None else _draw_slope(verdict),
         noise=_list_noise(seen, verdict),
         seen=seen,
-        drift=describe_drift(seen.drift, seen.queries, FEWEST),
+        drift=describe_drift(seen.drift, seen.different, FEWEST),
         ranges=_draw_drift(validation, seen, service.task.measure_name),
         fingerprints=[
             ("Store", store.sha256, "every file of the store: imprints, sources, plan"),
@@ -128,10 +128,10 @@ def _list_noise(seen: Summary, verdict: Verdict | None) -> list[Figure]:
     figures = [
         Figure(
             "Queries that no source moves clearly",
-            _UNKNOWN if seen.silent is None else f"{seen.silent:.0%}",
-            "Of the queries answered since the service started: those of which no source's effect can be told from 0. "
-            "This is a first look: where there are many sources, one of them often looks clear by chance."
-            if seen.silent is not None
+            _describe_silent(seen),
+            "Of the latest different queries since the service started: those of which no source's effect can be told "
+            "from 0. This is a first look: where there are many sources, one of them often looks clear by chance."
+            if seen.judged
             else "No query was answered yet, or nothing is known of how sure effects are.",
         ),
         Figure(
@@ -153,6 +153,14 @@ def _list_noise(seen: Summary, verdict: Verdict | None) -> list[Figure]:
     return figures
 
 
+def _describe_silent(seen: Summary) -> str:
+    share = seen.silent_share
+    if share is None:
+        return _UNKNOWN
+    asked = count_of(seen.judged, "query", "queries")
+    return f"{share.value:.0%} ({seen.silent:,} of {asked}; 95% interval {share.low:.0%} to {share.high:.0%})"
+
+
 def _format_share(share: float) -> str:
     return "below 0.001" if 0 < share < 0.001 else f"{share:.2g}"
 
@@ -162,7 +170,7 @@ def _draw_drift(validation: Validation | None, seen: Summary, measure: str) -> M
     if validation is None or validation.typical is None or seen.typical is None:
         return None
     validated = count_of(validation.verdict.figures.queries, "validated query", "validated queries")
-    asked = count_of(seen.sizes, "query asked here", "queries asked here")
+    asked = count_of(seen.different, "different query asked here", "different queries asked here")
     return draw_ranges(
         f"Size of effects on a query: change of {measure}, root mean square over sources",
         [(validated, validation.typical), (asked, seen.typical)],

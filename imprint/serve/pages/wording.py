@@ -106,7 +106,7 @@ def judge_effect(effect: float, distinguishable: bool | None, better: str | None
 def describe_drift(drift: Drift | None, queries: int, fewest: int) -> str:
     """Say whether queries are like the validated ones."""
     if drift is None and queries < fewest:
-        asked = count_of(queries, "query was", "queries were")
+        asked = count_of(queries, "different query was", "different queries were")
         return f"Unknown: {asked} answered since the service started, and it takes {fewest} to compare."
     if drift is None:
         return "Unknown: this store has no record of the validated queries to compare with."
