@@ -1,6 +1,7 @@
 """Renders templates in the common layout; every page comes from here."""
 
 import math
+import re
 from collections.abc import Callable
 from functools import cache
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -17,6 +18,8 @@ if TYPE_CHECKING:
     from jinja2 import Environment
 
     from imprint.serve.access.roles import Identity, Permission
+
+_CODE = re.compile("`([^`]+)`")
 
 
 class Link(NamedTuple):
@@ -63,6 +66,7 @@ def _open_environment() -> "Environment":
     filters: dict[str, Callable[..., Any]] = {
         "typed": show_typed,
         "text": show_text,
+        "prose": mark_code,
         "verbatim": escape,
         "effect": format_effect,
         "measured": format_measured,
@@ -84,6 +88,15 @@ def show_text(text: str) -> Markup:
     return Markup("\n").join(
         Markup("\t").join(escape(for_terminal(cell)) for cell in line.split("\t")) for line in lines
     )
+
+
+def mark_code(text: str) -> Markup:
+    """Return a message with what it has between backticks, such as commands, as code.
+
+    >>> mark_code("run `imprint credit verify` & wait")
+    Markup('run <code>imprint credit verify</code> &amp; wait')
+    """
+    return Markup(_CODE.sub(r"<code>\1</code>", str(escape(for_terminal(text)))))
 
 
 def format_effect(value: float, digits: int = 3) -> str:

@@ -10,11 +10,13 @@ from fastapi.testclient import TestClient
 from sqlalchemy import update
 
 from imprint.credit import Ledger, close_period, tables
+from imprint.credit.auditing import Problem
 from imprint.credit.canonical import encode
 from imprint.credit.leaves import compose
 from imprint.credit.log import append
 from imprint.keys import make_keys
 from imprint.serve.credit.answers import Amount, Day
+from imprint.serve.credit.verification import State
 from imprint.serve.pages.credit_charts import draw_history, group_days
 from imprint.serve.pages.source import find_link
 from tests.credit.crediting import SOURCES, THIS_RUN, fill, make_ledger, make_result
@@ -87,6 +89,28 @@ def test_an_untouched_log_holds_and_shows_its_head(bureau: Bureau, tmp_path: Pat
     bureau.verify()
     page = text_of(read(bureau.browse("admin"), "/credit"))
     assert "It holds." in page and "The first 6 of 8 entries" in page and "newest 2 are not covered" in page
+
+
+def test_one_entry_is_named_in_the_singular(bureau: Bureau, tmp_path: Path) -> None:
+    make_keys(tmp_path / "key")
+    fill(bureau.ledger, (2,))
+    bureau.ledger.sign_head(tmp_path / "key")
+    fill(bureau.ledger, (1,))
+    page = text_of(read(bureau.browse("auditor"), "/credit"))
+    assert "The newest one is not covered yet" in page and "of 6 entries" in page
+
+
+def test_commands_in_what_a_verification_found_are_code(bureau: Bureau) -> None:
+    fill(bureau.ledger, (1,))
+    problems = (Problem("run `imprint <x>`", 3), Problem("run `imprint <y>`"))
+    bureau.desk.verifier._last = State("problems", ended="2026-11-30T12:00:00.000000Z", problems=problems, count=2)
+    browser = bureau.browse("auditor")
+    for path, shown in (
+        ("/credit", ["imprint &lt;x&gt;", "imprint &lt;y&gt;"]),
+        ("/credit/entries/3", ["imprint &lt;x&gt;"]),
+    ):
+        page = read(browser, path)
+        assert all(f"<code>{each}</code>" in page for each in shown)
 
 
 def test_a_row_changed_after_the_log_was_verified_is_named_at_the_top(bureau: Bureau) -> None:

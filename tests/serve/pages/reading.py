@@ -66,7 +66,10 @@ class _Reader(HTMLParser):
 
 
 def read_page(html: str) -> Element:
-    """Return a page, and check that every tag is closed, nothing is inline, forms are protected and links are local."""
+    """Return a page, and check that every tag is closed, nothing is inline, forms are protected and links are local.
+
+    No page may show backticks, with which messages mark commands.
+    """
     reader = _Reader()
     reader.feed(html)
     reader.close()
@@ -84,6 +87,7 @@ def read_page(html: str) -> Element:
         if form.attributes["action"] != "/login":
             assert form.one("input", name="csrf").attributes["value"]
     identities = [each.attributes["id"] for each in page.inside if "id" in each.attributes]
-    assert len(set(identities)) == len(identities), "an id stands twice"
+    assert len(set(identities)) == len(identities), "an id is given twice"
+    assert "`" not in page.text, "what is between backticks is to be code"
     assert len(page.find("h1")) == 1 and page.one("main") and page.one("html", lang="en")
     return page

@@ -12,10 +12,13 @@ from tests.serve.pages.reading import read_page
 @pytest.mark.parametrize("status", [400, 401, 403, 404, 405, 409, 413, 415, 418, 422, 429, 500, 503, 504])
 def test_every_refusal_has_a_page(doors: Doors, status: int) -> None:
     scope = {"type": "http", "app": doors.app, "path": "/query", "headers": [], "query_string": b"", "method": "GET"}
-    refusal = ApiError(status, "code", "<b>why</b>.", {"Retry-After": "7"} if status == 429 else None)
+    refusal = ApiError(
+        status, "code", "<b>why</b>: run `imprint <x>`.", {"Retry-After": "7"} if status == 429 else None
+    )
     answer = render_error(Request(scope), refusal)
     page = read_page(bytes(answer.body).decode())
-    assert answer.status_code == status and "<b>why</b>." in page.one("main").text
+    assert answer.status_code == status and "<b>why</b>: run imprint <x>." in page.one("main").text
+    assert [each.text for each in page.find("code")] == ["imprint <x>"]
     if status == 429:
         assert answer.headers["Retry-After"] == "7" and "Try again in 7 s." in page.text
 
