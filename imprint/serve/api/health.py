@@ -40,7 +40,6 @@ class Readiness:
         return await asyncio.shield(self._looking)
 
     async def _look(self) -> list[str]:
-        probes = self._probes.items()
         found = await asyncio.gather(
             self._ask("store", self._service.find_problems, ["the store cannot be read"]),
             *(
