@@ -1,4 +1,4 @@
-"""Figures for Prometheus, on an address of their own, which no user reaches."""
+"""Metrics for Prometheus, on an address of their own, which no user reaches."""
 
 import time
 from collections.abc import Callable
@@ -45,12 +45,12 @@ class Metrics:
             self.credited.inc(len(receipt.entries))
 
     def watch(self, waiting: Callable[[], float]) -> None:
-        """Read how many queries wait whenever the figures are asked for."""
+        """Read how many queries wait whenever the metrics are asked for."""
         self.waiting.set_function(waiting)
 
 
 class Exporter:
-    """Serves the figures of a service over HTTP, until it is closed."""
+    """Serves the metrics of a service over HTTP, until it is closed."""
 
     def __init__(self, metrics: Metrics, address: str) -> None:
         host, _, port = address.rpartition(":")

@@ -227,7 +227,7 @@ def _check_shape(scope: Scope) -> None:
     names = [name for name, _ in headers]
     twice = [name for name in _ONCE if names.count(name) > 1]
     if twice or (b"content-length" in names and b"transfer-encoding" in names):
-        raise ApiError(400, "bad_request", "a header stands there twice, or contradicts another.")
+        raise ApiError(400, "bad_request", "a header is given twice, or contradicts another.")
     declared = _find_header(headers, b"content-length")
     if declared is not None and not (declared.isdigit() and len(declared) < 19):
         raise ApiError(400, "bad_request", "Content-Length is no number of bytes.")

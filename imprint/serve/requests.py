@@ -17,7 +17,7 @@ _LARGE = 16 << 10  # bytes of a body
 
 
 def read_json(body: bytes) -> Any:
-    """Return the JSON of a body; refuse NaN, fields that stand twice, deep nesting, and what is no UTF-8."""
+    """Return the JSON of a body; refuse NaN, fields that are given twice, deep nesting, and what is no UTF-8."""
     try:
         return parsed(body, Path("the body")).content
     except StoreError as error:

@@ -20,7 +20,7 @@ _NOWHERE = "none"  # for `metrics`
 class Settings:
     """How a store is served.
 
-    host, port: where the service listens. metrics: where Prometheus reads figures; empty for nowhere, which a file, the
+    host, port: where the service listens. metrics: where Prometheus reads metrics; empty for nowhere, which a file, the
         environment and the command line call `none`.
     ledger: where queries are credited: the path of a SQLite file, or the URL of a PostgreSQL database; None: nowhere.
     access: the database of keys; by default beside the ledger, or `imprint-access.db` in this folder.

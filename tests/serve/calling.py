@@ -94,7 +94,7 @@ def make_scope(method: str, raw: bytes, query: bytes, headers: Raw) -> dict[str,
 
 
 async def answer(app: FastAPI, scope: dict[str, Any], receive: Pieces) -> Answer:
-    """Return what an application answers; headers that stand there twice are an error."""
+    """Return what an application answers; headers that are given twice are an error."""
     sent: list[Message] = []
 
     async def send(message: Any) -> None:

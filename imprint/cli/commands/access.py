@@ -63,7 +63,8 @@ def create(
         list[str] | None, typer.Option(help="The id of a source that a publisher may see. Repeat it for several.")
     ] = None,
     expires: Annotated[
-        str | None, typer.Option(help="How long the key is valid, such as `12h`, `90d` or `52w`. Default: no end.")
+        str | None,
+        typer.Option(help="How long the key is valid, such as `12h`, `90d` or `52w`. Default: it never expires."),
     ] = None,
     place: Place = _DEFAULT,
 ) -> None:
@@ -77,8 +78,8 @@ def create(
     with _open(place) as opened:
         made = opened.create(name, cast("Role", role), sources=source or (), expires=until)
     errors.print(
-        f"key [bold]{escape_markup(made.name)}[/bold], role {made.role}, valid "
-        f"{'without an end' if until is None else f'until {until:%Y-%m-%d %H:%M} UTC'}. It is shown this once:",
+        f"key [bold]{escape_markup(made.name)}[/bold], role {made.role}, "
+        f"{'never expires' if until is None else f'expires {until:%Y-%m-%d %H:%M} UTC'}. It is shown this once:",
         soft_wrap=True,
     )
     typer.echo(made.secret)

@@ -62,7 +62,7 @@ def serve(
     ] = None,
     metrics: Annotated[
         str | None,
-        typer.Option(help="Where Prometheus reads figures, or `none`. Default: 127.0.0.1:9464.", metavar="HOST:PORT"),
+        typer.Option(help="Where Prometheus reads metrics, or `none`. Default: 127.0.0.1:9464.", metavar="HOST:PORT"),
     ] = None,
     ledger: Annotated[
         str | None,

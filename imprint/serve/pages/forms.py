@@ -26,5 +26,5 @@ async def read_form(request: Request) -> dict[str, str]:
         raise ApiError(400, "bad_form", "the form is not well formed.") from error
     found = dict(fields)
     if len(found) < len(fields):
-        raise ApiError(400, "bad_form", "a field of the form stands there twice.")
+        raise ApiError(400, "bad_form", "a field of the form is given twice.")
     return found

@@ -89,5 +89,7 @@ def _read_expiry(days: str) -> datetime | None:
     if not days:
         return None
     if not (days.isascii() and days.isdigit() and 1 <= len(days) <= 4 and 0 < int(days) <= _MOST_DAYS):
-        raise ConfigurationError(f"a key is valid for 1 to {_MOST_DAYS} days, or without an end.")
+        raise ConfigurationError(
+            f"a key is valid for 1 to {_MOST_DAYS} days; leave this empty for one that never expires."
+        )
     return datetime.now(UTC) + timedelta(days=int(days))
