@@ -30,7 +30,8 @@ from imprint.serve.settings import Settings
 logger = logging.getLogger("imprint.serve")
 Headers = list[tuple[bytes, bytes]]
 _OPEN = ("/v1/openapi.json",)  # of the API, without a key
-_UNLIMITED = ("/healthz", "/readyz", "/static/")  # asked by whoever watches the service, and several times by each page
+_UNLIMITED = ("/healthz", "/readyz")  # asked by whoever watches the service, and cheap however often
+_STATIC = "/static/"  # asked several times by each page
 _ONCE = (b"host", b"authorization", b"content-length", b"content-type", b"idempotency-key", b"transfer-encoding")
 _VISIBLE, _CONTROLS = re.compile(rb"[!-~]*"), re.compile(rb"[\x00-\x08\x0a-\x1f\x7f]")
 _LONGEST_URL, _LONGEST_HEADERS = 8 << 10, 32 << 10  # bytes
@@ -80,6 +81,7 @@ class Protect:
         self._app, self._settings, self._access = app, settings, access
         self._hosts = list_hosts(settings)
         self._buckets = Buckets(settings.rate, 2 * settings.rate), Buckets(settings.rate, 2 * settings.rate)
+        self._listing: asyncio.Task[None] | None = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan":
@@ -114,7 +116,7 @@ class Protect:
     async def _check_caller(self, scope: Scope) -> None:
         """Find out who asks, and whether they ask too often."""
         path, state = scope["path"], scope.setdefault("state", {})
-        if path.startswith(_UNLIMITED):
+        if path in _UNLIMITED or path.startswith(_STATIC):
             return
         try:
             identity = await self._identify(scope)
@@ -125,8 +127,6 @@ class Protect:
             ) from error
         state["identity"] = identity
         known, unknown = self._buckets
-        # A key is looked up before anything is counted: who floods an address that others share, such as that of a
-        # proxy, must not keep them out. Nobody finds a key by trying.
         wait = unknown.take(name_network(_address_of(scope))) if identity is None else known.take(identity.name)
         if wait:
             raise refuse_rate(wait)
@@ -141,8 +141,26 @@ class Protect:
         recalled = self._access.recall(secret)
         if recalled is not None and (recalled.csrf is not None) == is_session:
             return recalled
+        await self._refuse_guess(secret, name_network(_address_of(scope)))
         find = self._access.identify_session if is_session else self._access.identify_key
         return await self._access.run(find, secret)
+
+    async def _refuse_guess(self, secret: str, address: str) -> None:
+        """Refuse a secret that nobody has, from an address that sent too many, without looking it up.
+
+        Who floods an address that others share, such as that of a proxy, must not keep them out: a secret that somebody
+        has is looked up, however many others come from there. One that was made in the last second, by another process,
+        is told to come again in a moment.
+        """
+        _, unknown = self._buckets
+        if not (wait := unknown.wait(address)):
+            return
+        if self._access.lists(secret) is None:
+            if self._listing is None or self._listing.done():
+                self._listing = asyncio.create_task(self._access.run(self._access.list_secrets))
+            await asyncio.shield(self._listing)
+        if not self._access.lists(secret):
+            raise refuse_rate(wait)
 
     async def _read_body(self, scope: Scope, receive: Receive) -> bytes:
         """Return the body. One that is too large is read a little longer, so that its sender sees the answer."""

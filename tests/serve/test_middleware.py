@@ -1,7 +1,7 @@
 """What no route ever sees: other hosts, odd requests, too much, too often, too slow. And the headers of answers."""
 
 import asyncio
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -13,10 +13,12 @@ from starlette.websockets import WebSocketDisconnect
 from imprint.errors import AccessError
 from imprint.serve import middleware
 from imprint.serve.access import Access
+from imprint.serve.access.roles import Identity
 from imprint.serve.app import create_app
 from imprint.serve.middleware import list_hosts
 from imprint.serve.service import Service
 from imprint.serve.settings import Settings
+from tests.serve.access.doors import Clock
 from tests.serve.calling import Caller, Raw
 from tests.serve.news import News
 
@@ -254,6 +256,50 @@ def test_whoever_has_no_key_is_counted_by_address_and_keeps_nobody_out(quiet: Se
     assert caller.call("/login")[0] == 429 and caller.call(client=("10.0.0.2", 1))[0] == 401
     caller.secret = good
     assert caller.call()[0] == 200
+
+
+def test_a_flood_of_secrets_that_nobody_has_is_not_looked_up_and_locks_nobody_out(
+    quiet: Service, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = Clock()
+    access, elsewhere = (Access(tmp_path / "access.db", clock=clock) for _ in range(2))  # the latter is another process
+    caller = make_caller(quiet, access, rate=0.01)
+    good = elsewhere.create("early", "query").secret
+    session = elsewhere.open_session(elsewhere.create("person", "query").secret, 60)
+    assert session is not None
+    looked_up, listed = list[str](), list[None]()
+
+    def watch(find: Callable[[str], Identity | None]) -> Callable[[str], Identity | None]:
+        return lambda secret: looked_up.append(secret) or find(secret)  # type: ignore[func-returns-value]
+
+    monkeypatch.setattr(access, "identify_key", watch(access.identify_key))
+    monkeypatch.setattr(access, "identify_session", watch(access.identify_session))
+    monkeypatch.setattr(access, "list_secrets", lambda read=access.list_secrets: listed.append(read()))
+
+    def knock(secret: str) -> int:
+        caller.secret = secret
+        return caller.call().status
+
+    def look(token: str) -> int:
+        return caller.call("/login", [(b"cookie", f"imprint={token}".encode())]).status
+
+    guesses = [f"imprint_{place:043}" for place in range(20)]
+    assert [knock(secret) for secret in guesses] == [401] + [429] * 19
+    assert [look(f"{place:043}") for place in range(20)] == [429] * 20
+    assert looked_up == guesses[:1] and len(listed) == 1
+    assert knock(good) == 200 and look(session) != 429
+    late = elsewhere.create("late", "query").secret
+    assert knock(late) == 429
+    clock.turn(seconds=1)
+    assert knock(late) == 200 and len(listed) == 2
+    access.close()
+    elsewhere.close()
+
+
+def test_only_the_paths_of_health_itself_are_not_counted(quiet: Service, access: Access) -> None:
+    caller = make_caller(quiet, access, rate=0.01)
+    caller.secret = ""
+    assert [caller.call(path)[0] for path in ("/readyzX", "/healthz/x", "/readyz")] == [404, 429, 200]
 
 
 def test_behind_a_proxy_that_is_named_everybody_has_an_address_of_their_own(quiet: Service, access: Access) -> None:

@@ -5,6 +5,7 @@ elsewhere stops working a second later.
 """
 
 import logging
+import math
 import os
 import threading
 import time
@@ -53,6 +54,7 @@ class Access:
     def __init__(self, place: str | os.PathLike[str], *, clock: Callable[[], float] = time.time) -> None:
         self._engine, self._clock = tables.open_database(place), clock
         self._found, self._lock = OrderedDict[bytes, _Found](), threading.Lock()
+        self._listed, self._when_listed = set[bytes](), -math.inf
         self._workers = Workers("keys", _THREADS, _WAITING)
 
     async def run(self, method: Callable[P, T], *given: P.args, **named: P.kwargs) -> T:
@@ -81,7 +83,9 @@ class Access:
         now = self._clock()
         keys.check_key(name, role, sources, expires, now, known)
         with tables.writing(self._engine) as connection:
-            return keys.insert_key(connection, name, role, sources, expires, now)
+            made = keys.insert_key(connection, name, role, sources, expires, now)
+        self._when_listed = -math.inf
+        return made
 
     def list(self) -> list[KeyRecord]:
         """Return all keys by name, revoked and expired ones too."""
@@ -124,6 +128,23 @@ class Access:
         if found is None or not 0 <= now - found.when < _REMEMBERED or now >= found.ends:
             return None
         return found.identity
+
+    def lists(self, secret: str) -> bool | None:
+        """Tell whether somebody has a secret; None if `list_secrets` must be called first. Never waits.
+
+        For floods of secrets that nobody has: whoever sends them makes the database list all of them once a second, and
+        look none of them up.
+        """
+        if hash_secret(secret) in self._listed:
+            return True
+        return False if 0 <= self._clock() - self._when_listed < _REMEMBERED else None
+
+    def list_secrets(self) -> None:
+        """Read of which secrets there are keys or sessions."""
+        now = self._clock()
+        with tables.reading(self._engine) as connection:
+            self._listed = keys.list_hashes(connection) | sessions.list_hashes(connection, now)
+        self._when_listed = now
 
     def _remember(
         self, secret: str, record: KeyRecord | None, now: float, ends: float, csrf: str | None = None
@@ -181,7 +202,9 @@ class Access:
             record = keys.find_named(connection, name)
             if record is None or not record.is_valid(now):
                 return None
-            return sessions.open_session(connection, name, now, seconds)
+            token = sessions.open_session(connection, name, now, seconds)
+        self._when_listed = -math.inf
+        return token
 
     def end_session(self, token: str) -> None:
         """End a session, here at once and in other processes within a second."""

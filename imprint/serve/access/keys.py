@@ -114,6 +114,12 @@ def find_key(connection: Connection, secret: str) -> KeyRecord | None:
     return read_record(same[0]) if same else None
 
 
+def list_hashes(connection: Connection) -> set[bytes]:
+    """Return what is stored of the secrets of all keys that were not revoked."""
+    rows = connection.execute(select(tables.keys.c.hash).where(tables.keys.c.revoked.is_(None)))
+    return {bytes(each) for each in rows.scalars()}
+
+
 def find_named(connection: Connection, name: str) -> KeyRecord | None:
     """Return the key with a name."""
     row = connection.execute(select(tables.keys).where(tables.keys.c.name == name)).one_or_none()

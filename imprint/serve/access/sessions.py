@@ -28,6 +28,12 @@ def find_session(connection: Connection, token: str, now: float) -> tuple[KeyRec
     return None if row is None else (read_record(row), float(row.ends))
 
 
+def list_hashes(connection: Connection, now: float) -> set[bytes]:
+    """Return what is stored of the tokens of all sessions that have not expired."""
+    mine = tables.sessions.c
+    return {bytes(each) for each in connection.execute(select(mine.hash).where(mine.expires > now)).scalars()}
+
+
 def end_session(connection: Connection, token: str) -> None:
     """End a session, if there is one."""
     connection.execute(tables.sessions.delete().where(tables.sessions.c.hash == hash_secret(token)))
