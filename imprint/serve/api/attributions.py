@@ -82,7 +82,8 @@ async def attribute(
     )
 
     def encode() -> Response:
-        warnings = [*service.list_warnings(queries), *answered.result.warnings]
+        own = [] if receipt is not None and receipt.repeated else service.list_warnings(queries)
+        warnings = [*own, *answered.result.warnings]
         answer = _describe(answered, receipt, top, spent, warnings)
         return Response(answer.model_dump_json(), media_type="application/json")
 
