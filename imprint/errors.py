@@ -100,11 +100,14 @@ class ServiceError(ImprintError, RuntimeError):
 
     status: the HTTP status; None if there was no answer.
     code: the service's word for the reason, such as "too_late"; None if there was no answer.
+    idempotency_key: of a request that may have been credited: ask again with it, and nothing is credited twice.
     """
 
-    def __init__(self, message: str, *, status: int | None = None, code: str | None = None) -> None:
+    def __init__(
+        self, message: str, *, status: int | None = None, code: str | None = None, idempotency_key: str | None = None
+    ) -> None:
         super().__init__(message)
-        self.status, self.code = status, code
+        self.status, self.code, self.idempotency_key = status, code, idempotency_key
 
 
 class MissingExtra(ImprintError, ImportError):

@@ -4,7 +4,7 @@
     answer = client.attribute({"prompt": "The old ship", "completion": " sails on"}, credit=True)
 
 Whatever fails on the way is tried again. A crediting request has an idempotency key of its own, which is the same each
-time it is tried, so it credits once however often it is sent.
+time it is tried, so it credits once however often it is sent. If it is given up, the error has this key.
 """
 
 import http.client
@@ -27,6 +27,7 @@ from imprint.errors import ConfigurationError, DataError, ServiceError
 _AGAIN = (429, 503, 504)
 _FIRST, _LONGEST = 0.1, 10.0  # seconds between tries, which double
 _MOST_BYTES = 64 << 20  # of an answer
+_NAMING = "Idempotency-Key"
 _KEY = re.compile("[!-~]{1,200}")
 
 
@@ -52,11 +53,12 @@ class Effect:
 class Query:
     """What the sources do to one query, those with the largest effects first.
 
-    answer: what was attributed: the class, or the completion.
+    answer: what was attributed: the class, or the completion; None if an earlier request credited the query, and it
+        cannot be shown any more.
     entry: the entry of the ledger; None if the query was not credited.
     """
 
-    answer: str
+    answer: str | None
     effects: tuple[Effect, ...]
     unattributed: float | None
     entry: int | None
@@ -143,7 +145,8 @@ class Client:
         top: how many sources to list; by default, as many as the service chooses.
         credit: credit the queries in the service's ledger, once.
         idempotency_key: names what is credited. Give one of your own, such as the id of an answer, where the request
-            may also be sent by another process, or after a restart; else the client makes one.
+            may also be sent by another process, or after a restart; else the client makes one. A `ServiceError` has it
+            too: whether a request was credited that was given up is unknown until it is sent again.
         """
         if (query is None) == (queries is None):
             raise ConfigurationError("give either a query, or queries=[...].")
@@ -153,11 +156,14 @@ class Client:
             raise ConfigurationError("an idempotency key has 1 to 200 printable ASCII characters without spaces.")
         body: dict[str, Any] = {"query": query} if queries is None else {"queries": list(queries)}
         body |= {"top": top} if top is not None else {}
-        headers = {}
-        if credit:
-            body["credit"] = True
-            headers["Idempotency-Key"] = idempotency_key or uuid.uuid4().hex
-        return _read_answer(self._ask("POST", "/v1/attributions", body, headers))
+        if not credit:
+            return _read_answer(self._ask("POST", "/v1/attributions", body))
+        name = idempotency_key or uuid.uuid4().hex
+        try:
+            return _read_answer(self._ask("POST", "/v1/attributions", {**body, "credit": True}, {_NAMING: name}))
+        except ServiceError as error:
+            error.idempotency_key = name
+            raise
 
     def sources(self) -> list[dict[str, Any]]:
         """Return the sources of the store, with their sizes and what is known of them."""

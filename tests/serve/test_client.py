@@ -98,6 +98,25 @@ def test_trying_ends_when_its_patience_does(clock: Clock) -> None:
     assert len(service.asked) == len(clock.slept) + 1 < 20
 
 
+@pytest.mark.parametrize("reply", [LOST, refuse(503, "credit_unknown"), refuse(500, "internal"), Reply(200, b"[]")])
+def test_a_request_that_is_given_up_can_be_asked_again_under_the_same_key(reply: Reply) -> None:
+    with serving(reply) as service:
+        client = Client(service.url, KEY, patience=1)
+        with pytest.raises(ServiceError) as refused:
+            client.attribute(1, credit=True)
+        name = refused.value.idempotency_key
+        assert name is not None and {asked.headers["idempotency-key"] for asked in service.asked} == {name}
+        service.replies[:] = [Reply()]
+        assert client.attribute(1, credit=True, idempotency_key=name).queries[0].entry == 7
+        assert service.asked[-1].headers["idempotency-key"] == name
+
+
+def test_a_request_that_credits_nothing_has_no_key_to_keep() -> None:
+    with serving(refuse(422, "invalid")) as service, pytest.raises(ServiceError) as refused:
+        Client(service.url, KEY).attribute(1)
+    assert refused.value.idempotency_key is None
+
+
 def test_a_service_that_is_not_there_is_named_without_the_key() -> None:
     with serving() as service:
         pass
