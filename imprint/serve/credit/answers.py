@@ -199,7 +199,12 @@ class Day(BaseModel):
 
 
 class History(BaseModel):
-    """What a source got over time. clear: queries on which its effect can be told from chance, of the `judged` ones."""
+    """What a source got over time: in closed periods, with their pots, and of queries with pots of their own since.
+
+    clear: queries on which its effect can be told from chance, of the `judged` ones.
+    waiting: queries that the pot of the period pays which is not closed yet; they count 0 until it is.
+    days: without pots of periods, which belong to no day.
+    """
 
     source: str
     name: str
@@ -208,6 +213,7 @@ class History(BaseModel):
     earned: int
     clear: int
     judged: int
+    waiting: int
     amount: Amount
     by_size: Amount
     per_example: float | None = Field(description="Millionths per training example.")
@@ -269,6 +275,7 @@ class PeriodAnswer(BaseModel):
     first: int
     stop: int
     queries: int
+    pot: Amount | None = Field(description="What queries without a pot of their own shared; null if there were none.")
     total: Amount
     unattributed: Amount
     remainder: Amount

@@ -129,7 +129,7 @@ def _describe_change(desk: CreditDesk, change: Change) -> answers.ChangeAnswer:
 
 
 def describe_history(desk: CreditDesk, source: str) -> answers.History:
-    """Return what a source got over time; without pots of periods, which belong to no day."""
+    """Return what a source got over time; by days, without pots of periods, which belong to none."""
     desk.tally.catch_up()
     days, currency, account, signs = desk.tally.days(source), desk.currency, Account(), Signs()
     for one, other in days.values():
@@ -137,7 +137,9 @@ def describe_history(desk: CreditDesk, source: str) -> answers.History:
         signs.merge(other)
     known = next((each for each in desk.service.sources if each["id"] == source), None)
     size = signs.size if known is None else known["size"]
-    amount, by_size = account.amount, account.by_size
+    lines = [line for closing in desk.periods() for line in closing.rows if line["source"] == source]
+    since, waiting = desk.tally.running_of(source)
+    amount, by_size = (sum(line[name] for line in lines) + getattr(since, name) for name in ("amount", "by_size"))
     return answers.History(
         source=source,
         name=desk.names.get(source, source),
@@ -146,6 +148,7 @@ def describe_history(desk: CreditDesk, source: str) -> answers.History:
         earned=signs.earned,
         clear=signs.clear,
         judged=signs.judged,
+        waiting=waiting.waiting,
         amount=Amount.of(amount, currency),
         by_size=Amount.of(by_size, currency),
         per_example=amount / size if size else None,
@@ -178,6 +181,7 @@ def _describe_period(desk: CreditDesk, scope: Scope, closing: Leaf, head: Head |
         first=about["first"],
         stop=about["stop"],
         queries=about["entries"],
+        pot=Amount.maybe(about["pot"], currency),
         total=Amount.of(about["total"], currency),
         unattributed=Amount.of(about["unattributed"]["amount"], currency),
         remainder=Amount.of(about["remainder"], currency),

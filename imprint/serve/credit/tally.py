@@ -39,18 +39,21 @@ class Counting(ApiError):
 class Signs:
     """How many queries credited a source, and how many effects of it can be told from chance, of those that are known.
 
+    waiting: queries that the pot of their period pays.
     size: its training examples, by the latest entry.
     """
 
     earned: int = 0
     clear: int = 0
     judged: int = 0
+    waiting: int = 0
     size: int = 0
 
     def merge(self, other: "Signs") -> None:
         """Add the queries of a later time."""
         self.earned, self.clear = self.earned + other.earned, self.clear + other.clear
-        self.judged, self.size = self.judged + other.judged, other.size or self.size
+        self.judged, self.waiting = self.judged + other.judged, self.waiting + other.waiting
+        self.size = other.size or self.size
 
 
 @dataclass
@@ -67,6 +70,7 @@ class Sums:
         for row in leaf.rows:
             signs = self.signs[row["source"]]
             signs.earned += row["share"] > 0
+            signs.waiting += about["pot"] is None
             signs.size = row["size"]
             if row["error"] is not None:
                 signs.judged += 1
@@ -192,6 +196,14 @@ class Tally:
             totals = Totals()
             totals.merge(self._running.totals)
             return self._first, self._read, totals
+
+    def running_of(self, source: str) -> tuple[Account, Signs]:
+        """Return what is known of a source in the period that is not closed yet."""
+        with self._lock:
+            sums = self._running
+            if source not in sums.totals.sources:
+                return Account(), Signs()
+            return replace(sums.totals.sources[source]), replace(sums.signs[source])
 
     def between(self, since: str | None = None, until: str | None = None) -> Sums:
         """Return the sums of the days from one on, and before another, in UTC; of whole months by their sums."""

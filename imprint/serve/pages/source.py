@@ -91,12 +91,8 @@ def find_link(url: str) -> str | None:
 
 def _describe_credit(desk: CreditDesk, scope: Scope, history: answers.History) -> Mapping[str, Any]:
     spans, source = group_days(history.days), history.source
-    own = [
-        {"period": each, "line": line}
-        for each in summaries.describe_periods(desk, scope)
-        for line in each.sources
-        if line.source == source
-    ]
+    periods = summaries.describe_periods(desk, scope)
+    own = [(each, line) for each in periods for line in each.sources if line.source == source]
     title = f"What {history.name} was credited, in {desk.currency}"
     return {
         "history": history,
@@ -106,7 +102,8 @@ def _describe_credit(desk: CreditDesk, scope: Scope, history: answers.History) -
         "per_example": _format_rate(history.per_example),
         "by_size": _format_rate(history.per_example_by_size),
         "ratio": history.amount.micro / history.by_size.micro if history.by_size.micro else None,
-        "periods": own,
+        "periods": [{"period": each, "line": line} for each, line in own],
+        "pots": any(each.pot for each, _ in own),
         "amount": format_amount,
         "head": desk.last_head(),
         "left_out": desk.tally.left_out,

@@ -19,9 +19,9 @@ from imprint.serve.credit.answers import Amount, Day
 from imprint.serve.credit.verification import State
 from imprint.serve.pages.credit_charts import draw_history, group_days
 from imprint.serve.pages.source import find_link
-from tests.credit.crediting import SOURCES, THIS_RUN, fill, make_ledger, make_result
+from tests.credit.crediting import EXPECTED, SOURCES, THIS_RUN, fill, make_ledger, make_result
 from tests.credit.insider import L, rewrite, run
-from tests.serve.credit.asking import Bureau, open_bureau
+from tests.serve.credit.asking import Bureau, get, open_bureau
 from tests.serve.news import News
 from tests.serve.pages.reading import read_page
 
@@ -264,6 +264,24 @@ def test_a_pot_of_a_period_is_shown_as_waiting(news: News, tmp_path: Path) -> No
         read(browser, "/credit/entries/3")
         close_period(ledger, "p", pot=7_000_000)
         assert "paid 7 EUR" in text_of(read(browser, "/credit?period=p"))
+
+
+def test_a_source_counts_pots_of_periods_once_they_are_closed(news: News, tmp_path: Path) -> None:
+    with make_ledger(tmp_path / "pot.db", per_query=None) as ledger, open_bureau(news, ledger, tmp_path) as bureau:
+        fill(ledger, (8,))
+        browser, client = bureau.browse("auditor"), bureau.client("auditor")
+        page = text_of(read(browser, "/sources/times"))
+        assert "8 of them wait for the pot of the period that is running, and count 0 until it is closed" in page
+        closing = close_period(ledger, "p", pot=7_000_000)
+        ledger.credit(make_result(1, 3), EXPECTED, pot=2_000)
+        ledger.credit(make_result(1, 4), EXPECTED)
+        found = get(client, "sources/times")
+        row = next(row for row in closing.rows if row["source"] == "times")
+        since = next(line for line in ledger.entry(len(ledger) - 2).rows if line["source"] == "times")
+        assert found["amount"]["micro"] == row["amount"] + since["amount"] > row["amount"] > 0
+        assert (found["waiting"], found["queries"]) == (1, 10)
+        page = text_of(read(browser, "/sources/times"))
+        assert "1 of them waits for the pot" in page and "Pots of closed periods are part of what it got" in page
 
 
 def test_days_are_grouped_without_losing_an_amount() -> None:
