@@ -6,7 +6,8 @@
 
 What was answered is written to a spool, a SQLite file, before it is returned. A thread posts from there, under an
 idempotency key that is kept with the answer: if this program or the service is restarted, nothing is lost, and nothing
-is credited twice.
+is credited twice. What the service refuses because of the answer itself stays in the spool; --retry posts it again.
+Any other refusal, such as that of a service without a ledger, is for its operator to mend: everything waits meanwhile.
 """
 
 import argparse
@@ -25,7 +26,7 @@ from imprint.errors import ServiceError
 from imprint.serve.client import Client
 
 logger = logging.getLogger("beside_vllm")
-FOR_GOOD = (400, 409, 413, 415, 422)  # statuses of a request that would be refused again
+FOR_GOOD = ("invalid", "no_number", "too_large", "too_long", "conflict")  # codes of refusals of the answer itself
 TABLE = "CREATE TABLE IF NOT EXISTS spool (key TEXT PRIMARY KEY, query TEXT NOT NULL, refused TEXT)"
 
 
@@ -63,6 +64,12 @@ class Spool:
             self._database.execute("INSERT INTO spool (key, query) VALUES (?, ?)", (uuid.uuid4().hex, query))
             self._changed.notify_all()
 
+    def retry(self) -> None:
+        """Post once more what was refused, under the same keys."""
+        with self._changed:
+            self._database.execute("UPDATE spool SET refused = NULL")
+            self._changed.notify_all()
+
     def close(self) -> None:
         """Post what waits as long as that succeeds; the rest stays for the next start."""
         with self._changed:
@@ -77,7 +84,7 @@ class Spool:
             try:
                 self._client.attribute(json.loads(query), credit=True, idempotency_key=key)
             except ServiceError as error:
-                if error.status not in FOR_GOOD:
+                if error.code not in FOR_GOOD:
                     logger.warning("%s", error)
                     with self._changed:
                         if self._closing or self._changed.wait_for(lambda: self._closing, timeout=5):
@@ -117,8 +124,11 @@ def main() -> None:
     parser.add_argument("--server", default="http://127.0.0.1:8000", help="The model server.")
     parser.add_argument("--service", default="http://127.0.0.1:8080", help="The service of Imprint.")
     parser.add_argument("--spool", type=Path, default=Path("answers.spool"))
+    parser.add_argument("--retry", action="store_true", help="Post again what the service refused.")
     arguments = parser.parse_args()
     spool = Spool(arguments.spool, Client(arguments.service, os.environ["IMPRINT_KEY"], patience=10))
+    if arguments.retry:
+        spool.retry()
     try:
         for prompt in arguments.prompts or map(str.rstrip, sys.stdin):
             completion = complete(arguments.server, arguments.model, prompt)

@@ -18,7 +18,7 @@ import pytest
 from typer.testing import CliRunner
 
 from imprint.cli.app import app
-from tests.serve.fake_service import Reply, serving
+from tests.serve.fake_service import Reply, refuse, serving
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 pytestmark = pytest.mark.curvature  # as anywhere else
@@ -133,7 +133,7 @@ def test_the_example_beside_a_model_server_credits_each_answer_once_even_if_the_
 ) -> None:
     monkeypatch.setenv("IMPRINT_KEY", "imprint_" + "k" * 43)
     monkeypatch.setattr("imprint.serve.client.time.sleep", lambda seconds: None)
-    completion, refused = Reply(200, {"choices": [{"text": " sails on"}]}), Reply(422, b"{}")
+    completion, refused = Reply(200, {"choices": [{"text": " sails on"}]}), refuse(422, "invalid")
     with serving(completion) as model, serving(Reply(0), refused, Reply(503), Reply()) as service:
         options = ["--model", "m", "--server", model.url, "--service", service.url]
         monkeypatch.setattr(sys, "argv", ["beside_vllm.py", *options, "The old ship", "The new mayor", "The ferry"])
@@ -164,6 +164,41 @@ def test_what_the_example_beside_a_model_server_could_not_post_is_posted_at_the_
         monkeypatch.setattr(sys, "argv", ["beside_vllm.py", *options, "--service", service.url, "The ferry"])
         run("beside_vllm.py")
         assert [asked.body["query"]["prompt"] for asked in service.asked] == ["The old ship", "The ferry"]
+
+
+@pytest.mark.parametrize("refusal", [refuse(409, "no_ledger"), refuse(400, "bad_host"), refuse(403, "forbidden")])
+def test_a_service_that_is_set_up_wrong_costs_the_example_beside_a_model_server_no_answer(
+    monkeypatch: pytest.MonkeyPatch, refusal: Reply
+) -> None:
+    monkeypatch.setenv("IMPRINT_KEY", "imprint_" + "k" * 43)
+    with serving(Reply(200, {"choices": [{"text": " sails on"}]})) as model, serving(refusal) as service:
+        options = ["--model", "m", "--server", model.url, "--service", service.url]
+        monkeypatch.setattr(sys, "argv", ["beside_vllm.py", *options, "The old ship", "The ferry"])
+        assert run("beside_vllm.py").splitlines() == [" sails on"] * 2
+        (tried,) = {asked.headers["idempotency-key"] for asked in service.asked}
+        service.replies[:], service.asked[:] = [Reply()], []
+        monkeypatch.setattr(sys, "argv", ["beside_vllm.py", *options])
+        monkeypatch.setattr(sys, "stdin", StringIO())
+        run("beside_vllm.py")
+        assert [asked.body["query"]["prompt"] for asked in service.asked] == ["The old ship", "The ferry"]
+        assert service.asked[0].headers["idempotency-key"] == tried
+
+
+def test_the_example_beside_a_model_server_posts_what_was_refused_again_when_it_is_told_to(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("IMPRINT_KEY", "imprint_" + "k" * 43)
+    replies = refuse(413, "too_large"), Reply()
+    with serving(Reply(200, {"choices": [{"text": " sails on"}]})) as model, serving(*replies) as service:
+        options = ["--model", "m", "--server", model.url, "--service", service.url]
+        for more in (["The old ship"], [], ["--retry"]):
+            monkeypatch.setattr(sys, "argv", ["beside_vllm.py", *options, *more])
+            monkeypatch.setattr(sys, "stdin", StringIO())
+            run("beside_vllm.py")
+        first, again = [asked.headers["idempotency-key"] for asked in service.asked]
+        assert first == again
+    with sqlite3.connect("answers.spool") as spool:
+        assert spool.execute("SELECT count(*) FROM spool").fetchone() == (0,)
 
 
 def test_the_notebook_finds_the_contributor_who_mislabels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
