@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from imprint.errors import ConfigurationError
-from imprint.serve import demo
+from imprint.serve import demo, running
 from imprint.serve.access import Access
 from imprint.serve.app import create_app
 from imprint.serve.client import Client
@@ -105,13 +105,24 @@ def test_an_address_for_figures_that_is_taken_is_named_and_nothing_is_served(sta
         start(lambda client: pytest.fail("it was announced"), metrics=f"127.0.0.1:{taken}")
 
 
-def test_while_it_drains_it_answers_but_is_not_ready(start: Start, news: News) -> None:
+def test_while_it_drains_it_answers_but_is_not_ready(start: Start, news: News, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[object] = []
+    servers: list[running._Server] = []
+
+    class Server(running._Server):
+        async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+            servers.append(self)
+            await super().startup(sockets)
+
+    monkeypatch.setattr(running, "_Server", Server)
 
     def look(client: Client) -> None:
-        while client.ready():
-            pass
-        seen.append(client.attribute(news.ask(0)).question)
+        try:
+            while client.ready():
+                pass
+            seen.append(client.attribute(news.ask(0)).question)
+        finally:
+            servers[0].should_exit = True  # as once it has drained
 
     def then(client: Client) -> None:
         thread = threading.Thread(target=look, args=(client,))
@@ -119,7 +130,7 @@ def test_while_it_drains_it_answers_but_is_not_ready(start: Start, news: News) -
         thread.start()
         os.kill(os.getpid(), signal.SIGTERM)
 
-    start(then, drain=1.0)
+    start(then, drain=3600.0)
     thread, question = seen
     assert isinstance(thread, threading.Thread) and question == "this_run"
     thread.join()

@@ -1,6 +1,7 @@
 """A service finds what `attribute` finds, whatever else is in its batch, and credits each request once."""
 
 import asyncio
+import threading
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -12,12 +13,28 @@ from imprint.credit import Policy, verify
 from imprint.credit.payloads import decode_query, encode_query
 from imprint.errors import ConfigurationError, DataError
 from imprint.serve.service import Answered, Service
-from tests.serve.news import News, make_ledger
+from tests.serve.news import POLICY, News, make_ledger
 
 
 def ask_at_once(service: Service, *requests: Sequence[object]) -> list[Answered]:
     async def run() -> list[Answered]:
         return list(await asyncio.gather(*(service.attribute(request) for request in requests)))
+
+    return asyncio.run(run())
+
+
+def read_together(service: Service, queries: Sequence[object]) -> list[Answered]:
+    """Ask each query in a request of its own, while the service is busy, so that one batch has all of them."""
+    opened = threading.Event()
+
+    async def run() -> list[Answered]:
+        busy = asyncio.create_task(service.run(lambda: opened.wait(60)))
+        asking = [asyncio.create_task(service.attribute([query])) for query in queries]
+        while service.depth < len(queries):
+            await asyncio.sleep(0)
+        opened.set()
+        await busy
+        return list(await asyncio.gather(*asking))
 
     return asyncio.run(run())
 
@@ -32,9 +49,15 @@ def test_answers_are_those_of_attribute(news: News, service: Service) -> None:
     assert found.answers == tuple(map(str, news.labels[:3].tolist()))
 
 
-def test_an_answer_does_not_depend_on_what_else_is_read_with_it(news: News, service: Service) -> None:
+def test_an_answer_does_not_depend_on_what_else_is_read_with_it(news: News) -> None:
+    sizes: list[int] = []
+    service = Service(news.task, news.store, policy=POLICY, observe=lambda count, seconds: sizes.append(count))
     alone = [ask_at_once(service, [news.ask(place)])[0] for place in range(6)]
-    together = ask_at_once(service, *([news.ask(place)] for place in range(6)))
+    assert sizes == [1] * 6
+    sizes.clear()
+    together = read_together(service, [news.ask(place) for place in range(6)])
+    assert sizes == [6]
+    service.close()
     for one, other in zip(alone, together, strict=True):
         torch.testing.assert_close(one.result.scores, other.result.scores)
         assert one.result.warnings == other.result.warnings
