@@ -2,17 +2,21 @@
 
 import asyncio
 import re
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 import imprint
 from imprint.credit import Policy, verify
+from imprint.errors import CreditUnavailable
+from imprint.serve.app import create_app
 from imprint.serve.pages.answering import describe_answer
 from imprint.serve.pages.wording import judge_effect
-from imprint.serve.service import Service
+from imprint.serve.service import CreditUnanswered, Service
 from tests.serve.access.doors import Browser, Doors
-from tests.serve.news import News, make_ledger
+from tests.serve.news import POLICY, News, make_ledger
 from tests.serve.pages.hostile import ATTACK, CLASSES, NAMES
 from tests.serve.pages.reading import Element, read_page
 
@@ -88,6 +92,40 @@ def test_a_form_credits_once_however_often_it_is_sent(news: News, service: Servi
     assert service.ledger is not None and verify(service.ledger, progress=False).holds
 
 
+def test_a_form_that_is_sent_again_after_a_restart_shows_what_it_credited(
+    news: News, service: Service, doors: Doors, tmp_path: Path
+) -> None:
+    first = ask(doors.browse("admin"), news, credit="yes", token="A" * 16)
+    policy = replace(POLICY, version=2, rule="above_noise")
+    restarted = Service(news.task, news.store, policy=policy, ledger=service.ledger)
+    app = create_app(restarted.settings, restarted, doors.access)
+    browser = Browser(app)
+    assert browser.post("/login", data={"key": doors.secrets["admin"]}, csrf=False).status_code == 303
+    again = ask(browser, news, credit="yes", token="A" * 16)
+    assert "nothing was credited twice" in again.text and "version 1" in again.text and "version 2" not in again.text
+    assert read_rows(again) == read_rows(first)
+    assert "version 2" in ask(browser, news, credit="yes", token="B" * 16).text
+    restarted.close()
+
+
+@pytest.mark.parametrize("error", [CreditUnanswered(), CreditUnavailable("the database is away")])
+def test_a_form_whose_credit_is_unknown_says_to_send_it_again(
+    news: News, service: Service, admin: Browser, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    credit = service.credit
+
+    async def fail(*given: Any, **named: Any) -> None:
+        await credit(*given, **named)
+        raise error
+
+    monkeypatch.setattr(service, "credit", fail)
+    form = {"values": " ".join(map(str, news.ask(0)["values"])), "credit": "yes", "token": "A" * 16}
+    answer = admin.post("/query", data=form)
+    assert answer.status_code == 503 and "reload this page" in read_page(answer.text).text
+    again = admin.post("/query", data=form)
+    assert again.status_code == 200 and "nothing was credited twice" in read_page(again.text).text
+
+
 def test_another_query_from_the_same_form_is_another_credit(news: News, service: Service, admin: Browser) -> None:
     assert service.ledger is not None
     ask(admin, news, 2, credit="yes", token="B" * 16)
@@ -152,7 +190,10 @@ def test_an_example_fills_the_form(news: News, admin: Browser) -> None:
     page = read_page(admin.get("/query?example=1").text)
     typed = [float(word) for word in page.one("textarea", name="values").full.split()]
     assert typed == pytest.approx(news.ask(1)["values"], rel=1e-5)
-    assert admin.get("/query?example=999999").status_code == 200
+    filled = page.one("textarea", name="values").full
+    for place in ("999999", "9" * 5000, "-1", "1.0", "٣", ""):
+        answer = admin.get("/query", params={"example": place})
+        assert answer.status_code == 200 and read_page(answer.text).one("textarea", name="values").full != filled
 
 
 def test_a_form_that_is_none_is_refused(admin: Browser) -> None:

@@ -5,8 +5,13 @@ from pathlib import Path
 
 import pytest
 
+import imprint
+from imprint.credit import Policy
+from imprint.errors import ReadoutError
+from imprint.serve.batching import Closing, DeadlinePassed, Overloaded
 from imprint.serve.service import Service
 from tests.serve.access.doors import Browser, Doors
+from tests.serve.news import make_ledger
 from tests.serve.pages.conftest import open_doors
 from tests.serve.pages.reading import read_page
 
@@ -82,3 +87,28 @@ def test_a_completion_without_its_space_is_warned_of(doors: Doors) -> None:
     reader = doors.browse("auditor")
     assert "no space between it and its prompt" in read_page(reader.post("/query", data=joined).text).text
     assert "no space" not in read_page(reader.post("/query", data=apart).text).text
+
+
+@pytest.mark.wide
+@pytest.mark.filterwarnings("ignore:nobody is credited")
+@pytest.mark.parametrize("error", [DeadlinePassed(), Overloaded(1), Closing(), ReadoutError("no words")])
+def test_an_answer_whose_words_cannot_be_read_is_shown_and_credited_all_the_same(
+    language: tuple[imprint.Task, imprint.Store], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    with make_ledger(tmp_path / "credit.db") as ledger:
+        task, store = language
+        service = Service(task, store, policy=Policy("house", question=store.question), ledger=ledger)
+        before = len(ledger)
+
+        async def fail(query: object) -> None:
+            assert len(ledger) == before  # whatever happens here, nothing was credited behind the reader's back
+            raise error
+
+        monkeypatch.setattr(service, "words", fail)
+        doors = open_doors(service, tmp_path, [])
+        answer = doors.browse("admin").post("/query", data={"prompt": "the", "completion": " cat", "credit": "yes"})
+        page = read_page(answer.text)
+        assert answer.status_code == 200 and "could not be read this time" in page.text and "Credited." in page.text
+        assert not page.find("p", class_="words") and len(list(ledger.entries(kind="credit"))) == 1
+        service.close()
+        doors.access.close()
