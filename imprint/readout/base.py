@@ -32,6 +32,11 @@ class Base:
     functional: Functional
     theta: Parameters
 
+    @property
+    def state(self) -> Parameters:
+        """Every parameter and buffer of the model there; not copied."""
+        return {**self.functional.fixed, **self.theta}
+
     @cached_property
     def scale(self) -> float:
         """The length that steps are relative to."""

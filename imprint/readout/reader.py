@@ -51,7 +51,8 @@ class Reader:
         `details`.
     measure: what to measure of a query instead of the task's own measurement.
 
-    `units` are the runs of the store, or the checkpoints of its only run; None where there is one checkpoint.
+    `base` is the first checkpoint that counts; of a replay, the end of the recorded run. `units` are the runs of the
+    store, or the checkpoints of its only run; None where there is one checkpoint.
     """
 
     def __init__(
@@ -88,7 +89,7 @@ class Reader:
         with torch.inference_mode(False):
             self._bases = _bases(task, store, measure)
             self.units = find_units(store, [b.index for b in self._bases], [b.share for b in self._bases])
-            first = self._bases[0]
+            self.base = first = self._bases[0]
             store.check_loss(first.functional, {name: first.theta[name] for name in task.names})
             room = self._budget // 2
             shared = {index: file.bytes for index, c in enumerate(store.checkpoints) if (file := c.basis) and c.weight}

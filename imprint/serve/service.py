@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 from urllib.parse import quote
 
 import torch
-from torch import Tensor
 
 from imprint.attribution.result import Attribution
 from imprint.attribution.scoring import Scorer
@@ -27,6 +26,7 @@ from imprint.credit.payloads import encode_query
 from imprint.credit.policy import Policy
 from imprint.errors import ConfigurationError, DataError, StoreError, first_line
 from imprint.forms import Form, NumbersForm
+from imprint.serve.answering import Answering
 from imprint.serve.batching import Batcher
 from imprint.serve.recalling import describe_asked, recall_answers, recall_result
 from imprint.serve.seen import Seen
@@ -113,6 +113,7 @@ class Service:
         self.settings = settings or Settings()
         self.seen = Seen(read_validation(store))
         self._scorer, self._inside = Scorer(task, store), dict[str, Scorer]()
+        self.answering = Answering(self._scorer.reader, self.form)
         if ledger is not None and policy is not None:
             ledger.check(self._scorer.describe(), policy)
         self._crediting = Workers("credit", _CREDITING, self.settings.queue)
@@ -182,7 +183,7 @@ class Service:
         """Read the queries of several requests in one batch."""
         given = [batch for request in requests for batch in request]
         joined = self.form.join(given)
-        filled = self.form.fill(self._ask, joined)
+        filled = self.form.fill(self.answering.ask, joined)
         if filled is not joined:
             given = [_take_row(filled, row) for row in range(len(given))]
         ends = list(accumulate(map(len, requests), initial=0))
@@ -193,10 +194,6 @@ class Service:
             Answered(result, tuple(given[first:last]), tuple(answers[first:last]))
             for result, (first, last) in zip(results, spans, strict=True)
         ]
-
-    def _ask(self, inputs: Tensor) -> Any:
-        with torch.no_grad(), self.task.evaluating():
-            return self.task.call(lambda model, given: model(given), self.task.state(), inputs.to(self.task.device))
 
     def _divide(self, result: Attribution) -> tuple[Draft, ...]:
         assert self.policy is not None

@@ -211,11 +211,13 @@ def _format_address(bound: "socket.socket") -> str:
     host, port = bound.getsockname()[:2]
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
+    from imprint.serve.answering import DESCRIPTIONS
 
 def _describe(service: "Service", access: "Access", address: str, app: "FastAPI") -> Lines:
     """Return what a service serves, and from where."""
     store, settings = service.store, service.settings
     from imprint.credit.tables import describe
+        ("answers", DESCRIPTIONS[service.answering.answers_from]),
 
     verdict = find_verdict(store, service.task.measure_name)
     ledger = "none: nothing is credited" if service.ledger is None else describe(service.ledger.engine)

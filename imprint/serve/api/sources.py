@@ -9,6 +9,7 @@ import imprint
 from imprint.attribution.labels import MEANINGS
 from imprint.serve.access.guard import require
 from imprint.serve.access.roles import Identity
+from imprint.serve.answering import AnswersFrom
 from imprint.serve.service import Service
 from imprint.validation.record import find_verdict
 
@@ -27,7 +28,11 @@ class SourceAnswer(BaseModel):
 
 
 class StoreAnswer(BaseModel):
-    """What is served, by its fingerprints."""
+    """What is served, by its fingerprints.
+
+    answers_from: who answers where a query leaves that open: the model that the recorded run ended with, or the task's
+        own weights; "query" where every query has its answer.
+    """
 
     question: str
     meaning: str
@@ -38,6 +43,7 @@ class StoreAnswer(BaseModel):
     store: str
     model: str
     recording: str | None
+    answers_from: AnswersFrom
     signer: str | None
     validation: dict[str, Any]
     warnings: list[str]
@@ -71,6 +77,7 @@ def describe_store(request: Request, identity: Annotated[Identity, Depends(requi
         "store": store.sha256,
         "model": store.model_sha256,
         "recording": store.manifest.request.recording,
+        "answers_from": service.answering.answers_from,
         "signer": None if store.signed is None else store.signed.key,
         "validation": {"outcome": "not validated"} if verdict is None else verdict.to_json(),
         "warnings": list(store.warnings),
