@@ -127,7 +127,9 @@ def _handle_errors(app: FastAPI) -> None:
         ),
         Overloaded: _refuse_load,
         DeadlinePassed: lambda request, error: ApiError(
-            504, "too_late", "the queries were not read in time, and given up. Nothing was credited: try again."
+            504,
+            "too_late",
+            "the queries were not read in time, and given up. This request credited nothing: try again.",
         ),
         Closing: lambda request, error: ApiError(
             503, "closing", "the service is shutting down: try again.", {"Retry-After": "5"}

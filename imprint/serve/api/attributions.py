@@ -37,7 +37,7 @@ _REFUSALS = describe_refusals(
         429: "Too many queries wait, or the key sends too many requests: try again after Retry-After seconds.",
         503: "The service is shutting down, or the ledger does not answer in time. With the code credit_unknown, it is "
         "unknown whether the queries were credited: send the same request with the same Idempotency-Key again.",
-        504: "The queries were not read in time, and given up. Nothing was credited.",
+        504: "The queries were not read in time, and given up. This request credited nothing.",
     }
 )
 
