@@ -25,14 +25,15 @@ from imprint.credit.leaves import Leaf
 from imprint.credit.policy import Policy
 from imprint.errors import ConflictError, CreditError
 
-_NAME = re.compile(r"[!-~]{1,200}")  # printable ASCII without spaces
+PLAIN_NAME = re.compile(r"[!-~]{1,200}")
+"""Names of callers and keys: printable ASCII without spaces."""
 _SALT = 32
 _LARGEST = 100_000  # queries of one request
 
 
 def require_name(name: str, what: str) -> str:
     """Return the name of a caller or a key; refuse one that is not plain."""
-    if not isinstance(name, str) or not _NAME.fullmatch(name):
+    if not isinstance(name, str) or not PLAIN_NAME.fullmatch(name):
         raise CreditError(f"a {what} has 1 to 200 printable ASCII characters without spaces, got {name!r}.")
     return name
 

@@ -166,6 +166,11 @@ def find_file(engine: Engine) -> Path:
     return Path(unquote(name.removeprefix("file:")) if name.startswith("file:") else name)
 
 
+def hide_password(place: str) -> str:
+    """Name the place of a database, which is a path or a URL, without its password."""
+    return _hide(make_url(place)) if "://" in place else place
+
+
 def _hide(url: URL) -> str:
     return url.set(query={}).render_as_string(hide_password=True)  # the query may have passwords too
 

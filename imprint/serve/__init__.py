@@ -28,6 +28,7 @@ def __getattr__(name: str) -> Any:
         import fastapi as _fastapi  # noqa: F401
         import prometheus_client as _prometheus_client  # noqa: F401
         import sqlalchemy as _sqlalchemy  # noqa: F401
+        import uvicorn as _uvicorn  # noqa: F401
     except ImportError as error:
         raise MissingExtra("serving a store", "serve") from error
     return getattr(import_module(f"{__name__}.{_PLACES[name]}"), name)

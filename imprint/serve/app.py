@@ -19,7 +19,7 @@ from imprint.serve.access import Access
 from imprint.serve.api import attributions, credit, health, sources
 from imprint.serve.batching import Closing, DeadlinePassed, Overloaded
 from imprint.serve.credit import CreditDesk
-from imprint.serve.errors import NO_NUMBER, ApiError
+from imprint.serve.errors import NO_NUMBER, ApiError, is_for_programs
 from imprint.serve.logs import LogRequests
 from imprint.serve.metrics import CountRequests, Exporter, Metrics
 from imprint.serve.middleware import protect
@@ -153,14 +153,9 @@ def _make_handler(explain: Callable[[Request, Any], ApiError]) -> Handler:
 
 def _refuse(request: Request, refusal: ApiError) -> Response:
     """Return a refusal as JSON for programs, as a page for people."""
-    if _wants_json(request):
-        content = {"error": {"code": refusal.code, "message": refusal.message}}
-        return JSONResponse(content, refusal.status, refusal.headers)
+    if is_for_programs(request.url.path):
+        return JSONResponse(refusal.content, refusal.status, refusal.headers)
     return render_error(request, refusal)
-
-
-def _wants_json(request: Request) -> bool:
-    return request.url.path.startswith(("/v1/", "/healthz", "/readyz"))
 
 
 def _describe_invalid(error: RequestValidationError) -> str:

@@ -18,3 +18,13 @@ class ApiError(Exception):
     def __init__(self, status: int, code: str, message: str, headers: Mapping[str, str] | None = None) -> None:
         super().__init__(message)
         self.status, self.code, self.message, self.headers = status, code, message, dict(headers or {})
+
+    @property
+    def content(self) -> dict[str, dict[str, str]]:
+        """What programs get."""
+        return {"error": {"code": self.code, "message": self.message}}
+
+
+def is_for_programs(path: str) -> bool:
+    """Tell whether programs ask at a path, which get refusals as JSON; people get pages."""
+    return path.startswith(("/v1/", "/healthz", "/readyz"))

@@ -24,7 +24,7 @@ from imprint.serve.access.cookies import read_cookie
 from imprint.serve.access.guard import LoginNeeded, refuse_stranger, send_to_login
 from imprint.serve.access.rates import Buckets, name_network
 from imprint.serve.access.roles import Identity
-from imprint.serve.errors import ApiError
+from imprint.serve.errors import ApiError, is_for_programs
 from imprint.serve.settings import Settings
 
 logger = logging.getLogger("imprint.serve")
@@ -284,9 +284,8 @@ async def _refuse(scope: Scope, receive: Receive, send: Send, refusal: ApiError)
         app.state.metrics.refused.labels(refusal.code).inc()
     headers = {**refusal.headers, "Connection": "close"}
     refusal = ApiError(refusal.status, refusal.code, refusal.message, headers)
-    if scope["path"].startswith(("/v1/", "/healthz", "/readyz")):
-        content = {"error": {"code": refusal.code, "message": refusal.message}}
-        await JSONResponse(content, refusal.status, headers)(scope, receive, send)
+    if is_for_programs(scope["path"]):
+        await JSONResponse(refusal.content, refusal.status, headers)(scope, receive, send)
     else:
         shown = Request({**scope, "query_string": b""})  # which may be what was refused, and cannot be read
         await render_error(shown, refusal)(scope, receive, send)

@@ -130,7 +130,6 @@ def parse_span(text: str) -> timedelta:
 
 
 def _describe(key: "KeyRecord", now: datetime) -> list[str]:
-    state = "valid" if key.is_valid(now.timestamp()) else "revoked" if key.revoked is not None else "expired"
     return [
         key.name,
         key.role,
@@ -139,7 +138,7 @@ def _describe(key: "KeyRecord", now: datetime) -> list[str]:
         f"{key.created:%Y-%m-%d}",
         "never" if key.expires is None else f"{key.expires:%Y-%m-%d %H:%M}",
         "never" if key.last_used is None else f"{key.last_used:%Y-%m-%d %H:%M}",
-        state,
+        key.describe_state(now.timestamp()),
     ]
 
 

@@ -18,7 +18,7 @@ from imprint.cli.experiment import Experiment
 from imprint.cli.loading import Objects
 from imprint.cli.terminal import errors, escape_markup, redirect_prints
 from imprint.display import count_of, for_terminal
-from imprint.errors import ConfigurationError, MissingExtra, ReliabilityWarning
+from imprint.errors import ConfigurationError, ReliabilityWarning
 from imprint.runtime.threads import set_threads
 from imprint.validation.record import find_verdict
 
@@ -35,61 +35,67 @@ if TYPE_CHECKING:
 Lines = list[tuple[str, str]]
 _LOOPBACK = ("127.0.0.1", "::1", "localhost")
 
+StorePlace = Annotated[Path | None, typer.Argument(help="The store's folder, or its address in a bucket.")]
+TaskName = Annotated[
+    str | None,
+    typer.Argument(
+        metavar="[FILE.py:NAME]",
+        help="The task that the store was made with. Required unless it is a built-in setting, because code named "
+        "in a store is never loaded automatically.",
+    ),
+]
+Demonstrate = Annotated[bool, typer.Option("--demo", help="Serve the digits demo, with keys and a ledger of its own.")]
+DemoFolder = Annotated[
+    Path | None,
+    typer.Option(help="The folder of the demo, made if it is missing. Default: imprint-serve-demo.", file_okay=False),
+]
+Host = Annotated[str | None, typer.Option(help="The address to listen on. Default: 127.0.0.1.")]
+Port = Annotated[int | None, typer.Option(min=0, max=65535, help="The port; 0 takes any that is free. Default: 8080.")]
+MetricsPlace = Annotated[
+    str | None,
+    typer.Option(help="Where Prometheus reads metrics, or `none`. Default: 127.0.0.1:9464.", metavar="HOST:PORT"),
+]
+LedgerPlace = Annotated[
+    str | None,
+    typer.Option(
+        "--ledger",
+        "-l",
+        help="Credit queries here: a SQLite file, or a URL such as `postgresql://user@host/name`. The environment "
+        "variable IMPRINT_SERVE_LEDGER keeps a password off the command line.",
+    ),
+]
+PolicyFile = Annotated[
+    Path | None, typer.Option(help="Who is credited: a TOML or JSON file. Goes with --ledger.", dir_okay=False)
+]
+KeysPlace = Annotated[
+    str | None,
+    typer.Option(help="The database of keys. Default: beside the ledger, or `imprint-access.db` in this folder."),
+]
+SettingsFile = Annotated[
+    Path | None,
+    typer.Option(
+        "--config",
+        help="A TOML file of settings. The environment (IMPRINT_SERVE_…) overrides it, and flags override both.",
+        dir_okay=False,
+    ),
+]
+
 
 def serve(
     context: typer.Context,
-    store: Annotated[Path | None, typer.Argument(help="The store's folder, or its address in a bucket.")] = None,
-    task: Annotated[
-        str | None,
-        typer.Argument(
-            metavar="[FILE.py:NAME]",
-            help="The task that the store was made with. Required unless it is a built-in setting, because code named "
-            "in a store is never loaded automatically.",
-        ),
-    ] = None,
-    demo: Annotated[
-        bool, typer.Option("--demo", help="Serve the digits demo, with keys and a ledger of its own.")
-    ] = False,
-    folder: Annotated[
-        Path | None,
-        typer.Option(
-            help="The folder of the demo, made if it is missing. Default: imprint-serve-demo.", file_okay=False
-        ),
-    ] = None,
-    host: Annotated[str | None, typer.Option(help="The address to listen on. Default: 127.0.0.1.")] = None,
-    port: Annotated[
-        int | None, typer.Option(min=0, max=65535, help="The port; 0 takes any that is free. Default: 8080.")
-    ] = None,
-    metrics: Annotated[
-        str | None,
-        typer.Option(help="Where Prometheus reads metrics, or `none`. Default: 127.0.0.1:9464.", metavar="HOST:PORT"),
-    ] = None,
-    ledger: Annotated[
-        str | None,
-        typer.Option(
-            "--ledger",
-            "-l",
-            help="Credit queries here: a SQLite file, or a URL such as `postgresql://user@host/name`. The environment "
-            "variable IMPRINT_SERVE_LEDGER keeps a password off the command line.",
-        ),
-    ] = None,
-    policy: Annotated[
-        Path | None, typer.Option(help="Who is credited: a TOML or JSON file. Goes with --ledger.", dir_okay=False)
-    ] = None,
-    access: Annotated[
-        str | None,
-        typer.Option(help="The database of keys. Default: beside the ledger, or `imprint-access.db` in this folder."),
-    ] = None,
+    store: StorePlace = None,
+    task: TaskName = None,
+    demo: Demonstrate = False,
+    folder: DemoFolder = None,
+    host: Host = None,
+    port: Port = None,
+    metrics: MetricsPlace = None,
+    ledger: LedgerPlace = None,
+    policy: PolicyFile = None,
+    access: KeysPlace = None,
     device: DeviceName = None,
     signed_by: SignedBy = None,
-    config: Annotated[
-        Path | None,
-        typer.Option(
-            "--config",
-            help="A TOML file of settings. The environment (IMPRINT_SERVE_…) overrides it, and flags override both.",
-            dir_okay=False,
-        ),
-    ] = None,
+    config: SettingsFile = None,
 ) -> None:
     """Answer queries over HTTP, credit them, and show pages that publishers and auditors read in a browser.
 
@@ -106,9 +112,8 @@ def serve(
     - `imprint serve runs/news my_model.py:task --ledger credit.db --policy policy.toml --config serve.toml`
     """
     _check_arguments(store, task, demo, folder)
-    _require_extra()
+    from imprint.serve import Settings
     from imprint.serve.logs import start_logging
-    from imprint.serve.settings import Settings
 
     given: dict[str, Any] = {"host": host, "port": port, "ledger": ledger, "policy": policy, "access": access}
     given |= {"metrics": metrics, "signed_by": signed_by}
@@ -133,16 +138,6 @@ def _check_arguments(store: Path | None, task: str | None, demo: bool, folder: P
         raise ConfigurationError("give the store to serve, such as runs/news, or --demo to look around.")
     if folder is not None and not demo:
         raise ConfigurationError("--folder is that of the demo: it goes with --demo.")
-
-
-def _require_extra() -> None:
-    try:
-        import fastapi as _fastapi  # noqa: F401
-        import prometheus_client as _prometheus_client  # noqa: F401
-        import sqlalchemy as _sqlalchemy  # noqa: F401
-        import uvicorn as _uvicorn  # noqa: F401
-    except ImportError as error:
-        raise MissingExtra("serving a store", "serve") from error
 
 
 def _open(
@@ -211,18 +206,18 @@ def _format_address(bound: "socket.socket") -> str:
     host, port = bound.getsockname()[:2]
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
-    from imprint.serve.answering import DESCRIPTIONS
 
 def _describe(service: "Service", access: "Access", address: str, app: "FastAPI") -> Lines:
     """Return what a service serves, and from where."""
     store, settings = service.store, service.settings
     from imprint.credit.tables import describe
-        ("answers", DESCRIPTIONS[service.answering.answers_from]),
+    from imprint.serve.answering import DESCRIPTIONS
 
     verdict = find_verdict(store, service.task.measure_name)
     ledger = "none: nothing is credited" if service.ledger is None else describe(service.ledger.engine)
     lines = [
         ("store", f"{store.place}: {count_of(len(store), 'source')}, {store.question.replace('_', ' ')}"),
+        ("answers", DESCRIPTIONS[service.answering.answers_from]),
         ("validation", "not validated: see `imprint validate`" if verdict is None else str(verdict).split(": ")[0]),
         ("address", address),
         (
@@ -240,7 +235,9 @@ def _describe(service: "Service", access: "Access", address: str, app: "FastAPI"
 
 
 def _describe_keys(access: "Access", settings: "Settings") -> str:
-    place = _hide_password(settings.access_place)
+    from imprint.credit.tables import hide_password
+
+    place = hide_password(settings.access_place)
     if count := len(access.list()):
         return f"{place}: {count_of(count, 'key')}"
     return f"{place}: none yet. Make one: imprint access create NAME --role query --access {place}"
@@ -256,12 +253,3 @@ def _explain_demo(demo: "Demo", access: "Access", address: str) -> Lines:
         ("log in", f"{address}/login/{access.make_link(ADMIN)} (once; start again for another link)"),
         ("ask", f"curl {key} {request} {address}/v1/attributions"),
     ]
-
-
-def _hide_password(place: str) -> str:
-    """Return a path as it is, and a URL without its password and its query."""
-    if "://" not in place:
-        return place
-    from sqlalchemy import make_url
-
-    return make_url(place).set(query={}).render_as_string(hide_password=True)

@@ -6,7 +6,7 @@ import re
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
-from typing import Any, get_args
+from typing import Any, Literal, get_args
 
 from sqlalchemy import Connection, Row, and_, or_, select
 
@@ -45,7 +45,13 @@ class KeyRecord:
 
     def is_valid(self, now: float) -> bool:
         """Tell whether the key opens anything: it is neither revoked nor expired."""
-        return self.revoked is None and (self.expires is None or now < self.expires.timestamp())
+        return self.describe_state(now) == "valid"
+
+    def describe_state(self, now: float) -> Literal["valid", "revoked", "expired"]:
+        """Return what became of the key."""
+        if self.revoked is not None:
+            return "revoked"
+        return "valid" if self.expires is None or now < self.expires.timestamp() else "expired"
 
 
 def read_record(row: Row[Any]) -> KeyRecord:

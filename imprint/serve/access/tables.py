@@ -45,19 +45,15 @@ keys = Table(
     Column("revoked", BigInteger),
     Column("last_used", BigInteger),
 )
-sessions = Table(
-    "access_sessions",
-    metadata,
-    Column("hash", LargeBinary(32), primary_key=True),
-    Column("key", String(64), nullable=False, index=True),
-    Column("expires", BigInteger, nullable=False),
-)
-links = Table(
-    "access_links",
-    metadata,
-    Column("hash", LargeBinary(32), primary_key=True),
-    Column("key", String(64), nullable=False, index=True),
-    Column("expires", BigInteger, nullable=False),
+sessions, links = (
+    Table(
+        name,
+        metadata,
+        Column("hash", LargeBinary(32), primary_key=True),
+        Column("key", String(64), nullable=False, index=True),
+        Column("expires", BigInteger, nullable=False),
+    )
+    for name in ("access_sessions", "access_links")
 )
 
 

@@ -1,7 +1,6 @@
 """`POST /v1/attributions`: how much each source moves some queries, credited if asked for."""
 
 import asyncio
-import re
 import time
 from typing import Annotated, Any
 
@@ -10,6 +9,7 @@ from fastapi import APIRouter, Depends, Header, Request, Response
 from imprint.attribution.top import Top, describe_validation
 from imprint.credit.ledger import Receipt
 from imprint.credit.money import PARTS
+from imprint.credit.requests import PLAIN_NAME
 from imprint.serve.access.guard import require
 from imprint.serve.access.roles import Identity
 from imprint.serve.errors import ApiError
@@ -25,7 +25,6 @@ from imprint.serve.requests import (
 from imprint.serve.service import Answered, Credited, Service
 
 router = APIRouter(prefix="/v1", route_class=StrictRoute, tags=["attributions"])
-_KEY = re.compile("[!-~]{1,200}")
 _MOST_LINES = 100_000  # of sources in an answer, over all of its queries: about 15 MB
 _REFUSALS = describe_refusals(
     {
@@ -113,7 +112,7 @@ def _check_credit(service: Service, identity: Identity, key: str | None) -> str:
         raise ApiError(403, "forbidden", f"a key with the role {identity.role} may not credit queries.")
     if service.ledger is None or service.policy is None:
         raise ApiError(409, "no_ledger", "this service has no ledger, so nothing can be credited.")
-    if key is None or not _KEY.fullmatch(key):
+    if key is None or not PLAIN_NAME.fullmatch(key):
         raise ApiError(
             400,
             "no_idempotency_key",

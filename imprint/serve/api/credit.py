@@ -28,11 +28,10 @@ from imprint.serve.credit.papers import SUFFIXES
 from imprint.serve.credit.reading import Found
 from imprint.serve.credit.scope import Scope
 from imprint.serve.errors import ApiError
-from imprint.serve.requests import ErrorAnswer
+from imprint.serve.requests import describe_refusals
 
-_REFUSALS: dict[int | str, dict[str, Any]] = {
-    status: {"model": ErrorAnswer, "description": text}
-    for status, text in {
+_REFUSALS = describe_refusals(
+    {
         401: "The key is missing, unknown, expired or revoked.",
         403: "The role of the key may not do this.",
         404: "There is no such thing, or the key may not see it.",
@@ -40,8 +39,8 @@ _REFUSALS: dict[int | str, dict[str, Any]] = {
         422: "A parameter is wrong.",
         429: "The key sends too many requests: try again after Retry-After seconds.",
         503: "The answer is being prepared, or the ledger cannot be reached: try again after Retry-After seconds.",
-    }.items()
-}
+    }
+)
 _HIDDEN = {"dispute": ("others",), "erasure": ("erased", "reason")}
 """What publishers do not see of entries that are no queries: a dispute may name other sources, and an erasure names who
 asked for it, and queries of others."""

@@ -64,13 +64,9 @@ async def _render(
 ) -> Response:
     access: Access = request.app.state.access
     now, found = datetime.now(UTC), await access.run(access.list)
-    states = {key.name: _describe_state(key.is_valid(now.timestamp()), key.revoked is not None) for key in found}
+    states = {key.name: key.describe_state(now.timestamp()) for key in found}
     values = {"keys": found, "states": states, "roles": ROLES, "form": form, "made": made, "problem": problem}
     return render(request, "keys.html.j2", identity, status, sources=sorted(_list_sources(request)), **values)
-
-
-def _describe_state(valid: bool, revoked: bool) -> str:
-    return "valid" if valid else "revoked" if revoked else "expired"
 
 
 def _list_sources(request: Request) -> frozenset[str]:

@@ -126,21 +126,19 @@ def _draw_slope(verdict: Verdict) -> Markup | None:
 def _list_noise(seen: Summary, verdict: Verdict | None) -> list[Figure]:
     """Return how far chance alone moves the numbers."""
     figures = [
-        Figure(
+        _make_figure(
             "Queries that no source moves clearly",
             _describe_silent(seen),
             "Of the latest different queries since the service started: those of which no source's effect can be told "
-            "from 0. This is a first look: where there are many sources, one of them often looks clear by chance."
-            if seen.judged
-            else "No query was answered yet, or nothing is known of how sure effects are.",
+            "from 0. This is a first look: where there are many sources, one of them often looks clear by chance.",
+            "No query was answered yet, or nothing is known of how sure effects are.",
         ),
-        Figure(
+        _make_figure(
             "Noise floor",
-            _UNKNOWN if seen.noise is None else f"{seen.noise:.2g}",
+            None if seen.noise is None else f"{seen.noise:.2g}",
             "How far chance, a tiny change of the training run's start, moves the measurement of a typical query. "
-            "An effect counts as clear if it is more than twice the noise of its own query."
-            if seen.noise is not None
-            else "Known for a replayed run that was repeated with a tiny change of its start.",
+            "An effect counts as clear if it is more than twice the noise of its own query.",
+            "Known for a replayed run that was repeated with a tiny change of its start.",
         ),
     ]
     if verdict is not None and verdict.chaos is not None:
@@ -153,10 +151,15 @@ def _list_noise(seen: Summary, verdict: Verdict | None) -> list[Figure]:
     return figures
 
 
-def _describe_silent(seen: Summary) -> str:
+def _make_figure(name: str, value: str | None, meaning: str, otherwise: str) -> Figure:
+    """Return a figure with what it means, or otherwise why it is unknown."""
+    return Figure(name, _UNKNOWN, otherwise) if value is None else Figure(name, value, meaning)
+
+
+def _describe_silent(seen: Summary) -> str | None:
     share = seen.silent_share
     if share is None:
-        return _UNKNOWN
+        return None
     asked = count_of(seen.judged, "query", "queries")
     return f"{share.value:.0%} ({seen.silent:,} of {asked}; 95% interval {share.low:.0%} to {share.high:.0%})"
 
