@@ -49,7 +49,7 @@ def create_app(
     examples: queries that the page offers, each with a caption.
     """
     metrics = metrics or Metrics()
-    desk = None if service.ledger is None else CreditDesk(service.ledger, service, access, settings, metrics)
+    desk = None if service.ledger is None else CreditDesk(service.ledger, service, settings, metrics)
     metrics.watch(lambda: service.depth)
     readiness = health.Readiness(service, access)
 

@@ -20,7 +20,6 @@ from imprint.credit.policy import Policy
 from imprint.credit.proofs import prove_leaf
 from imprint.errors import CreditError, CreditUnavailable
 from imprint.keys import is_signed, load_public_key
-from imprint.serve.access import Access
 from imprint.serve.credit.comparing import Compared, Comparison
 from imprint.serve.credit.papers import Papers
 from imprint.serve.credit.reading import Filters, Found, Page, check_row, read_one, read_page
@@ -62,10 +61,8 @@ class Running:
 class CreditDesk:
     """Reads the ledger of a service for those who may see it."""
 
-    def __init__(
-        self, ledger: Ledger, service: Service, access: Access, settings: Settings, metrics: Metrics | None = None
-    ) -> None:
-        self.ledger, self.service, self.access, self.settings = ledger, service, access, settings
+    def __init__(self, ledger: Ledger, service: Service, settings: Settings, metrics: Metrics | None = None) -> None:
+        self.ledger, self.service, self.settings = ledger, service, settings
         self.verifier, self.tally = Verifier(ledger, settings, metrics), Tally(ledger)
         self.papers = Papers(ledger, settings.statements)
         self._closing, self._lock = threading.Event(), threading.Lock()
