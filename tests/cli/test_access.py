@@ -4,11 +4,13 @@ import re
 from pathlib import Path
 
 import pytest
+from sqlalchemy import inspect
 
 from imprint.cli.commands.access import parse_span
 from imprint.errors import ConfigurationError
 from imprint.serve.access import Access
 from tests.cli.commands import COMMANDS, Command
+from tests.serve.news import make_ledger
 
 PLACE = ("--access", "keys.db")
 
@@ -33,15 +35,33 @@ def test_standard_output_is_the_key_alone_and_the_key_works(command: Command, em
 
 
 def test_keys_are_listed_with_their_states(command: Command, empty: Path) -> None:
-    assert "no keys yet" in command("access", "list", *PLACE).out
     command("access", "create", "app", "--role", "query", "--expires", "90d", *PLACE)
     command("access", "create", "old", "--role", "auditor", *PLACE)
-    assert command("access", "revoke", "old", *PLACE) == (0, "old is revoked.\n", "")
+    assert command("access", "revoke", "old", *PLACE) == (0, f"old is revoked in {empty / 'keys.db'}.\n", "")
     lines = command("access", "list", *PLACE).out.splitlines()
     rows = {
         words[0]: words for line in lines if (words := re.findall(r"[^\s│┃]+", line)) and words[0] in ("app", "old")
     }
-    assert rows["app"][-1] == "valid" and rows["old"][-1] == "revoked"
+    assert rows["app"][-1] == "valid" and rows["old"][-1] == "revoked" and lines[0] == f"keys in {empty / 'keys.db'}"
+
+
+def test_a_key_is_made_listed_and_revoked_in_a_database_that_is_named(command: Command, empty: Path) -> None:
+    place = empty / "imprint-access.db"
+    assert f"in {place}. It is shown" in command("access", "create", "app", "--role", "query").err
+    assert command("access", "list").out.startswith(f"keys in {place}\n")
+    assert command("access", "revoke", "app").out == f"app is revoked in {place}.\n"
+
+
+@pytest.mark.parametrize("words", [("list",), ("revoke", "app")])
+def test_a_database_without_keys_is_refused_and_left_as_it_is(
+    command: Command, empty: Path, words: tuple[str, ...]
+) -> None:
+    with make_ledger(empty / "credit.db") as ledger:
+        for name in ("typo.db", "credit.db"):
+            done = command("access", *words, "--access", name)
+            assert done.code == 1 and f"there are no keys in {empty / name}: `imprint serve` prints where" in done.err
+        assert not any(name.startswith("access") for name in inspect(ledger.engine).get_table_names())
+    assert not (empty / "typo.db").exists()
 
 
 def test_the_environment_names_the_database(command: Command, empty: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -57,7 +77,6 @@ def test_the_environment_names_the_database(command: Command, empty: Path, monke
         (("create", "app", "--role", "publisher"), "a publisher needs the ids of its sources"),
         (("create", "a b", "--role", "query"), "the name of a key"),
         (("create", "app", "--role", "query", "--expires", "soon"), "such as 12h, 90d or 52w"),
-        (("revoke", "app"), "there is no key"),
     ],
 )
 def test_what_makes_no_sense_is_refused_with_the_reason(
@@ -65,6 +84,12 @@ def test_what_makes_no_sense_is_refused_with_the_reason(
 ) -> None:
     done = command("access", *words, *PLACE)
     assert done.code == 1 and done.err.startswith("error: ") and reason in done.err and not done.out
+
+
+def test_a_name_that_no_key_has_is_not_revoked(command: Command, empty: Path) -> None:
+    command("access", "create", "app", "--role", "query", *PLACE)
+    done = command("access", "revoke", "ap", *PLACE)
+    assert done.code == 1 and "there is no key" in done.err and not done.out
 
 
 @pytest.mark.parametrize("text", ["", "90", "d", "0d", "-1d", "1.5d", "90 d", "90D", "99999w", "٣d"])

@@ -45,8 +45,9 @@ Place = Annotated[
     typer.Option(
         "--access",
         envvar="IMPRINT_SERVE_ACCESS",
-        help="The database of keys: a SQLite file, or a URL such as `postgresql://user@host/name`. The environment "
-        "variable, which `imprint serve` reads too, keeps a password off the command line.",
+        help="The database of keys: a SQLite file, or a URL such as `postgresql://user@host/name`. A service "
+        "with the ledger `credit.db` has its keys in `credit.db.access`. The environment variable, which "
+        "`imprint serve` reads too, keeps a password off the command line.",
     ),
 ]
 Name = Annotated[str, typer.Argument(help="The name of the key. The ledger knows the caller by it.")]
@@ -75,11 +76,13 @@ def create(
     For example: `imprint access create times --role publisher --source times --expires 90d`
     """
     until = None if expires is None else datetime.now(UTC) + parse_span(expires)
-    with _open(place) as opened:
+    with _open(place, make=True) as opened:
         made = opened.create(name, cast("Role", role), sources=source or (), expires=until)
+        where = opened.place
     errors.print(
         f"key [bold]{escape_markup(made.name)}[/bold], role {made.role}, "
-        f"{'never expires' if until is None else f'expires {until:%Y-%m-%d %H:%M} UTC'}. It is shown this once:",
+        f"{'never expires' if until is None else f'expires {until:%Y-%m-%d %H:%M} UTC'}, in "
+        f"{escape_markup(where)}. It is shown this once:",
         soft_wrap=True,
     )
     typer.echo(made.secret)
@@ -92,9 +95,9 @@ def list_keys(place: Place = _DEFAULT) -> None:
     For example: `imprint access list`
     """
     with _open(place) as opened:
-        found = opened.list()
+        found, where = opened.list(), opened.place
+    console.print(f"{'no keys yet' if not found else 'keys'} in {escape_markup(where)}", soft_wrap=True)
     if not found:
-        console.print("no keys yet: `imprint access create NAME --role query` makes one.", soft_wrap=True)
         return
     table = Table("name", "role", "sources", "begins with", "made", "expires", "last used", "state")
     for column in table.columns:
@@ -114,7 +117,7 @@ def revoke(name: Name, place: Place = _DEFAULT) -> None:
     """
     with _open(place) as opened:
         opened.revoke(name)
-    console.print(f"{escape_markup(name)} is revoked.", soft_wrap=True)
+        console.print(f"{escape_markup(name)} is revoked in {escape_markup(opened.place)}.", soft_wrap=True)
 
 
 def parse_span(text: str) -> timedelta:
@@ -143,10 +146,10 @@ def _describe(key: "KeyRecord", now: datetime) -> list[str]:
 
 
 @contextmanager
-def _open(place: str) -> "Iterator[Access]":
+def _open(place: str, *, make: bool = False) -> "Iterator[Access]":
     from imprint.serve import Access
 
-    opened = Access(place)
+    opened = Access(place, make=make)
     try:
         yield opened
     finally:

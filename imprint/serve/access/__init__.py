@@ -18,6 +18,7 @@ from typing import NamedTuple, ParamSpec, TypeVar
 
 from sqlalchemy import select
 
+from imprint.credit.tables import describe
 from imprint.errors import AccessError, ConfigurationError
 from imprint.serve.access import keys, sessions, tables
 from imprint.serve.access.keys import KeyRecord, NewKey
@@ -48,14 +49,23 @@ class _Found(NamedTuple):
 class Access:
     """Who may use a service. place: the path of a SQLite file, or the URL of a PostgreSQL database.
 
-    The file, or the tables, are made if they are missing; the file is readable to its owner alone. For several threads.
+    make: make the file, or the tables, if they are missing; the file is readable to its owner alone.
+
+    For several threads.
     """
 
-    def __init__(self, place: str | os.PathLike[str], *, clock: Callable[[], float] = time.time) -> None:
-        self._engine, self._clock = tables.open_database(place), clock
+    def __init__(
+        self, place: str | os.PathLike[str], *, make: bool = True, clock: Callable[[], float] = time.time
+    ) -> None:
+        self._engine, self._clock = tables.open_database(place, make=make), clock
         self._found, self._lock = OrderedDict[bytes, _Found](), threading.Lock()
         self._listed, self._when_listed = set[bytes](), -math.inf
         self._workers = Workers("keys", _THREADS, _WAITING)
+
+    @property
+    def place(self) -> str:
+        """Where the keys are, without a password."""
+        return describe(self._engine)
 
     async def run(self, method: Callable[P, T], *given: P.args, **named: P.kwargs) -> T:
         """Call a method of this in a thread that only keys use; fails if the database does not answer in time."""

@@ -22,7 +22,7 @@ from sqlalchemy import (
 from sqlalchemy.exc import SQLAlchemyError
 
 from imprint.credit.opening import make_private_file
-from imprint.credit.tables import connect, describe, is_sqlite, write_ahead
+from imprint.credit.tables import connect, describe, find_file, is_sqlite, write_ahead
 from imprint.errors import AccessError, ConfigurationError, CreditError, first_line
 
 SCHEMA = 1
@@ -57,10 +57,15 @@ sessions, links = (
 )
 
 
-def open_database(place: str | os.PathLike[str]) -> Engine:
-    """Return an engine for the database of keys, with its tables; make what is missing, readable to the owner alone."""
+def open_database(place: str | os.PathLike[str], *, make: bool = True) -> Engine:
+    """Return an engine for the database of keys, with its tables.
+
+    make: make what is missing, readable to the owner alone; otherwise it is refused.
+    """
     try:
         engine = connect(place, wait=_WAIT)
+        if not make:
+            _refuse_missing(engine)
         make_private_file(engine)
         write_ahead(engine)
     except CreditError as error:
@@ -70,6 +75,17 @@ def open_database(place: str | os.PathLike[str]) -> Engine:
             connection.exec_driver_sql(f"SELECT pg_advisory_xact_lock({_LOCK})")
         _make_tables(connection)
     return engine
+
+
+def _refuse_missing(engine: Engine) -> None:
+    """Refuse a database without keys, such as a file that does not exist; connecting would make one."""
+    if not is_sqlite(engine) or find_file(engine).is_file():
+        with reading(engine) as connection:
+            if about.name in inspect(connection).get_table_names():
+                return
+    raise ConfigurationError(
+        f"there are no keys in {describe(engine)}: `imprint serve` prints where those of a service are."
+    )
 
 
 def _make_tables(connection: Connection) -> None:
