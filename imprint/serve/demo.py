@@ -33,6 +33,7 @@ from imprint.serve.settings import Settings
 from imprint.simulation.runner import simulate
 from imprint.sources import Sources
 from imprint.store.reading import Store
+from imprint.store.signing import sign_store
 from imprint.task import Task
 
 FOLDER = Path("imprint-serve-demo")
@@ -71,7 +72,7 @@ def prepare(folder: Path, settings: Settings, log: Log = lambda text: None) -> D
     task = _load_task(folder)
     return Demo(
         task,
-        Store(folder / "store"),
+        _open_store(folder),
         _settle(folder, settings),
         _choose_examples(),
         folder / "query.key",
@@ -90,7 +91,12 @@ def _settle(folder: Path, settings: Settings) -> Settings:
         heads=folder / "heads.jsonl",
         statements=folder / "statements",
         documents=folder / "documents",
+        signed_by=folder / "store.key.pub",
     )
+
+
+def _open_store(folder: Path) -> Store:
+    return Store(folder / "store", signed_by=folder / "store.key.pub")
 
 
 def _load_task(folder: Path) -> Task:
@@ -126,6 +132,8 @@ def _make_store(folder: Path, log: Log) -> None:
     store = simulate(task, setting.train, sources, run=recording, out=folder / "store", progress=False)
     log("removing some of them for real, to validate the effects")
     validate(store, setting.queries, progress=False)
+    make_keys(folder / "store.key")
+    sign_store(store, folder / "store.key")
     chosen = [setting.mislabeller, *(place for place in range(len(sources)) if place != setting.mislabeller)]
     for place in chosen[:_INSIDE]:
         log(f"looking inside {sources.names[place]}: repeating the run without each of its digits")
@@ -146,7 +154,7 @@ def _make_ledger(folder: Path, log: Log) -> None:
     (folder / "policy.json").write_text(json.dumps(_POLICY.to_json(), indent=2) + "\n", encoding="utf-8")
     make_keys(folder / "credit.key")
     with Ledger.create(folder / "credit.db", Tariff("EUR", per_query=_PRICE)) as ledger:
-        service = Service(_load_task(folder), Store(folder / "store"), policy=_POLICY, ledger=ledger)
+        service = Service(_load_task(folder), _open_store(folder), policy=_POLICY, ledger=ledger)
         queries = [_write_query(place) for place in range(_CLOSED + _OPEN)]
         try:
             _credit(service, queries[:_CLOSED], "closed")

@@ -140,6 +140,13 @@ def test_every_page_is_accessible_and_fits(tab: Tab, demo: Demo) -> None:
 
 
 @wide
+def test_trust_names_the_key_that_signed_the_store(tab: Tab, demo: Demo) -> None:
+    assert demo.store.signed is not None
+    tab.open("/trust")
+    expect(tab.page.get_by_text(demo.store.signed.key)).to_be_visible()
+
+
+@wide
 def test_bars_help_on_the_right_and_harm_on_the_left(tab: Tab) -> None:
     ask(tab, "a 3")
     rows = tab.page.locator("tbody tr").all()
