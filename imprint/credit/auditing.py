@@ -2,11 +2,12 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from sqlalchemy import Connection, func, select
 
 from imprint.credit import log, tables
+from imprint.credit.differences import name_closed
 from imprint.credit.drafting import hash_payload
 from imprint.credit.heads import Head
 from imprint.credit.leaves import SALT_BYTES, Leaf
@@ -15,16 +16,14 @@ from imprint.credit.money import Tariff
 from imprint.credit.periods import describe_period
 from imprint.credit.policy import Policy
 from imprint.credit.reading import read_kept_heads
-from imprint.credit.recomputing import agree_intervals, agree_lines, find_faults
+from imprint.credit.recomputing import SKIPPED, agree_intervals, agree_lines, find_faults
 from imprint.credit.requests import bind_request, find_request, seal_secret
 from imprint.credit.spread import ESTIMATOR
 from imprint.display import for_terminal
-from imprint.errors import CreditError
+from imprint.errors import CreditError, DamagedLog
 
-if TYPE_CHECKING:
-    from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
-
-_UNREADABLE = (CreditError, KeyError, TypeError, ValueError, AttributeError, IndexError, ArithmeticError)
+UNREADABLE = (CreditError, KeyError, TypeError, ValueError, AttributeError, IndexError, ArithmeticError)
+"""What reading an entry that somebody wrote by hand may raise."""
 
 
 @dataclass(frozen=True)
@@ -32,7 +31,8 @@ class Problem:
     """Something that is not as it was written.
 
     sequence: its place in the log, if it has one.
-    span: the first and the last of the entries among which it is, where it is no single one.
+    span: the first and the last of the entries among which it is, where it is no single one, or where it follows from
+        others.
     """
 
     text: str
@@ -40,7 +40,10 @@ class Problem:
     span: tuple[int, int] | None = None
 
     def __str__(self) -> str:
-        return for_terminal(self.text if self.sequence is None else f"entry {self.sequence}: {self.text}")
+        if self.sequence is None:
+            return for_terminal(self.text)
+        among = "" if self.span is None else f". It was changed, or one of entries {self.span[0]} to {self.span[1]} was"
+        return for_terminal(f"entry {self.sequence}: {self.text}{among}")
 
 
 @dataclass
@@ -50,7 +53,7 @@ class Audit:
     sizes: at which the root of the log is wanted, to be compared with heads.
     broken: whether entries are missing or too many, so that the tree cannot be made again.
     gone: entries whose query is not there. stop: where the last period ends.
-    credited: entries of the last request. covered: entries that a signed head vouches for.
+    credited: entries of the last request.
     tariff: the one that holds, after its place. given: entries whose caller gave the pot.
     """
 
@@ -78,7 +81,6 @@ class Audit:
     forgotten: list[tuple[int, int]] = field(default_factory=list)
     request: Any = None
     credited: int = 0
-    covered: int = 0
     signer: str | None = None
     unit: tuple[str, int] | None = None
     tariff: tuple[int, Tariff] | None = None
@@ -129,7 +131,7 @@ class Audit:
                 self._check_leaf(row, leaf)
                 if (check := checks.get(leaf.kind)) is not None:
                     check(leaf)
-            except _UNREADABLE as error:
+            except UNREADABLE as error:
                 self.add(f"it cannot be read: {error}", row.sequence)
             self._grow(leaf)
 
@@ -144,8 +146,8 @@ class Audit:
         if self.broken:
             return
         if sequence > expected:
-            one = sequence == expected + 1
-            self.add(f"entry {expected} is missing" if one else f"entries {expected} to {sequence - 1} are missing")
+            text = f"entry {expected} is" if sequence == expected + 1 else f"entries {expected} to {sequence - 1} are"
+            self.add(f"{text} missing", span=(expected, sequence - 1))
         elif sequence < expected:
             self.add("an entry was inserted before the beginning", sequence)
         self.broken = sequence != expected
@@ -232,7 +234,7 @@ class Audit:
         if policy is None:
             self.add("it names a policy that is not in the log before it", leaf.sequence)
             return
-        for fault in find_faults(leaf, policy):
+        for fault in find_faults(leaf, policy, self.unit[0] if self.unit else ""):
             self.add(fault, leaf.sequence)
 
     def _check_pot(self, leaf: Leaf) -> None:
@@ -310,15 +312,29 @@ class Audit:
             self.add(f"period {about['period']} does not follow the one before it", leaf.sequence)
         self.periods.add(about["period"])
         self.stop = about["stop"]
-        header, rows = describe_period(self.connection, about["first"], about["stop"], about["pot"])
-        pairs = list(zip([about, *leaf.rows], [{**about, **header}, *rows], strict=False))
+        try:
+            header, rows = describe_period(self.connection, about["first"], about["stop"], about["pot"])
+        except DamagedLog as error:
+            self.add(self._explain_unread(about, error), leaf.sequence)
+            return
+        again = {**about, **header}
+        pairs = list(zip([about, *leaf.rows], [again, *rows], strict=False))
         if len(rows) != len(leaf.rows) or not all(agree_lines(one, other) for one, other in pairs):
-            self.add(f"period {about['period']} does not follow from its entries", leaf.sequence)
+            differences = name_closed((about, leaf.rows), (again, rows), SKIPPED)
+            text = f"period {about['period']} does not follow from its entries: {differences}"
+            self.add(text, leaf.sequence, (about["first"], about["stop"] - 1))
         elif about["estimator"] != ESTIMATOR:
             version = f"{about['estimator']!r}, and this version knows {ESTIMATOR}"
             self.add(f"the intervals of period {about['period']} are by estimator {version}", leaf.sequence)
         elif not all(agree_intervals(one, other) for one, other in pairs):
             self.add(f"the intervals of period {about['period']} do not follow from its entries", leaf.sequence)
+
+    def _explain_unread(self, about: dict[str, Any], error: DamagedLog) -> str:
+        """Say why a period cannot be added up again: because of the first of its entries that was changed."""
+        places = [each.span[0] if each.sequence is None and each.span else each.sequence for each in self.problems]
+        wrong = [place for place in places if place is not None and about["first"] <= place < about["stop"]]
+        why = f", because entry {min(wrong)}, which it covers, was changed or removed" if wrong else f": {error}"
+        return f"period {about['period']} cannot be added up again{why}"
 
     def check_end(self) -> None:
         """Compare what the database says about the whole log."""
@@ -329,7 +345,8 @@ class Audit:
         if not self.broken and state.size != self.frontier.size:
             self.add(f"the database claims {state.size} entries, but contains {self.frontier.size}")
         elif not self.broken and state != self.frontier:
-            self.add("the entries do not lead to the root that the database has: some were changed with their hashes")
+            text = "the entries do not lead to the root that the database has: some were changed with their hashes"
+            self.add(text, span=self.frontier.find_difference(state))
         if self.erased.intersection(self.there):
             self.add("a query that was erased is there again", min(self.erased.intersection(self.there)))
         for sequence in self.gone:
@@ -352,21 +369,3 @@ class Audit:
                 and self.connection.execute(select(func.count()).select_from(table)).scalar_one() != count
             ):
                 self.add(what)
-
-    def check_head(self, head: Head, keys: "Sequence[Ed25519PublicKey]") -> None:
-        """Compare the log with a signed head."""
-        try:
-            if keys:
-                head.check(*keys)
-            size, signed = head.size, f"a head of {head.size} entries was signed at {head.time}"
-            if head.log != self.name:
-                self.add(f"{signed}, of another log: {head.log}")
-            elif size > self.frontier.size:
-                why = "entries are missing" if self.broken else f"there are {self.frontier.size}"
-                self.add(f"{signed}, and {why}: the log was cut short")
-            elif size and self.roots.get(size) != head.root:
-                self.add(f"{signed}, with another root: entries before it were changed, removed or inserted since")
-            else:
-                self.covered = max(self.covered, size)
-        except _UNREADABLE as error:
-            self.add(f"a head does not hold: {error}")

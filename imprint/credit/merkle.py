@@ -11,6 +11,7 @@ are there. Proofs are made of such nodes; `imprint.credit.log` keeps some of the
 import hashlib
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 HASH_BYTES = 32
 EMPTY_ROOT = hashlib.sha256().digest()
@@ -71,6 +72,13 @@ class Frontier:
         for peak in reversed(self.peaks[:-1]):
             root = hash_pair(peak, root)
         return root
+
+    def find_difference(self, other: "Frontier") -> tuple[int, int]:
+        """Return the first and the last leaf of the subtrees in which another tree of the same size differs."""
+        levels = [level for level in reversed(range(self.size.bit_length())) if self.size >> level & 1]
+        ends = list(accumulate((1 << level for level in levels), initial=0))
+        differ = [place for place, pair in enumerate(zip(self.peaks, other.peaks, strict=True)) if pair[0] != pair[1]]
+        return ends[differ[0]], ends[differ[-1] + 1] - 1
 
 
 def hash_tree(leaves: Iterable[bytes]) -> bytes:

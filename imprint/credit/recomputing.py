@@ -7,6 +7,7 @@ from typing import Any
 
 from imprint.credit.canonical import decode_object, encode
 from imprint.credit.contradictions import find_unpayable
+from imprint.credit.differences import REST, name_help, name_parts
 from imprint.credit.drafting import CALIBRATION, find_help, is_calibration, read_evidence
 from imprint.credit.leaves import Leaf
 from imprint.credit.money import apportion
@@ -14,16 +15,18 @@ from imprint.credit.policy import Policy
 from imprint.validation.verdict import Figures, Verdict
 
 _ENDS = ("low", "high")
+SKIPPED = frozenset({*_ENDS, "estimator"})
+"""Fields of a closed period that another version may find others for, so that they are compared apart."""
 _SHARES = 1e-6  # by how much intervals that are computed again may differ
 _ROUNDED = 1e-5  # by how much deviations that add up to 0 may miss it, relative to scores, which may be in float32
 
 
-def find_faults(leaf: Leaf, policy: Policy) -> Iterator[str]:
+def find_faults(leaf: Leaf, policy: Policy, currency: str) -> Iterator[str]:
     """Divide the pot of a query again, from its scores and its policy; yield what does not follow from them."""
     about, rows = leaf.about, leaf.rows
     yield from find_unpayable(about, rows)
-    if any(row["helps"] != find_help(about, row) for row in rows):
-        yield "a source helped by something else than its score says"
+    if differences := name_help((row["source"], row["helps"], find_help(about, row)) for row in rows):
+        yield f"a source helped by something else than its score says: {differences}"
     if not agree_errors(about, rows):
         yield "its standard errors do not follow from the spread of its runs"
     if not is_calibration(factor := about["details"].get(CALIBRATION, 1.0)):
@@ -35,11 +38,14 @@ def find_faults(leaf: Leaf, policy: Policy) -> Iterator[str]:
     pot, rest = about["pot"], about["unattributed"]
     weights = [*division.shares, division.unattributed]
     amounts: Sequence[int | None] = [None] * len(weights) if pot is None else apportion(pot, weights)
-    found = [*([row["share"], row["amount"]] for row in rows), [rest["share"], rest["amount"]]]
+    found = [(each["share"], each["amount"]) for each in (*rows, rest)]
+    expected = list(zip(weights, amounts, strict=True))
     if (about["rule"], about["reason"]) != (division.rule, division.reason):
         yield f"its rule is {about['rule']!r}, by its policy it is {division.rule!r}"
-    elif encode(found) != encode([list(each) for each in zip(weights, amounts, strict=True)]):  # 2.0 is not 2 here
-        yield "its shares and amounts do not follow from its scores and its policy"
+    elif encode([*map(list, found)]) != encode([*map(list, expected)]):  # 2.0 is not 2 here
+        names = [*(row["source"] for row in rows), REST]
+        differences = name_parts(names, found, expected, currency)
+        yield f"its shares and amounts do not follow from its scores and its policy: {differences}"
 
 
 @lru_cache(maxsize=256)
@@ -107,8 +113,7 @@ def _follow_from_noise(noise: list[float], rows: list[dict[str, Any]]) -> bool:
 
 def agree_lines(one: dict[str, Any], other: dict[str, Any]) -> bool:
     """Check whether two lines of a period are the same, but for its intervals and the version that found them."""
-    skipped = {*_ENDS, "estimator"}
-    kept = [{name: each[name] for name in each.keys() - skipped} for each in (one, other)]
+    kept = [{name: each[name] for name in each.keys() - SKIPPED} for each in (one, other)]
     return one.keys() == other.keys() and encode(kept[0]) == encode(kept[1])
 
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from imprint.credit import log, tables
 from imprint.credit.auditing import Audit, Problem
+from imprint.credit.confirming import compare_heads, narrow
 from imprint.credit.heads import Head, require_heads
 from imprint.credit.ledger import Ledger
 from imprint.display import count_of
@@ -87,15 +88,16 @@ def verify(
         finally:
             bar.close()
         audit.check_end()
-        for head in known:
-            audit.check_head(head, keys)
+        confirmed = compare_heads(audit, known, heads, keys)
+    problems = tuple(narrow(problem, confirmed) for problem in audit.problems)
     if not heads:
         audit.remarks[_UNSIGNED] = None
-    elif audit.entries > audit.covered:
-        after = count_of(audit.entries - audit.covered, "entry was", "entries were")
+    elif audit.entries > confirmed:
+        after = count_of(audit.entries - confirmed, "entry was", "entries were")
+        advice = "Find out what happened before you sign another head." if problems else "Sign a head."
         audit.remarks[
             f"{after} written after the newest head that holds: whoever writes to the database can still "
-            "change them unnoticed. Sign a head."
+            f"change them unnoticed. {advice}"
         ] = None
     if audit.given:
         given = count_of(
@@ -105,7 +107,7 @@ def verify(
     if known and not keys:
         audit.remarks[_UNCHECKED] = None
     seconds = time.monotonic() - began
-    return Verification(audit.entries, len(known), tuple(audit.problems), tuple(audit.remarks), seconds)
+    return Verification(audit.entries, len(known), problems, tuple(audit.remarks), seconds)
 
 
 def _in_chunks(rows: Iterator[Any]) -> Iterator[list[Any]]:

@@ -55,7 +55,7 @@ def verify(ledger: Place, public_key: PublicKeys = None, heads: Heads = None, js
     with show_progress(errors, "verifying") as advance, Ledger(ledger) as opened:
         found = verify_ledger(opened, heads=read_heads_of(heads), key=public_key, progress=advance)
     if json:
-        listed = [{"sequence": problem.sequence, "text": problem.text} for problem in found.problems]
+        listed = [{"sequence": each.sequence, "span": each.span, "text": each.text} for each in found.problems]
         values = {"holds": found.holds, "entries": found.entries, "heads": found.heads, "problems": listed}
         typer.echo(dumps({**values, "remarks": list(found.remarks), "seconds": found.seconds}))
     else:

@@ -66,7 +66,9 @@ class Describer:
 
     def _describe(self, leaf: Leaf) -> Entry:
         about, policy = leaf.about, self._policies.get(leaf.about["policy"])
-        faults = list(find_faults(leaf, policy)) if policy else ["it names a policy that is not in the log"]
+        faults = (
+            list(find_faults(leaf, policy, self._currency)) if policy else ["it names a policy that is not in the log"]
+        )
         rest = about["unattributed"]
         return Entry(
             sequence=leaf.sequence,
