@@ -67,7 +67,7 @@ def configure(app: FastAPI, settings: Settings) -> uvicorn.Config:
     """Return how uvicorn runs the application: one process, our own logs, and limits on connections."""
     return uvicorn.Config(
         app,
-        http=ImpatientProtocol,
+        http=type("Protocol", (ImpatientProtocol,), {"proxies": settings.proxies}),
         ws="none",
         lifespan="on",
         log_config=None,

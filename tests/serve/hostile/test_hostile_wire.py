@@ -3,6 +3,8 @@
 import contextlib
 import http.client
 import json
+import re
+import select
 import socket
 import threading
 from collections.abc import Callable, Iterator
@@ -22,8 +24,8 @@ MOST = 1 << 20  # bytes of an answer
 class Wire:
     """A server at a port of this machine, and its target."""
 
-    def __init__(self, port: int, target: Target) -> None:
-        self.port, self.target, self.secret = port, target, target.held.keys["admin"]
+    def __init__(self, port: int, target: Target, server: uvicorn.Server) -> None:
+        self.port, self.target, self.secret, self.server = port, target, target.held.keys["admin"], server
 
     @property
     def head(self) -> bytes:
@@ -70,9 +72,9 @@ def wire(target: Target, monkeypatch: pytest.MonkeyPatch) -> Iterator[Wire]:
     with socket.create_server(("127.0.0.1", 0)) as bound:
         thread = threading.Thread(target=server.run, kwargs={"sockets": [bound]}, daemon=True)
         thread.start()
-        made = Wire(bound.getsockname()[1], target)
+        made = Wire(bound.getsockname()[1], target, server)
         yield made
-        assert made.is_alive()
+        assert server.should_exit or made.is_alive()
         server.should_exit = True
         thread.join(PATIENCE)
     assert not thread.is_alive()
@@ -189,6 +191,56 @@ def test_a_connection_that_says_nothing_after_a_request_is_closed(wire: Wire) ->
         assert connection.getresponse().read() == b'{"status":"alive"}'
     connection.sock.sendall(b"GET /")
     assert receive_all(connection.sock) == b""
+
+
+@contextlib.contextmanager
+def stall(wire: Wire) -> Iterator[socket.socket]:
+    """Ask for far more than is read."""
+    (style,) = re.findall(rb"/static/\w+/pages\.css", wire.ask("GET /login HTTP/1.1")[1])
+    with socket.socket() as connection:
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
+        connection.connect(("127.0.0.1", wire.port))
+        connection.setblocking(False)
+        with contextlib.suppress(BlockingIOError):
+            while True:
+                connection.send(600 * (b"GET " + style + b" HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n"))
+        yield connection
+
+
+def is_reset(connection: socket.socket) -> bool:
+    """Wait until the server resets a connection; read nothing of it."""
+    poll = select.poll()
+    poll.register(connection, 0)
+    return bool(poll.poll(1000 * PATIENCE))
+
+
+def test_whoever_does_not_read_the_answers_is_cut_off(wire: Wire, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(patience, "READING_SECONDS", 0.2)
+    with stall(wire) as connection:
+        assert is_reset(connection)
+
+
+def test_whoever_does_not_read_does_not_keep_the_service_from_ending(
+    wire: Wire, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(patience, "READING_SECONDS", 1e6)
+    monkeypatch.setattr(patience, "LAST_SECONDS", 0.2)
+    wire.server.config.timeout_graceful_shutdown = None  # it would wait for as long as it takes
+    with stall(wire) as connection:
+        wire.server.should_exit = True
+        assert is_reset(connection)
+
+
+def test_an_address_has_its_share_of_the_connections(wire: Wire, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(patience, "HEAD_SECONDS", 1e6)
+    monkeypatch.setattr(patience, "_SHARE", 20)
+    with contextlib.ExitStack() as stack:
+        for _ in range(20):
+            stack.enter_context(socket.create_connection(("127.0.0.1", wire.port), timeout=PATIENCE))
+        found = wire.send()
+        assert read_status(found) == 503 and found.endswith(b"this address has too many connections: close others.")
+    while wire.server.server_state.connections:  # the others were closed, and have left
+        pass
 
 
 def test_many_who_leave_at_once_do_no_harm(wire: Wire) -> None:
