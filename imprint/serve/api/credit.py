@@ -11,7 +11,10 @@ from fastapi.responses import FileResponse, StreamingResponse
 from imprint.serve.access.guard import require
 from imprint.serve.access.roles import Identity
 from imprint.serve.credit import answers, summaries
-from imprint.serve.credit.asking import (
+from imprint.serve.credit.describing import Describer
+from imprint.serve.credit.desk import CreditDesk
+from imprint.serve.credit.exporting import export_entries
+from imprint.serve.credit.parameters import (
     LAST,
     LIMIT,
     MOST,
@@ -21,12 +24,9 @@ from imprint.serve.credit.asking import (
     read_day,
     unknown_source,
 )
-from imprint.serve.credit.describing import Describer
-from imprint.serve.credit.desk import CreditDesk
-from imprint.serve.credit.exporting import export_entries
-from imprint.serve.credit.papers import SUFFIXES
 from imprint.serve.credit.reading import Found
 from imprint.serve.credit.scope import Scope
+from imprint.serve.credit.statements import SUFFIXES
 from imprint.serve.errors import ApiError
 from imprint.serve.requests import describe_refusals
 
@@ -233,7 +233,7 @@ def send_statement(
         raise ApiError(
             409, "not_signed", "no head of the log was signed since this period was closed: the payer has to sign one."
         )
-    file = desk.papers.find(closing, source, suffix)
+    file = desk.statements.find(closing, source, suffix)
     return FileResponse(file, filename=f"{period}-{file.name}", content_disposition_type="attachment")
 
 

@@ -21,8 +21,8 @@ from imprint.credit.proofs import prove_leaf
 from imprint.errors import CreditError, CreditUnavailable
 from imprint.keys import is_signed, load_public_key
 from imprint.serve.credit.comparing import Compared, Comparison
-from imprint.serve.credit.papers import Papers
 from imprint.serve.credit.reading import Filters, Found, Page, check_row, read_one, read_page
+from imprint.serve.credit.statements import Statements
 from imprint.serve.credit.tally import Tally
 from imprint.serve.credit.verification import CLOSING, Verifier
 from imprint.serve.errors import ApiError
@@ -64,7 +64,7 @@ class CreditDesk:
     def __init__(self, ledger: Ledger, service: Service, settings: Settings, metrics: Metrics | None = None) -> None:
         self.ledger, self.service, self.settings = ledger, service, settings
         self.verifier, self.tally = Verifier(ledger, settings, metrics), Tally(ledger)
-        self.papers = Papers(ledger, settings.statements)
+        self.statements = Statements(ledger, settings.statements)
         self._closing, self._lock = threading.Event(), threading.Lock()
         self._comparisons: OrderedDict[tuple[str, int], Comparison] = OrderedDict()
         self._counting: threading.Thread | None = None
@@ -90,7 +90,7 @@ class CreditDesk:
         self.verifier.close()
         if self._counting is not None:
             self._counting.join(CLOSING)
-        self.papers.close()
+        self.statements.close()
 
     def size(self) -> int:
         """Return how many entries the log has."""

@@ -11,8 +11,8 @@ from imprint.serve.access.guard import require_page
 from imprint.serve.access.roles import Identity
 from imprint.serve.api.credit import Desk, Sequence, describe_one, make_describer
 from imprint.serve.credit import answers, summaries
-from imprint.serve.credit.asking import LAST, CreditRoute, make_filters, read_day
 from imprint.serve.credit.desk import MOST_DISPUTES, CreditDesk
+from imprint.serve.credit.parameters import LAST, CreditRoute, make_filters, read_day
 from imprint.serve.credit.reading import Filters, Found
 from imprint.serve.credit.scope import Scope
 from imprint.serve.credit.tally import Counting

@@ -10,8 +10,8 @@ from imprint.credit.money import format_amount
 from imprint.serve.access.guard import require_page
 from imprint.serve.access.roles import Identity
 from imprint.serve.credit import answers, summaries
-from imprint.serve.credit.asking import CreditRoute, unknown_source
 from imprint.serve.credit.desk import CreditDesk
+from imprint.serve.credit.parameters import CreditRoute, unknown_source
 from imprint.serve.credit.scope import Scope
 from imprint.serve.credit.tally import Counting
 from imprint.serve.pages.credit_charts import Span, draw_history, draw_share, group_days

@@ -128,9 +128,9 @@ def test_statements_are_kept_apart_by_log_and_written_once(news: News, tmp_path:
             fill(ledger, (len(name) + len(sizes),))
             closing: Any = close_period(ledger, "..")
             ledger.sign_head(tmp_path / "key")
-            file = bureau.desk.papers.find(closing, "times", "csv")
+            file = bureau.desk.statements.find(closing, "times", "csv")
             assert file.is_relative_to(tmp_path / "statements" / ledger.name)
             before = file.stat().st_mtime_ns
-            assert bureau.desk.papers.find(closing, "times", "csv").stat().st_mtime_ns == before
+            assert bureau.desk.statements.find(closing, "times", "csv").stat().st_mtime_ns == before
             sizes.append(file.read_text().count("\n"))
     assert sizes == [4, 5]

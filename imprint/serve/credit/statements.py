@@ -14,7 +14,7 @@ from imprint.serve.errors import ApiError
 
 logger = logging.getLogger("imprint.serve")
 SUFFIXES = ("html", "csv", "parquet", "jsonl")
-_PATIENCE = 5.0  # seconds that a request waits for statements that are being written
+_WAIT = 5.0  # seconds that a request waits for statements that are being written
 
 
 class Writing(ApiError):
@@ -33,15 +33,15 @@ class NotWritten(ApiError):
         super().__init__(503, "not_written", text, {"Retry-After": "60"})
 
 
-class Papers:
+class Statements:
     """Writes and finds statements."""
 
     def __init__(self, ledger: Ledger, folder: Path | None) -> None:
         self._ledger, self._folder = ledger, folder
         self._temporary: tempfile.TemporaryDirectory[str] | None = None
-        self._lock, self._threads = threading.Lock(), dict[Path, _Job]()
+        self._lock, self._jobs = threading.Lock(), dict[Path, _Job]()
 
-    def find(self, closing: Leaf, source: str, suffix: str, patience: float = _PATIENCE) -> Path:
+    def find(self, closing: Leaf, source: str, suffix: str) -> Path:
         """Return a file of the statement of a source; write those of the period first if they are not there."""
         files = name_files([row["source"] for row in closing.rows])
         folder = self._place(closing)
@@ -49,13 +49,13 @@ class Papers:
         if self._is_there(folder, files[source]):
             return file
         with self._lock:
-            job = self._threads.get(folder)
+            job = self._jobs.get(folder)
             if job is None:
-                job = self._threads[folder] = _Job(self._ledger, closing.about["period"], folder)
-        if not job.wait(patience):
+                job = self._jobs[folder] = _Job(self._ledger, closing.about["period"], folder)
+        if not job.wait(_WAIT):
             raise Writing
         with self._lock:
-            self._threads.pop(folder, None)
+            self._jobs.pop(folder, None)
         if isinstance(job.error, DamagedLog | CreditUnavailable):
             raise type(job.error)(str(job.error)) from job.error.__cause__
         if job.error is not None:
@@ -78,8 +78,8 @@ class Papers:
 
     def close(self) -> None:
         """Wait a little for what is being written, and remove the folder if it was a temporary one."""
-        for job in list(self._threads.values()):
-            job.wait(_PATIENCE)
+        for job in list(self._jobs.values()):
+            job.wait(_WAIT)
         if self._temporary is not None:
             self._temporary.cleanup()
 
