@@ -11,8 +11,10 @@ import pytest
 import torch
 
 from imprint.about import NOTHING
+from imprint.batches import Batch
 from imprint.credit import Ledger, Policy, verify
 from imprint.errors import CreditError
+from imprint.forms import Ask, Form, NumbersForm
 from imprint.serve.access import Access
 from imprint.serve.app import create_app
 from imprint.serve.recalling import describe_asked, recall_answers, recall_result
@@ -23,6 +25,16 @@ from tests.serve.calling import Answer, Caller
 from tests.serve.news import POLICY, News, make_ledger
 
 Open = Callable[..., Caller]
+
+
+class ContraryForm(NumbersForm):
+    """Stands for a model that finds another class likelier, as beside other queries it may for a near-tie."""
+
+    def fill(self, ask: Ask, batch: Batch) -> Batch:
+        return super().fill(lambda inputs: -ask(inputs), batch)
+
+
+CONTRARY = ContraryForm((4,), classes=3)
 
 
 @pytest.fixture
@@ -37,8 +49,8 @@ def start(news: News, ledger: Ledger, tmp_path: Path) -> Iterator[Open]:
     access, services = Access(tmp_path / "access.db"), list[Service]()
     secret = access.create("app", "query").secret
 
-    def open_service(policy: Policy = POLICY) -> Caller:
-        service = Service(news.task, news.store, policy=policy, ledger=ledger)
+    def open_service(policy: Policy = POLICY, form: Form | None = None) -> Caller:
+        service = Service(news.task, news.store, form=form, policy=policy, ledger=ledger)
         services.append(service)
         return Caller(create_app(service.settings, service, access), secret)
 
@@ -86,13 +98,10 @@ def test_a_request_is_answered_alike_after_a_restart_with_another_policy(
 
 
 def test_a_label_that_the_model_chooses_otherwise_beside_other_queries_makes_no_other_request(
-    news: News, ledger: Ledger, start: Open, monkeypatch: pytest.MonkeyPatch
+    news: News, ledger: Ledger, start: Open
 ) -> None:
-    caller = start()
-    service: Service = caller.app.state.service
-    first = read(ask(caller, news.ask(3, labelled=False)))
-    model = service._ask
-    monkeypatch.setattr(service, "_ask", lambda inputs: -model(inputs))
+    first = read(ask(start(), news.ask(3, labelled=False)))
+    caller = start(form=CONTRARY)
     other = read(ask(caller, news.ask(3, labelled=False), key="b"))
     assert other["queries"][0]["answer"] != first["queries"][0]["answer"]
     assert read(ask(caller, news.ask(3, labelled=False))) == first
@@ -100,11 +109,10 @@ def test_a_label_that_the_model_chooses_otherwise_beside_other_queries_makes_no_
 
 
 def test_of_two_who_credit_the_same_at_once_both_get_what_the_first_one_credited(
-    news: News, ledger: Ledger, start: Open, monkeypatch: pytest.MonkeyPatch
+    news: News, ledger: Ledger, start: Open
 ) -> None:
     """Neither found the request in the ledger, and each has read it; the model chose another label for one."""
-    one, other = (start().app.state.service for _ in range(2))
-    monkeypatch.setattr(other, "_ask", lambda inputs: -one._ask(inputs))
+    one, other = (start(form=form).app.state.service for form in (None, CONTRARY))
     query, named = [news.ask(4, labelled=False)], {"caller": "key:app", "key": "a"}
 
     async def run() -> Any:
