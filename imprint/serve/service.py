@@ -28,8 +28,8 @@ from imprint.errors import ConfigurationError, DataError, StoreError, first_line
 from imprint.forms import Form, NumbersForm
 from imprint.serve.answering import Answering
 from imprint.serve.batching import Batcher
+from imprint.serve.query_statistics import QueryStatistics
 from imprint.serve.recalling import describe_asked, recall_answers, recall_result
-from imprint.serve.seen import Seen
 from imprint.serve.settings import Settings
 from imprint.serve.workers import Unanswered, Workers
 from imprint.store.manifest import MANIFEST
@@ -82,7 +82,7 @@ class Credited(NamedTuple):
 
 
 class Service:
-    """A store that answers: attributes queries, credits them, and remembers what it has seen.
+    """A store that answers: attributes queries, credits them, and keeps statistics of them.
 
     form: how JSON becomes a query; by default the task's own.
     policy, ledger: how and where queries are credited. Open the ledger with wait=LOCK_SECONDS.
@@ -111,7 +111,7 @@ class Service:
         self.task, self.store, self.policy, self.ledger = task, store, policy, ledger
         self.form: Form = replace(found, dtype=_find_dtype(task)) if isinstance(found, NumbersForm) else found
         self.settings = settings or Settings()
-        self.seen = Seen(read_validation(store))
+        self.statistics = QueryStatistics(read_validation(store))
         self._scorer, self._inside = Scorer(task, store), dict[str, Scorer]()
         self.answering = Answering(self._scorer.reader, self.form)
         if ledger is not None and policy is not None:
@@ -159,7 +159,7 @@ class Service:
 
     def _conclude(self, answered: Answered, divide: bool) -> Answered:
         """Take what was read into account, and divide it."""
-        self.seen.add(answered.result, answered.batches)
+        self.statistics.add(answered.result, answered.batches)
         if self.policy is None or not divide:
             return answered
         return replace(answered, drafts=self._divide(answered.result))

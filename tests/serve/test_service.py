@@ -110,18 +110,18 @@ def test_a_task_without_a_form_and_a_policy_for_another_question_are_refused(new
 
 def test_a_service_knows_how_its_queries_differ_from_the_validated_ones(news: News, service: Service) -> None:
     ask_at_once(service, [news.ask(place) for place in range(40)])
-    seen = service.seen.summary
+    asked = service.statistics.summary
     assert (
-        seen.answered == seen.different == 40
-        and seen.drift is not None
-        and not seen.drift.clear
-        and seen.drift.outside == 0
+        asked.answered == asked.different == 40
+        and asked.drift is not None
+        and not asked.drift.clear
+        and asked.drift.outside == 0
     )
-    assert seen.judged == 40 and 0 <= seen.silent <= 40 and seen.noise is not None
+    assert asked.judged == 40 and 0 <= asked.silent <= 40 and asked.noise is not None
     far = [{"values": [0.0, 0.0, 0.0, 0.001 * place], "label": place % 3} for place in range(60)]
     other = news.serve()
     for query in far:
         ask_at_once(other, [query])
-    drift = other.seen.summary.drift
+    drift = other.statistics.summary.drift
     assert drift is not None and drift.clear
     other.close()

@@ -20,7 +20,7 @@ from imprint.serve.pages.wording import (
     list_once,
     name_ends,
 )
-from imprint.serve.seen import Summary
+from imprint.serve.query_statistics import Summary
 from imprint.serve.service import Service
 from imprint.store.checkpoint import CHAOTIC
 from imprint.validation.drift import FEWEST
@@ -44,7 +44,7 @@ class Figure:
 def show_trust(request: Request, identity: Annotated[Identity, Depends(require_page("see_trust"))]) -> Response:
     """Show whether the numbers of this service can be trusted, and why."""
     service: Service = request.app.state.service
-    store, seen = service.store, service.seen.summary
+    store, asked = service.store, service.statistics.summary
     validation = read_validation(store)
     verdict = None if validation is None else validation.verdict
     request_of = store.manifest.request
@@ -63,10 +63,10 @@ def show_trust(request: Request, identity: Annotated[Identity, Depends(require_p
         tests="" if verdict is None else describe_tests(verdict),
         evidence=[] if verdict is None else _list_evidence(verdict),
         ratio=None if verdict is None else _draw_slope(verdict),
-        noise=_list_noise(seen, verdict),
-        seen=seen,
-        drift=describe_drift(seen.drift, seen.different, FEWEST),
-        ranges=_draw_drift(validation, seen, service.task.measure_name),
+        noise=_list_noise(asked, verdict),
+        asked=asked,
+        drift=describe_drift(asked.drift, asked.different, FEWEST),
+        ranges=_draw_drift(validation, asked, service.task.measure_name),
         fingerprints=[
             ("Store", store.sha256, "every file of the store: imprints, sources, plan"),
             ("Model", store.model_sha256, "the parameters of the model that is attributed"),
@@ -123,19 +123,19 @@ def _draw_slope(verdict: Verdict) -> Markup | None:
     return draw_ratio("Real effect divided by predicted effect", found.slope, found.slope_low, found.slope_high, WITHIN)
 
 
-def _list_noise(seen: Summary, verdict: Verdict | None) -> list[Figure]:
+def _list_noise(asked: Summary, verdict: Verdict | None) -> list[Figure]:
     """Return how far chance alone moves the numbers."""
     figures = [
         _make_figure(
             "Queries that no source moves clearly",
-            _describe_silent(seen),
+            _describe_silent(asked),
             "Of the latest different queries since the service started: those of which no source's effect can be told "
             "from 0. This is a first look: where there are many sources, one of them often looks clear by chance.",
             "No query was answered yet, or nothing is known of how sure effects are.",
         ),
         _make_figure(
             "Noise floor",
-            None if seen.noise is None else f"{seen.noise:.2g}",
+            None if asked.noise is None else f"{asked.noise:.2g}",
             "How far chance, a tiny change of the training run's start, moves the measurement of a typical query. "
             "An effect counts as clear if it is more than twice the noise of its own query.",
             "Known for a replayed run that was repeated with a tiny change of its start.",
@@ -156,25 +156,25 @@ def _make_figure(name: str, value: str | None, meaning: str, otherwise: str) -> 
     return Figure(name, _UNKNOWN, otherwise) if value is None else Figure(name, value, meaning)
 
 
-def _describe_silent(seen: Summary) -> str | None:
-    share = seen.silent_share
+def _describe_silent(asked: Summary) -> str | None:
+    share = asked.silent_share
     if share is None:
         return None
-    asked = count_of(seen.judged, "query", "queries")
-    return f"{share.value:.0%} ({seen.silent:,} of {asked}; 95% interval {share.low:.0%} to {share.high:.0%})"
+    described = count_of(asked.judged, "query", "queries")
+    return f"{share.value:.0%} ({asked.silent:,} of {described}; 95% interval {share.low:.0%} to {share.high:.0%})"
 
 
 def _format_share(share: float) -> str:
     return "below 0.001" if 0 < share < 0.001 else f"{share:.2g}"
 
 
-def _draw_drift(validation: Validation | None, seen: Summary, measure: str) -> Markup | None:
+def _draw_drift(validation: Validation | None, asked: Summary, measure: str) -> Markup | None:
     """Draw how large effects are now beside those of the validated queries; None if either is unknown."""
-    if validation is None or validation.typical is None or seen.typical is None:
+    if validation is None or validation.typical is None or asked.typical is None:
         return None
     validated = count_of(validation.verdict.figures.queries, "validated query", "validated queries")
-    asked = count_of(seen.different, "different query asked here", "different queries asked here")
+    described = count_of(asked.different, "different query asked here", "different queries asked here")
     return draw_ranges(
         f"Size of effects on a query: change of {measure}, root mean square over sources",
-        [(validated, validation.typical), (asked, seen.typical)],
+        [(validated, validation.typical), (described, asked.typical)],
     )

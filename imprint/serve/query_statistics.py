@@ -29,7 +29,7 @@ class _Query(NamedTuple):
 
 @dataclass(frozen=True)
 class Summary:
-    """What a service has seen since it started.
+    """What is known of the queries that a service answered since it started.
 
     answered: queries, however often each was asked. different: those that the rest is about, the latest.
     silent, judged: of how many of these no source's effect is distinguishable from 0, and of how many that is known.
@@ -52,8 +52,8 @@ class Summary:
         return share_estimate(self.silent, self.judged) if self.judged else None
 
 
-class Seen:
-    """Figures of the different queries that were answered, the latest few thousand. For several threads."""
+class QueryStatistics:
+    """Keeps figures of the different queries that were answered, the latest few thousand. For several threads."""
 
     def __init__(self, validation: Validation | None) -> None:
         self._validation, self._lock = validation, threading.Lock()
