@@ -67,6 +67,10 @@ class UndefinedScore(ReadoutError):
     """The measurement of a query, or a score of it, is no finite number."""
 
 
+class TooLarge(ReadoutError):
+    """Reading a query takes more memory than a readout may use."""
+
+
 class ConcurrencyError(ImprintError, RuntimeError):
     """Another thread of the process interfered with a computation."""
 

@@ -4,8 +4,8 @@
 """
 
 import os
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from itertools import accumulate, product
 from typing import Any, TypedDict, Unpack, overload
 
@@ -20,10 +20,12 @@ from imprint.attribution.replicates import Replicates, replicate
 from imprint.attribution.result import Attribution
 from imprint.attribution.top import Order, Top, limit_top, rank_scores
 from imprint.attribution.uncertainty import ERROR, LACKING, explain_errors
+from imprint.batches import is_columnar
 from imprint.data import Collate, Data, query_batches
-from imprint.errors import ReadoutError
+from imprint.errors import ReadoutError, TooLarge
 from imprint.readout.kernels import ReadoutName
 from imprint.readout.reader import Reader
+from imprint.readout.sizes import pick_rows
 from imprint.runtime.memory import budget
 from imprint.runtime.notices import Notices
 from imprint.runtime.progress import Advance, Progress
@@ -201,6 +203,31 @@ def _make_labels(
     )
 
 
+@dataclass(frozen=True)
+class Scored:
+    """What a readout finds of some queries: scores, how those of each unit deviate, and how chance moves F.
+
+    Shapes (queries, sources), (units, queries, sources) and (runs, queries); None where a store does not know.
+    """
+
+    scores: Tensor
+    deviations: Tensor | None
+    noise: Tensor | None
+
+    @classmethod
+    def join(cls, parts: "Sequence[Scored]", places: Sequence[int]) -> "Scored":
+        """Return what was read in parts. places: of each query in turn, its place among all of them."""
+        order = torch.tensor(places).argsort()
+
+        def join(found: list[Tensor | None], dim: int) -> Tensor | None:
+            known = [each for each in found if each is not None]
+            return torch.cat(known, dim).index_select(dim, order) if known else None
+
+        scores = join([part.scores for part in parts], 0)
+        assert scores is not None
+        return cls(scores, join([part.deviations for part in parts], 1), join([part.noise for part in parts], 1))
+
+
 class Scorer:
     """A store made ready to attribute batches of queries, one after another.
 
@@ -238,12 +265,34 @@ class Scorer:
         spans: where the queries of each asker begin and end; by default all are one's. A result speaks of its own
             queries alone, whatever else was in the batch.
         """
-        reader = self.reader
-        found, deviations = reader.scores_with_deviations(batch, count)
-        scores, changes = found.cpu(), reader.noise_changes(batch, count)
-        noise = None if changes is None else changes.cpu()
-        replicates = replicate(reader.units, deviations)
-        return [self._label(span, scores, noise, replicates) for span in spans or [(0, count)]]
+        return self.label(self.read(batch, count), spans or [(0, count)])
+
+    def read(self, batch: Batch, count: int, check: Callable[[], None] = lambda: None) -> Scored:
+        """Score the queries of a batch, as many at once as fit the memory budget; refuse those that do not fit alone.
+
+        check: is called again and again, and may raise an error to end this.
+        """
+        check()
+        reader, parts = self.reader, list[Scored]()
+        at_once = reader.fit(batch, count)
+        if not at_once:
+            raise TooLarge(
+                "a query takes more memory to be read than the readout may use: shorten it, or give memory=."
+            )
+        size = min(at_once, count) if is_columnar(batch, count) else count
+        for first in range(0, count, size):
+            check()
+            some = batch if size == count else pick_rows(batch, first, first + size)
+            rows = min(size, count - first)
+            scores, deviations = reader.scores_with_deviations(some, rows)
+            noise = reader.noise_changes(some, rows)
+            parts.append(Scored(*(None if each is None else each.cpu() for each in (scores, deviations, noise))))  # type: ignore[arg-type]
+        return Scored.join(parts, range(count))
+
+    def label(self, scored: Scored, spans: Sequence[tuple[int, int]]) -> list[Attribution]:
+        """Return a result for each span of queries that were read."""
+        replicates = replicate(self.reader.units, scored.deviations)
+        return [self._label(span, scored.scores, scored.noise, replicates) for span in spans]
 
     def _label(
         self, span: tuple[int, int], scores: Tensor, noise: Tensor | None, replicates: tuple[Replicates, ...]

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from imprint.attribution.labels import describe_question, describe_replay
-from imprint.readout.reader import list_readouts
+from imprint.readout.choice import list_readouts
 from imprint.recording.header import read_header
 from imprint.recording.journal import read_journal
 from imprint.store.reading import Store

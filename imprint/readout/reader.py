@@ -19,10 +19,10 @@ from imprint.errors import ReadoutError, UndefinedScore
 from imprint.readout.base import Base
 from imprint.readout.budget import Activations, ImprintCache, Loaded, measure_activations, split_sources
 from imprint.readout.calibration import TRIAL_STEP, calibrate_step, step_lengths
+from imprint.readout.choice import list_readouts, refuse_readout
 from imprint.readout.factored import FactoredReadout
 from imprint.readout.guards import Observed
 from imprint.readout.kernels import (
-    UNLIKE_DERIVATIVES,
     ReadoutName,
     difference,
     difference_scores,
@@ -30,8 +30,9 @@ from imprint.readout.kernels import (
     gradient_scores,
     removed_score,
 )
+from imprint.readout.sizes import BySize, find_peak, take_some
 from imprint.readout.units import find_units
-from imprint.runtime.memory import budget, tensor_bytes
+from imprint.runtime.memory import budget, peak_bytes, tensor_bytes
 from imprint.runtime.turns import jvp, settle_child
 from imprint.store.reading import Store
 from imprint.task import Batch, Parameters, PerExample, Task
@@ -73,7 +74,7 @@ class Reader:
             raise ReadoutError(f"step must be a positive number, got {step}.")
         settle_child()
         store.check_task(task)
-        _refuse_readout(store, readout)
+        refuse_readout(store, readout)
         self.task, self.store = task, store
         self.readout: ReadoutName = readout
         self.details: dict[str, float | str] = {}
@@ -82,7 +83,8 @@ class Reader:
         self._budget = budget(memory, task.device)
         self._vectorise = True
         self._in_full = False  # factored imprints are multiplied out first
-        self._activations: Activations | None = None  # measured on the first queries, once it is settled how to read
+        self._settled = False  # whether the first queries have decided how to read
+        self._activations, self._peaks = BySize[Activations](self._measure_activations), BySize[int](self._measure_peak)
         self._silent = False  # whether some queries have scores of 0 alone
         self._derivative: tuple[str, ...] = ()  # warnings about the measurement's derivative
         self._gradients: dict[int, tuple[Batch, Parameters]] = {}  # of the last batch, for its next chunk of sources
@@ -129,10 +131,21 @@ class Reader:
     def chunks(self, batch: Batch, count: int) -> list[tuple[int, int]]:
         """Return the sources in pieces that fit the memory budget, for so many queries at once."""
         with forward_only(self.task):
-            activations = self._prepare(batch, count)
+            self._prepare(batch, count)
+            activations = self._activations.of(batch, count)
         size = self.store.bytes // len(self.store) if self._by_factors else tensor_bytes(self._bases[0].theta)
         each = len(self._bases) * (2 * size + activations.per_source * count)
         return split_sources(len(self.store), (self._budget - activations.shared * count) // each)
+
+    def fit(self, batch: Batch, count: int) -> int:
+        """Return how many queries of a batch may be read at once within the memory budget; 0 if one does not fit."""
+        peak, room = self._peaks.recall(batch, count), self._budget // 2  # the other half keeps imprints
+        if peak is None:
+            batch = map_tensors(lambda t: t.to(self.task.device), batch)
+            with forward_only(self.task):
+                self._prepare(*take_some(batch, count))
+                peak = find_peak(self._peaks, batch, count, room)
+        return room // max(peak, 1)
 
     def block(self, start: int, stop: int, batch: Batch, count: int, first: int = 0) -> Tensor:
         """Return the mean over checkpoints of the scores of some sources, shape (queries, stop − start).
@@ -298,10 +311,10 @@ class Reader:
             return imprints, None
         return imprints, self.store.midpoints(checkpoint, start, stop, self.task.device)
 
-    def _prepare(self, batch: Batch, count: int) -> Activations:
+    def _prepare(self, batch: Batch, count: int) -> None:
         """Settle on the first queries what works for this model: vmap or a loop, forward mode or differences."""
-        if self._activations is not None:
-            return self._activations
+        if self._settled:
+            return
         base = self._bases[0]
         self.observed.values += measure_first_queries(base.functional, base.theta, batch, count)
         self.observed.unit = natural_scale(self.task, batch)
@@ -325,10 +338,18 @@ class Reader:
             direction = row(self._load(base.index, 0, 1)[0], 0)
             given = (base.functional, base.theta, batch, count, direction)
             self._derivative = check_derivative(*given, backward=self.readout == "gradient")
+        self._settled = True
+
+    def _measure_activations(self, batch: Batch, count: int) -> Activations:
         forward_mode = self.readout == "jvp" and not self._by_factors and self._vectorise
         evaluations = 1 if self.readout == "removed" else 2
-        self._activations = measure_activations(base, batch, count, forward_mode=forward_mode, evaluations=evaluations)
-        return self._activations
+        return measure_activations(self._bases[0], batch, count, forward_mode=forward_mode, evaluations=evaluations)
+
+    def _measure_peak(self, batch: Batch, count: int) -> int:
+        """Return how many bytes of each query are alive at once while two sources are read."""
+        base, some = self._bases[0], min(2, len(self.store))
+        reading = peak_bytes(lambda: self._scores(base, 0, some, batch, count))
+        return max(reading, peak_bytes(lambda: self.noise_changes(batch, count))) // count
 
     def _try_factors(self, base: Base, batch: Batch, count: int) -> None:
         """Have factored imprints multiplied out where their factors do not serve this measurement."""
@@ -367,30 +388,3 @@ def _bases(task: Task, store: Store, measure: PerExample | None) -> list[Base]:
             theta |= {name: state[name] for name in store.manifest.request.buffers}
             bases.append(Base(index, weight / sum(weights), functional, theta))
     return bases
-
-
-def list_readouts(store: Store) -> list[ReadoutName]:
-    """List the readouts that are right for a store; the first is the default."""
-    if store.removes:
-        return ["removed"]
-    return ["jvp", "central", *(["literal"] if store.manifest.plan.holds_pair else []), "gradient"]  # type: ignore[list-item]
-
-
-def _refuse_readout(store: Store, readout: ReadoutName) -> None:
-    """Refuse a readout that a store does not hold the imprints for."""
-    if readout in list_readouts(store):
-        return
-    if store.removes:
-        raise ReadoutError(
-            f"the imprints of this store are removals that were really made, and {UNLIKE_DERIVATIVES}: it is read out "
-            f'by "removed", not by "{readout}".'
-        )
-    if readout == "removed":
-        raise ReadoutError(
-            'the readout "removed" is for stores of a repeated run, whose imprints are removals that were really made; '
-            'the imprints of this one are derivatives: read it out by "jvp".'
-        )
-    raise ReadoutError(
-        "a literal readout needs both perturbed end points of each source, and this store was made without "
-        'them: simulate with keep_pair=True, or read out by "jvp".'
-    )

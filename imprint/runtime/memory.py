@@ -11,6 +11,7 @@ from weakref import WeakSet
 
 import torch
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from imprint.compat import TorchDispatchMode
 from imprint.errors import PlanError
@@ -119,6 +120,46 @@ def activation_bytes(function: Callable[[], object]) -> int:
     with torch.no_grad(), outputs:
         function()
     return outputs.total
+
+
+class _Alive(TorchDispatchMode):
+    """Finds out how much is alive at once of what operations return."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.peak, self._size = 0, 0
+        self._storages: dict[int, tuple[StorageWeakRef, int]] = {}
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for value in result if isinstance(result, tuple | list) else (result,):
+            if isinstance(value, Tensor) and not func.is_view:
+                self._add(StorageWeakRef(value.untyped_storage()), value.untyped_storage().nbytes())
+        return result
+
+    def _add(self, storage: StorageWeakRef, size: int) -> None:
+        if storage.cdata in self._storages:  # an operation in place
+            return
+        self._storages[storage.cdata] = storage, size
+        self._size += size
+        if self._size > self.peak:  # by what is gone too
+            self._storages = {key: known for key, known in self._storages.items() if not known[0].expired()}
+            self._size = sum(size for _, size in self._storages.values())
+            self.peak = max(self.peak, self._size)
+
+
+def peak_bytes(function: Callable[[], object]) -> int:
+    """The most that is alive at once of what one evaluation of `function` computes.
+
+    >>> peak_bytes(lambda: torch.ones(1000).add(1).add(1).add(1))
+    8000
+    """
+    alive = _Alive()
+    with torch.no_grad(), alive:
+        function()
+    return alive.peak
 
 
 def most_that_fit(peak: Callable[[int], int], allowed: int, most: int) -> int:

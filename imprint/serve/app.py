@@ -14,12 +14,20 @@ from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 import imprint
-from imprint.errors import AccessError, ConflictError, CreditUnavailable, DataError, ImprintError, UndefinedScore
+from imprint.errors import (
+    AccessError,
+    ConflictError,
+    CreditUnavailable,
+    DataError,
+    ImprintError,
+    TooLarge,
+    UndefinedScore,
+)
 from imprint.serve.access import Access
 from imprint.serve.api import attributions, credit, health, sources
 from imprint.serve.batching import Closing, DeadlinePassed, Overloaded
 from imprint.serve.credit import CreditDesk
-from imprint.serve.errors import NO_NUMBER, ApiError, is_for_programs
+from imprint.serve.errors import NO_NUMBER, TOO_LONG, ApiError, is_for_programs
 from imprint.serve.logs import LogRequests
 from imprint.serve.metrics import CountRequests, Exporter, Metrics
 from imprint.serve.middleware import protect
@@ -115,6 +123,7 @@ def _handle_errors(app: FastAPI) -> None:
         ),
         RequestValidationError: lambda request, error: ApiError(422, "invalid", _describe_invalid(error)),
         DataError: lambda request, error: ApiError(422, "invalid", str(error)),
+        TooLarge: lambda request, error: ApiError(413, "too_long", TOO_LONG),
         UndefinedScore: lambda request, error: ApiError(422, "no_number", NO_NUMBER),
         ConflictError: lambda request, error: ApiError(409, "conflict", str(error)),
         CreditUnavailable: _explain_unavailable,

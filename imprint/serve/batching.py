@@ -6,6 +6,7 @@ one, so that nobody's error is somebody else's.
 """
 
 import asyncio
+import math
 import threading
 import time
 from collections import deque
@@ -32,6 +33,10 @@ class Overloaded(Exception):
 
 class DeadlinePassed(Exception):
     """A request was not answered in time, and given up."""
+
+
+class Unwanted(Exception):
+    """Nobody waits any more for what is being read."""
 
 
 class Closing(Exception):
@@ -79,6 +84,7 @@ class Batcher(Generic[Q, R]):
         self._most, self._waiting = most, waiting
         self._queue: deque[_Request[Q, R]] = deque()
         self._changed, self._closing, self._busy = threading.Condition(), False, 0
+        self._reading: Sequence[_Request[Q, R]] = ()
         self._pace = 0.0  # seconds per query, smoothed
         self._thread = threading.Thread(target=self._work, name="imprint-readout", daemon=True)
         self._thread.start()
@@ -101,13 +107,20 @@ class Batcher(Generic[Q, R]):
         self._enqueue(request)
         return await self._wait_for(request, timeout)  # type: ignore[no-any-return]
 
-    async def run(self, function: Callable[[], T], timeout: float = 300.0) -> T:
+    async def run(self, function: Callable[[], T], timeout: float | None = None) -> T:
         """Return what a function returns that is run in turn with the readouts."""
-        request = _Request[Q, R]((), time.monotonic() + timeout, function)
+        deadline = math.inf if timeout is None else time.monotonic() + timeout
+        request = _Request[Q, R]((), deadline, function)
         self._enqueue(request)
         return await self._wait_for(request, timeout)  # type: ignore[no-any-return]
 
-    async def _wait_for(self, request: _Request[Q, R], timeout: float) -> Any:
+    def check_wanted(self) -> None:
+        """End the readout that calls this, with an error, if everybody has given up who asked for it."""
+        now = time.monotonic()
+        if self._reading and not any(_is_wanted(request, now) for request in self._reading):
+            raise Unwanted
+
+    async def _wait_for(self, request: _Request[Q, R], timeout: float | None) -> Any:
         try:
             return await asyncio.wait_for(asyncio.wrap_future(request.future), timeout)
         except TimeoutError as error:
@@ -168,15 +181,18 @@ class Batcher(Generic[Q, R]):
             return batch
 
     def _read_batch(self, batch: list[_Request[Q, R]]) -> None:
-        began = time.monotonic()
+        began, self._reading = time.monotonic(), batch
         try:
             results = self._read([request.queries for request in batch])
         except Exception as error:
             if len(batch) == 1:
-                _finish(batch[0].future, error=error)
+                _finish(batch[0].future, error=DeadlinePassed() if isinstance(error, Unwanted) else error)
             for request in batch if len(batch) > 1 else []:
-                self._read_batch([request])
+                if not _is_given_up(request, time.monotonic()):
+                    self._read_batch([request])
             return
+        finally:
+            self._reading = ()
         seconds, count = time.monotonic() - began, sum(len(request.queries) for request in batch)
         self._observe(count, seconds)
         pace = seconds / count
@@ -185,13 +201,16 @@ class Batcher(Generic[Q, R]):
             _finish(request.future, Read(result, began - request.asked, seconds))
 
 
+def _is_wanted(request: _Request[Any, Any], now: float) -> bool:
+    return not request.future.cancelled() and now < request.deadline
+
+
 def _is_given_up(request: _Request[Any, Any], now: float) -> bool:
-    """Tell whether nobody waits for a request any more."""
-    if request.future.cancelled():
-        return True
-    if now < request.deadline:
+    """Tell whether nobody waits for a request any more; if its time is over, say so."""
+    if _is_wanted(request, now):
         return False
-    _finish(request.future, error=DeadlinePassed())
+    if not request.future.cancelled():
+        _finish(request.future, error=DeadlinePassed())
     return True
 
 

@@ -7,6 +7,8 @@ NO_NUMBER = (
     "for very large numbers in it."
 )
 """Said of a query whose attribution is undefined, without what the model or the store are made of."""
+TOO_LONG = "a query is too long to be read with the memory of this service: shorten it."
+"""Said of a query that does not fit even alone."""
 
 
 class ApiError(Exception):

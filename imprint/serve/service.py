@@ -7,10 +7,10 @@ meanwhile, and so that a ledger that is locked stalls nothing but crediting.
 import asyncio
 import logging
 import time
+from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
-from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 from urllib.parse import quote
@@ -19,7 +19,7 @@ import torch
 
 from imprint.attribution.result import Attribution
 from imprint.attribution.scoring import Scorer
-from imprint.batches import Batch, leaves, map_tensors
+from imprint.batches import Batch
 from imprint.credit.drafting import Draft, draft_entries
 from imprint.credit.ledger import Ledger, Receipt
 from imprint.credit.payloads import encode_query
@@ -29,6 +29,7 @@ from imprint.forms import Form, NumbersForm
 from imprint.serve.answering import Answering
 from imprint.serve.batching import Batcher
 from imprint.serve.query_statistics import QueryStatistics
+from imprint.serve.reading import fit_together, read_queries
 from imprint.serve.recalling import describe_asked, recall_answers, recall_result
 from imprint.serve.settings import Settings
 from imprint.serve.workers import Unanswered, Workers
@@ -46,7 +47,7 @@ _CREDITING = 4  # threads: the log has one writer at a time, the others prepare 
 _FINDING_SECONDS, _CREDITING_SECONDS = 5.0, 20.0  # after which whoever credits is told that the outcome is unknown
 LOCK_SECONDS = 10
 """How long the ledger of a service should wait for another writer: `Ledger(place, wait=LOCK_SECONDS)`."""
-_WASTE = 1.5  # times the numbers in a batch that padding may add
+_OPEN = 4  # stores of the documents inside sources that are kept open
 
 
 @dataclass(frozen=True)
@@ -112,7 +113,7 @@ class Service:
         self.form: Form = replace(found, dtype=_find_dtype(task)) if isinstance(found, NumbersForm) else found
         self.settings = settings or Settings()
         self.statistics = QueryStatistics(read_validation(store))
-        self._scorer, self._inside = Scorer(task, store), dict[str, Scorer]()
+        self._scorer, self._inside = Scorer(task, store), OrderedDict[str, Scorer]()
         self.answering = Answering(self._scorer.reader, self.form)
         if ledger is not None and policy is not None:
             ledger.check(self._scorer.describe(), policy)
@@ -121,7 +122,7 @@ class Service:
             self._read,
             most=self.settings.batch,
             waiting=self.settings.queue,
-            fits=_fit_together,
+            fits=fit_together,
             observe=observe,
         )
 
@@ -180,19 +181,11 @@ class Service:
         return [f"query {place}: {text}" for place, query in enumerate(queries) for text in self.form.warnings(query)]
 
     def _read(self, requests: Sequence[Sequence[Batch]]) -> list[Answered]:
-        """Read the queries of several requests in one batch."""
-        given = [batch for request in requests for batch in request]
-        joined = self.form.join(given)
-        filled = self.form.fill(self.answering.ask, joined)
-        if filled is not joined:
-            given = [_take_row(filled, row) for row in range(len(given))]
-        ends = list(accumulate(map(len, requests), initial=0))
-        spans = list(pairwise(ends))
-        results = self._scorer.attribute(filled, len(given), spans)
-        answers = [self.form.answer(batch, 0) for batch in given]
+        """Read the queries of several requests."""
+        found = read_queries(self._scorer, self.form, self.answering.ask, requests, self._batcher.check_wanted)
         return [
-            Answered(result, tuple(given[first:last]), tuple(answers[first:last]))
-            for result, (first, last) in zip(results, spans, strict=True)
+            Answered(result, queries, tuple(self.form.answer(query, 0) for query in queries))
+            for result, queries in found
         ]
 
     def _divide(self, result: Attribution) -> tuple[Draft, ...]:
@@ -256,13 +249,13 @@ class Service:
             self._read([[self.form.read(self.form.example)]])
 
         try:
-            asyncio.run(self.run(read))
+            asyncio.run(self._batcher.run(read))
         except Exception as error:  # of the model too: queries may do better than the example
             logger.warning("the example of the task's form cannot be read: %s", first_line(error))
 
     async def run(self, function: Callable[[], T]) -> T:
         """Return what a function returns that is run in the computing thread, in turn with the readouts."""
-        return await self._batcher.run(function)
+        return await self._batcher.run(function, self.settings.deadline)
 
     async def words(self, query: Mapping[str, str]) -> "TokenAttribution":
         """Attribute the words of a completion; of language models alone."""
@@ -289,12 +282,16 @@ class Service:
         return await self.run(lambda: self._open_documents(source, place).attribute(batch, 1)[0])
 
     def _open_documents(self, source: str, place: Path) -> Scorer:
-        known = self._inside.get(source)
+        """Return what reads the documents inside a source; the latest few are kept, with their imprints."""
+        known = self._inside.pop(source, None)
         if known is None:
             store = Store(place)
             if vars(store.manifest.request.data) != vars(self.store.manifest.request.data):
                 raise StoreError(f"the documents in {place} are not those of this store's training data.")
-            known = self._inside[source] = Scorer(self.task, store)
+            while len(self._inside) >= _OPEN:  # before another one is opened, which takes a share of the memory left
+                self._inside.popitem(last=False)
+            known = Scorer(self.task, store)
+        self._inside[source] = known
         return known
 
     def probe_ledger(self) -> None:
@@ -315,16 +312,6 @@ class Service:
         self._crediting.close()
 
 
-def _fit_together(batch: Sequence[Batch], more: Sequence[Batch]) -> bool:
-    """Tell whether queries of different lengths may be padded to one: not if most of the work would be padding."""
-    sizes = [sum(leaf.numel() for leaf in leaves(each)) for each in (*batch, *more)]
-    return bool(len(sizes) * max(sizes) <= _WASTE * sum(sizes))
-
-
 def _find_dtype(task: Task) -> torch.dtype:
     """Return the type of the numbers that a model computes with."""
     return next(each.dtype for each in task.model.parameters() if each.is_floating_point())
-
-
-def _take_row(batch: Batch, row: int) -> Batch:
-    return map_tensors(lambda tensor: tensor[row : row + 1], batch)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from imprint import ImprintError, Plan, Store, attribute
-from imprint.readout.reader import list_readouts
+from imprint.readout.choice import list_readouts
 from tests.checking.members import PLANS, checked, row_bytes, simulated
 from tests.zoo import ZOO, Member
 

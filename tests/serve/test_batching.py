@@ -171,3 +171,61 @@ def test_functions_run_in_turn_with_readouts_in_the_same_thread() -> None:
         asyncio.run(batcher.run(fail))
     assert asyncio.run(batcher.submit([3], 60)).result == [9]
     batcher.close()
+
+
+class Steps:
+    """Reads in steps, each of which is let through, and asks before each whether somebody still waits."""
+
+    def __init__(self) -> None:
+        self.begun, self.go_on = threading.Semaphore(0), threading.Semaphore(0)
+        self.batcher = Batcher[int, int](self.read, most=10, waiting=100)
+        self.steps = 0
+
+    def read(self, requests: Sequence[Sequence[int]]) -> list[int]:
+        for _ in range(3):
+            self.begun.release()
+            assert self.go_on.acquire(timeout=60)
+            self.batcher.check_wanted()
+            self.steps += 1
+        return [sum(request) for request in requests]
+
+
+def test_reading_ends_once_nobody_waits_for_it() -> None:
+    steps = Steps()
+
+    async def run() -> None:
+        request = asyncio.create_task(steps.batcher.submit([1], 60))
+        await asyncio.to_thread(steps.begun.acquire, True, 60)
+        request.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await request
+        for _ in range(4):
+            steps.go_on.release()
+        assert (await steps.batcher.submit([2], 60)).result == 2
+
+    asyncio.run(run())
+    assert steps.steps == 3  # none of them for the first
+    steps.batcher.close()
+
+
+def test_reading_goes_on_while_one_of_several_waits() -> None:
+    steps = Steps()
+
+    async def run() -> int:
+        first = asyncio.create_task(steps.batcher.submit([1], 60))
+        await asyncio.to_thread(steps.begun.acquire, True, 60)
+        others = [asyncio.create_task(steps.batcher.submit([n], 60)) for n in (2, 3)]
+        await asyncio.sleep(0)
+        for _ in range(3):
+            steps.go_on.release()
+        await first
+        for _ in range(3):
+            await asyncio.to_thread(steps.begun.acquire, True, 60)
+        others[0].cancel()
+        await asyncio.sleep(0)
+        for _ in range(3):
+            steps.go_on.release()
+        return (await others[1]).result
+
+    assert asyncio.run(run()) == 3 and steps.steps == 6
+    steps.batcher.close()

@@ -5,7 +5,6 @@ from pathlib import Path
 
 import pytest
 
-import imprint
 from imprint.serve.access import Access
 from imprint.serve.app import create_app
 from imprint.serve.service import Service
@@ -49,25 +48,3 @@ def hostile(hostile_service: Service, tmp_path: Path) -> Iterator[Browser]:
     made = open_doors(hostile_service, tmp_path, [])
     yield made.browse("admin")
     made.access.close()
-
-
-@pytest.fixture(scope="session")
-def language(tmp_path_factory: pytest.TempPathFactory) -> tuple[imprint.Task, imprint.Store]:
-    """A tiny language model with three sources of text."""
-    pytest.importorskip("transformers")
-    from imprint.language import task
-    from tests.language.models import LABELS, documents, gpt2, tokenizer
-
-    language = task(gpt2(), tokenizer=tokenizer(), parameters="last:1")
-    columns = documents().columns
-    plan = imprint.Plan(steps=2, lr=0.05)
-    sources = documents().sources(LABELS)
-    out = tmp_path_factory.mktemp("written") / "store"
-    return language, imprint.simulate(language, columns, sources, plan=plan, out=out, progress=False)
-
-
-@pytest.fixture
-def written(language: tuple[imprint.Task, imprint.Store]) -> Iterator[Service]:
-    made = Service(*language)
-    yield made
-    made.close()
