@@ -13,10 +13,11 @@ import torch
 from torch import Tensor
 
 from imprint.batches import Batch, concatenate
-from imprint.errors import DataError
+from imprint.errors import ConfigurationError, DataError, ImprintError, first_line
 
 Kind = Literal["picture", "numbers", "completion"]
 Ask = Callable[[Tensor], Any]
+_LARGEST = 1e30
 _UNKNOWN = -1  # the label of a query for which the model's own answer stands in
 
 
@@ -104,6 +105,10 @@ class NumbersForm:
         return math.prod(self.shape)
 
     @property
+    def _input_shape(self) -> tuple[int, ...]:
+        return (self.size,) if self.flat else self.shape
+
+    @property
     def schema(self) -> dict[str, Any]:
         limits = {} if self.low is None else {"minimum": self.low}
         limits |= {} if self.high is None else {"maximum": self.high}
@@ -124,26 +129,59 @@ class NumbersForm:
         if not isinstance(query, dict) or not query.keys() <= {self.field, "label"} or self.field not in query:
             raise DataError(f'a query is an object with "{self.field}" and, if you like, "label".')
         given, label = query[self.field], query.get("label")
-        if not isinstance(given, list) or len(given) != self.size or not all(map(self._is_number, given)):
-            between = "" if self.low is None and self.high is None else f" from {self.low} to {self.high}"
-            raise DataError(f'"{self.field}" is a list of {self.size} numbers{between}.')
+        if not isinstance(given, list) or len(given) != self.size:
+            got = f"; this one has {len(given)}" if isinstance(given, list) else ""
+            raise DataError(f'"{self.field}" is a list of {self.size} numbers{got}.')
+        self._check_numbers(given)
         if label is not None and (isinstance(label, bool) or not isinstance(label, int)):
             raise DataError('"label" is the number of a class.')
         if label is not None and not 0 <= label < len(self.names):
             raise DataError(f'"label" is a class from 0 to {len(self.names) - 1}.')
         values = (torch.tensor(given, dtype=torch.float64) - self.mean) / self.scale
-        inputs = values.to(self.dtype).reshape(1, *((self.size,) if self.flat else self.shape))
+        inputs = values.to(self.dtype).reshape(1, *self._input_shape)
         if not bool(inputs.isfinite().all()):
-            raise DataError(f'a number in "{self.field}" is too large.')
+            place = int((~inputs.flatten().isfinite()).nonzero()[0])
+            raise DataError(f'the number in place {place + 1} of "{self.field}" is too large for the model.')
         return inputs, torch.tensor([_UNKNOWN if label is None else label])
 
     def warnings(self, query: Any) -> tuple[str, ...]:
         return ()
 
-    def _is_number(self, value: Any) -> bool:
-        if isinstance(value, bool) or not isinstance(value, int | float) or abs(value) > 1e30:
-            return False
-        return (self.low is None or value >= self.low) and (self.high is None or value <= self.high)
+    def _check_numbers(self, given: list[Any]) -> None:
+        """Refuse what is no number that the model can take, by its place."""
+        for place, value in enumerate(given, 1):
+            if isinstance(value, bool) or not isinstance(value, int | float) or value != value:
+                raise DataError(f'what is in place {place} of "{self.field}" is not a number.')
+            if abs(value) > _LARGEST:
+                raise DataError(f'the number in place {place} of "{self.field}" is too large: beyond {_LARGEST:g}.')
+            if self.low is not None and value < self.low:
+                raise DataError(f'the number in place {place} of "{self.field}" is below {self.low:g}.')
+            if self.high is not None and value > self.high:
+                raise DataError(f'the number in place {place} of "{self.field}" is above {self.high:g}.')
+
+    def check(self, ask: Ask) -> None:
+        """Refuse a model that cannot take an input of this form, or has not one output for each class."""
+        shape = (1, *self._input_shape)
+        try:
+            outputs = ask(torch.zeros(shape, dtype=self.dtype))
+        except ImprintError:
+            raise
+        except Exception as error:
+            raise ConfigurationError(
+                f"the form does not fit the model, which fails on an input of shape {shape} and type {self.dtype}: "
+                f"{first_line(error)}."
+            ) from error
+        wanted = (1, len(self.names))
+        if not isinstance(outputs, Tensor):
+            raise ConfigurationError(
+                f"the form needs a model that returns a tensor of shape {wanted} for one input, and nothing else; this "
+                f"one returns a {type(outputs).__name__}."
+            )
+        if tuple(outputs.shape) != wanted:
+            raise ConfigurationError(
+                f"the form has {len(self.names)} classes, so the model must return a tensor of shape {wanted} for one "
+                f"input; it returns {tuple(outputs.shape)}."
+            )
 
     def join(self, batches: Sequence[Batch]) -> Batch:
         return concatenate(list(batches))

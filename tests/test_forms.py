@@ -42,15 +42,33 @@ def test_numbers_are_standardised_and_shaped() -> None:
     ],
 )
 def test_what_is_no_query_is_refused(query: Any) -> None:
-    with pytest.raises(DataError, match=r"query|list of 4 numbers|class"):
+    with pytest.raises(DataError, match=r"query|list of 4 numbers|place 4 of|class"):
         FORM.read(query)
+
+
+@pytest.mark.parametrize(
+    ("numbers", "reason"),
+    [
+        ([1, 2, 3], "is a list of 4 numbers; this one has 3"),
+        ([1, "2", 3, 4], 'what is in place 2 of "pixels" is not a number'),
+        ([1, 2, float("nan"), 4], 'what is in place 3 of "pixels" is not a number'),
+        ([1, 2, 3, 1e40], 'in place 4 of "pixels" is too large: beyond 1e'),
+        ([float("-inf"), 2, 3, 4], 'in place 1 of "pixels" is too large'),
+        ([1, 10**400, 3, 4], 'in place 2 of "pixels" is too large'),
+        ([1, 2, -0.5, 4], 'in place 3 of "pixels" is below 0'),
+        ([1, 2, 3, 16.5], 'in place 4 of "pixels" is above 16'),
+    ],
+)
+def test_a_number_that_is_none_is_named_by_its_place(numbers: list[Any], reason: str) -> None:
+    with pytest.raises(DataError, match=reason):
+        FORM.read({"pixels": numbers})
 
 
 def test_numbers_without_limits_may_not_be_too_large_for_the_model() -> None:
     form = NumbersForm((1,), classes=2, scale=1e-20)
     with pytest.raises(DataError):
         form.read({"values": [1e300]})
-    with pytest.raises(DataError, match="too large"):
+    with pytest.raises(DataError, match='place 1 of "values" is too large for the model'):
         form.read({"values": [1e25]})
 
 

@@ -115,6 +115,8 @@ class Service:
         self.statistics = QueryStatistics(read_validation(store))
         self._scorer, self._inside = Scorer(task, store), OrderedDict[str, Scorer]()
         self.answering = Answering(self._scorer.reader, self.form)
+        if isinstance(self.form, NumbersForm):
+            self.form.check(self.answering.ask)
         if ledger is not None and policy is not None:
             ledger.check(self._scorer.describe(), policy)
         self._crediting = Workers("credit", _CREDITING, self.settings.queue)

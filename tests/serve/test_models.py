@@ -12,6 +12,7 @@ from starlette.testclient import TestClient
 from torch import Tensor, nn
 
 import imprint
+from imprint.errors import ConfigurationError
 from imprint.serve.access import Access
 from imprint.serve.app import create_app
 from imprint.serve.service import Service
@@ -42,6 +43,47 @@ def serve(model: nn.Module, folder: Path, dtype: torch.dtype = torch.float32) ->
     sources = imprint.Sources.by_label(["a", "a", "b", "b", "c", "c"])
     store = imprint.simulate(task, data, sources, imprint.Plan(steps=2, lr=0.1), out=folder / "store", progress=False)
     return Service(task, store)
+
+
+class Wordy(nn.Module):
+    """A model that returns more than its outputs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(2, 3)
+
+    def forward(self, inputs: Tensor) -> tuple[Tensor, str]:
+        return self.linear(inputs), "certainly"
+
+
+@pytest.mark.parametrize(
+    ("form", "reason"),
+    [
+        (imprint.NumbersForm((2,), classes=2), r"has 2 classes, so .* shape \(1, 2\) .*; it returns \(1, 3\)"),
+        (imprint.NumbersForm((2,), classes=("a", "b", "c", "d")), r"has 4 classes, .*; it returns \(1, 3\)"),
+        (imprint.NumbersForm((2, 1), classes=3), r"fails on an input of shape \(1, 2, 1\) .*: RuntimeError: mat1"),
+        (imprint.NumbersForm((5,), classes=3), r"fails on an input of shape \(1, 5\) .*: RuntimeError: mat1"),
+    ],
+)
+def test_a_form_that_does_not_fit_the_model_is_refused_at_the_start(
+    tmp_path: Path, form: imprint.NumbersForm, reason: str
+) -> None:
+    service = serve(nn.Linear(2, 3), tmp_path)
+    service.close()
+    with pytest.raises(ConfigurationError, match=reason) as refused:
+        Service(service.task, service.store, form=form)
+    assert "\n" not in str(refused.value)
+
+
+def test_a_model_that_returns_more_than_a_tensor_is_refused_at_the_start(tmp_path: Path) -> None:
+    model, data = Wordy(), (torch.randn(6, 2), torch.tensor([0, 1, 2, 0, 1, 2]))
+    form = imprint.NumbersForm((2,), classes=3)
+    losses = nn.CrossEntropyLoss(reduction="none")
+    task = imprint.Task(model, lambda model, batch: losses(model(batch[0])[0], batch[1]), form=form)
+    sources, plan = imprint.Sources.by_label(list("aabbcc")), imprint.Plan(steps=2, lr=0.1)
+    store = imprint.simulate(task, data, sources, plan, progress=False)
+    with pytest.raises(ConfigurationError, match="this one returns a tuple"):
+        Service(task, store)
 
 
 @pytest.fixture
