@@ -13,7 +13,7 @@ import uvicorn
 from fastapi import FastAPI
 
 from imprint.errors import ConfigurationError, ImprintError
-from imprint.serve.patience import ImpatientProtocol
+from imprint.serve.connections import LimitedProtocol
 from imprint.serve.settings import Settings
 
 logger = logging.getLogger("imprint.serve")
@@ -67,7 +67,7 @@ def configure(app: FastAPI, settings: Settings) -> uvicorn.Config:
     """Return how uvicorn runs the application: one process, our own logs, and limits on connections."""
     return uvicorn.Config(
         app,
-        http=type("Protocol", (ImpatientProtocol,), {"proxies": settings.proxies}),
+        http=type("Protocol", (LimitedProtocol,), {"proxies": settings.proxies}),
         ws="none",
         lifespan="on",
         log_config=None,

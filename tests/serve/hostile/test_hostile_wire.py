@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 import pytest
 import uvicorn
 
-from imprint.serve import middleware, patience
+from imprint.serve import connections, middleware
 from imprint.serve.running import configure
 from tests.serve.hostile.target import Target
 
@@ -67,7 +67,7 @@ def read_status(found: bytes) -> int:
 @pytest.fixture
 def wire(target: Target, monkeypatch: pytest.MonkeyPatch) -> Iterator[Wire]:
     monkeypatch.setattr(middleware, "_BODY_SECONDS", 0.5)
-    monkeypatch.setattr(patience, "HEAD_SECONDS", 0.5)
+    monkeypatch.setattr(connections, "HEAD_SECONDS", 0.5)
     server = uvicorn.Server(configure(target.app, target.settings))
     with socket.create_server(("127.0.0.1", 0)) as bound:
         thread = threading.Thread(target=server.run, kwargs={"sockets": [bound]}, daemon=True)
@@ -215,7 +215,7 @@ def is_reset(connection: socket.socket) -> bool:
 
 
 def test_whoever_does_not_read_the_answers_is_cut_off(wire: Wire, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(patience, "READING_SECONDS", 0.2)
+    monkeypatch.setattr(connections, "READING_SECONDS", 0.2)
     with stall(wire) as connection:
         assert is_reset(connection)
 
@@ -223,8 +223,8 @@ def test_whoever_does_not_read_the_answers_is_cut_off(wire: Wire, monkeypatch: p
 def test_whoever_does_not_read_does_not_keep_the_service_from_ending(
     wire: Wire, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(patience, "READING_SECONDS", 1e6)
-    monkeypatch.setattr(patience, "LAST_SECONDS", 0.2)
+    monkeypatch.setattr(connections, "READING_SECONDS", 1e6)
+    monkeypatch.setattr(connections, "LAST_SECONDS", 0.2)
     wire.server.config.timeout_graceful_shutdown = None  # it would wait for as long as it takes
     with stall(wire) as connection:
         wire.server.should_exit = True
@@ -232,8 +232,8 @@ def test_whoever_does_not_read_does_not_keep_the_service_from_ending(
 
 
 def test_an_address_has_its_share_of_the_connections(wire: Wire, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(patience, "HEAD_SECONDS", 1e6)
-    monkeypatch.setattr(patience, "_SHARE", 20)
+    monkeypatch.setattr(connections, "HEAD_SECONDS", 1e6)
+    monkeypatch.setattr(connections, "_SHARE", 20)
     with contextlib.ExitStack() as stack:
         for _ in range(20):
             stack.enter_context(socket.create_connection(("127.0.0.1", wire.port), timeout=PATIENCE))

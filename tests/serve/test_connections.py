@@ -8,8 +8,8 @@ import pytest
 from fastapi import FastAPI
 from uvicorn.server import ServerState
 
-from imprint.serve import patience
-from imprint.serve.patience import ImpatientProtocol
+from imprint.serve import connections
+from imprint.serve.connections import LimitedProtocol
 from imprint.serve.running import configure
 from imprint.serve.settings import Settings
 
@@ -75,10 +75,10 @@ def loop() -> Loop:
 
 
 @pytest.fixture
-def connect(loop: Loop) -> Callable[..., tuple[ImpatientProtocol, Transport]]:
+def connect(loop: Loop) -> Callable[..., tuple[LimitedProtocol, Transport]]:
     state = ServerState()
 
-    def connect(address: str = "192.0.2.1", *proxies: str) -> tuple[ImpatientProtocol, Transport]:
+    def connect(address: str = "192.0.2.1", *proxies: str) -> tuple[LimitedProtocol, Transport]:
         config = configure(FastAPI(), Settings(proxies=proxies))
         config.load()
         make: Callable[..., Any] = config.http_protocol_class
@@ -89,7 +89,7 @@ def connect(loop: Loop) -> Callable[..., tuple[ImpatientProtocol, Transport]]:
     return connect
 
 
-Connect = Callable[..., tuple[ImpatientProtocol, Transport]]
+Connect = Callable[..., tuple[LimitedProtocol, Transport]]
 
 
 def test_whoever_reads_slowly_is_waited_for_and_whoever_stops_is_not(loop: Loop, connect: Connect) -> None:
@@ -98,7 +98,7 @@ def test_whoever_reads_slowly_is_waited_for_and_whoever_stops_is_not(loop: Loop,
     protocol.pause_writing()
     for left in (960, 900, 868):
         transport.size = left * KIB
-        assert loop.fire() == patience.READING_SECONDS and transport.state == "open"
+        assert loop.fire() == connections.READING_SECONDS and transport.state == "open"
     transport.size -= 31 * KIB
     loop.fire()
     assert transport.state == "aborted"
@@ -117,18 +117,18 @@ def test_at_the_end_whoever_does_not_read_is_given_less_time(loop: Loop, connect
     transport.size = KIB
     protocol.pause_writing()
     protocol.shutdown()
-    assert loop.fire() == patience.LAST_SECONDS and transport.state == "aborted"
+    assert loop.fire() == connections.LAST_SECONDS and transport.state == "aborted"
     late, _ = connect()
     late.shutdown()
     late.pause_writing()
-    assert loop.fire() == patience.LAST_SECONDS
+    assert loop.fire() == connections.LAST_SECONDS
 
 
 @pytest.mark.parametrize("others", ["192.0.2.1", "2001:db8::1"])
 def test_an_address_has_its_share_of_the_connections(
     connect: Connect, monkeypatch: pytest.MonkeyPatch, others: str
 ) -> None:
-    monkeypatch.setattr(patience, "_SHARE", 2)
+    monkeypatch.setattr(connections, "_SHARE", 2)
     places = [others, others.replace("::1", "::2"), others]
     assert [connect(place)[1].state for place in places] == ["open", "open", "closed"]
     assert connect("198.51.100.1")[1].state == "open"
@@ -138,5 +138,5 @@ def test_an_address_has_its_share_of_the_connections(
 def test_connections_of_a_proxy_are_not_those_of_one_address(
     connect: Connect, monkeypatch: pytest.MonkeyPatch, proxy: str
 ) -> None:
-    monkeypatch.setattr(patience, "_SHARE", 2)
+    monkeypatch.setattr(connections, "_SHARE", 2)
     assert {connect("192.0.2.1", "proxy.internal", proxy)[1].state for _ in range(5)} == {"open"}

@@ -27,7 +27,7 @@ _FULL = (
 _RESET = struct.pack("ii", 1, 0)  # of a socket: forget what is still to be sent
 
 
-class ImpatientProtocol(H11Protocol):
+class LimitedProtocol(H11Protocol):
     """HTTP as uvicorn speaks it, with time limits for the head of each request, and for reading the answers.
 
     proxies: addresses whose connections are those of many, and not counted.
