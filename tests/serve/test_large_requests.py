@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from pydantic import ValidationError
 
 from imprint.serve import requests
 from imprint.serve.access import Access
@@ -52,6 +53,14 @@ def test_an_answer_lists_so_many_sources_and_no_more(
     assert len(service.ledger) == entries
     assert [len(each["sources"]) for each in json.loads(post(caller, queries=queries, top=5).body)["queries"]] == [5, 5]
     assert len(json.loads(post(caller, query=queries[0], top=None).body)["queries"][0]["sources"]) == 6
+
+
+def test_of_a_hundred_thousand_unknown_fields_one_is_named(caller: Caller) -> None:
+    with pytest.raises(ValidationError) as found:
+        requests.AttributionRequest.model_validate({"quary": 0} | {f"k{place}": 0 for place in range(100_000)})
+    assert found.value.error_count() == 1
+    refused = post(caller, quary=1, other=0)
+    assert refused.status == 422 and b"unknown field 'quary'" in refused.body and b"mean query?" in refused.body
 
 
 class Busy:

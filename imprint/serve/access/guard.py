@@ -6,6 +6,7 @@ of these dependencies is open to everybody; a test lists those.
 
 import logging
 from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
 from typing import Annotated
 from urllib.parse import quote
 
@@ -27,22 +28,28 @@ class LoginNeeded(Exception):
     """Somebody who is not logged in asks for a page."""
 
 
-def require(permission: Permission) -> Callable[..., Awaitable[Identity]]:
-    """Return the dependency of a route of the API: a key, or the session of a page, that has a permission.
+@dataclass(frozen=True)
+class Guard:
+    """The dependency of a route of the API: see `require`."""
 
-    Requests of a session that change something need its CSRF token in the header X-CSRF-Token.
-    """
+    permission: Permission
 
-    async def check(request: Request, _: _Documented) -> Identity:
+    async def __call__(self, request: Request, _: _Documented) -> Identity:
         identity = _find_identity(request)
         if identity is None:
             raise refuse_stranger()
         if identity.csrf is not None and request.method not in SAFE_METHODS:
             _check_csrf(identity.csrf, request.headers.get("x-csrf-token", ""))
-        _check_permission(identity, permission)
+        _check_permission(identity, self.permission)
         return identity
 
-    return check
+
+def require(permission: Permission) -> Guard:
+    """Return the dependency of a route of the API: a key, or the session of a page, that has a permission.
+
+    Requests of a session that change something need its CSRF token in the header X-CSRF-Token.
+    """
+    return Guard(permission)
 
 
 def require_page(permission: Permission) -> Callable[..., Awaitable[Identity]]:

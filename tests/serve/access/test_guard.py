@@ -45,6 +45,16 @@ def test_a_key_of_each_role_opens_what_its_role_permits(doors: Doors) -> None:
     assert statuses == {"query": 200, "publisher": 403, "auditor": 403, "admin": 200}
 
 
+def test_whoever_may_not_ask_is_refused_before_anything_is_read(doors: Doors) -> None:
+    asked = {"content": b"{", "headers": {"Content-Type": "application/json"} | doors.bear("publisher")}
+    assert doors.client.post("/v1/attributions", **asked).status_code == 403
+    asked["headers"] |= doors.bear("query")
+    assert doors.client.post("/v1/attributions", **asked).status_code == 400
+    browser = doors.browse("admin")
+    refused = browser.post("/v1/attributions", content=b"{", headers={"Content-Type": "application/json"}, csrf=False)
+    assert refused.status_code == 403 and refused.json()["error"]["code"] == "bad_csrf"
+
+
 def test_a_wrong_key_is_not_rescued_by_a_session(doors: Doors) -> None:
     browser = doors.browse("admin")
     assert browser.get("/v1/sources").status_code == 200
