@@ -119,6 +119,7 @@ def describe_one(desk: CreditDesk, scope: Scope, found: Found) -> answers.EntryA
         problems=describer.find_problems(found) if credit is None else credit.problems,
         proof=answers.ProofAnswer(
             holds=proof.holds,
+            span=proof.span,
             head=None if proof.head is None else summaries.describe_head(desk, proof.head),
             leaf=None if is_hidden else proof.path,
             lines=lines,

@@ -102,12 +102,15 @@ class HeadAnswer(BaseModel):
 
 
 class ProofAnswer(BaseModel):
-    """The proof that an entry is in the log that was signed last. holds: null if no head covers the entry yet.
+    """The proof that an entry is in the log that was signed. holds: null if no head covers the entry yet.
 
+    head: the newest one that the proof leads to; if it leads to none, the newest of all.
+    span: if it leads to none, the first and the last of the entries among which one was changed.
     leaf: null too if the entry has parts that the key may not see.
     """
 
     holds: bool | None
+    span: tuple[int, int] | None
     head: HeadAnswer | None
     leaf: dict[str, Any] | None
     lines: list[dict[str, Any]]

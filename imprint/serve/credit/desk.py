@@ -25,11 +25,13 @@ from imprint.serve.credit.reading import Filters, Found, Page, check_row, read_o
 from imprint.serve.credit.statements import Statements
 from imprint.serve.credit.tally import Tally
 from imprint.serve.credit.verification import CLOSING, Verifier
+from imprint.serve.credit.vouching import Vouched, find_vouched
 from imprint.serve.errors import ApiError
 from imprint.serve.metrics import Metrics
 from imprint.serve.service import Service
 from imprint.serve.settings import Settings
 
+_TOGETHER = 1 << log.TILE  # entries whose hashes make up one stored node of the tree
 _PAUSE = 0.05  # seconds between chunks of a long log, which others compute in
 _COMPARISONS = 8  # that are kept, so that the next look at them is quick
 MOST_DISPUTES = 200
@@ -40,13 +42,16 @@ _STANDARD = ("above_noise", "positive_part")
 class Proof:
     """Whether an entry is in the log that was signed last.
 
+    head: the newest one, or an older one that covers the entry, if the log does not lead to the newest any more.
     path: the proof; None if no head covers the entry, or if it is not in the signed log.
     holds: None if no head covers the entry.
+    span: where it does not hold, the first and the last of the entries among which one was changed.
     """
 
     head: Head | None
     holds: bool | None
     path: dict[str, Any] | None
+    span: tuple[int, int] | None = None
 
 
 @dataclass(frozen=True)
@@ -168,18 +173,37 @@ class CreditDesk:
             return None
         return is_signed(self._key, head.signature, head.content)
 
+    def find_vouched(self) -> Vouched:
+        """Find the entries that signed heads vouch for, as the log is now; forged heads do not count."""
+        try:
+            heads = [head for head in self.heads() if self.is_signed(head) is not False]
+            with tables.reading(self.ledger.engine) as connection:
+                return find_vouched(heads, self.ledger.name, log.read_nodes(connection))
+        except CreditUnavailable:
+            raise
+        except CreditError:  # a head cannot be read
+            return Vouched()
+
     def prove(self, leaf: Leaf) -> Proof:
-        """Prove that an entry is in the log that was signed last."""
+        """Prove that an entry is in the log that was signed."""
         head = self.last_head()
         if head is None or leaf.sequence >= head.size:
             return Proof(head, None, None)
+        vouched = self.find_vouched()
+        if vouched.broken and vouched.holding and leaf.sequence < vouched.confirmed:
+            head = vouched.holding
+        first = leaf.sequence // _TOGETHER * _TOGETHER
+        span = (first, min(first + _TOGETHER, head.size) - 1)
+        if vouched.span and leaf.sequence >= vouched.confirmed:
+            span = vouched.span
         try:
             with tables.reading(self.ledger.engine) as connection:
                 path = prove_inclusion(leaf.sequence, head.size, log.read_nodes(connection))
         except (CreditError, ValueError):  # the tree has a gap
-            return Proof(head, False, None)
-        holds = check_inclusion(leaf.hash, leaf.sequence, head.size, path, head.root)
-        return Proof(head, holds, prove_leaf(leaf, path) if holds else None)
+            return Proof(head, False, None, span)
+        if not check_inclusion(leaf.hash, leaf.sequence, head.size, path, head.root):
+            return Proof(head, False, None, span)
+        return Proof(head, True, prove_leaf(leaf, path))
 
     def periods(self) -> list[Leaf]:
         """Return the closed periods, in their order; without those that were changed."""

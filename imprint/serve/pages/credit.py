@@ -23,7 +23,6 @@ from imprint.serve.pages.rendering import render
 router = APIRouter(route_class=CreditRoute, include_in_schema=False)
 RULES = ("above_noise", "positive_part", "fixed_plus", "by_size", "equal", "nothing")
 _ROWS, _LISTED = 25, 50
-_RADIUS = 256  # entries whose hashes make up one stored node of the tree
 Viewer = Annotated[Identity, Depends(require_page("see_own_credit"))]
 
 
@@ -75,6 +74,7 @@ def show_credit(
     newer = asked.link("#entries") if before is not None else None
     verification = summaries.describe_verification(desk, scope)
     problems = _group_problems(verification)
+    vouched, spans = desk.find_vouched(), [each.span for each in desk.verifier.last.problems if each.span is not None]
     return render(
         request,
         "credit.html.j2",
@@ -88,6 +88,8 @@ def show_credit(
         before=None if page.before is None else asked.link("#entries", before=page.before),
         newest=newer,
         head=None if head is None else summaries.describe_head(desk, head),
+        vouched=vouched,
+        signed={entry.sequence: vouched.judge(entry.sequence, spans) for entry in entries},
         verification=verification,
         problems=dict(list(problems.items())[:_LISTED]),
         more=len(problems) > _LISTED,
@@ -103,12 +105,12 @@ def show_credit(
     )
 
 
-def _group_problems(verification: answers.VerificationAnswer) -> dict[int, list[str]]:
+def _group_problems(verification: answers.VerificationAnswer) -> dict[int, list[answers.ProblemAnswer]]:
     """Return what is wrong with each entry that has problems."""
-    found: dict[int, list[str]] = {}
+    found: dict[int, list[answers.ProblemAnswer]] = {}
     for problem in verification.problems:
         if problem.sequence is not None:
-            found.setdefault(problem.sequence, []).append(problem.text)
+            found.setdefault(problem.sequence, []).append(problem)
     return found
 
 
@@ -197,13 +199,11 @@ def show_entry(request: Request, identity: Viewer, desk: Desk, sequence: Sequenc
     scope, found = Scope.of(identity), desk.read_entry(sequence)
     answer = describe_one(desk, scope, found)
     size = desk.size()
-    first = sequence // _RADIUS * _RADIUS
     return render(
         request,
         "credit_entry.html.j2",
         identity,
         entry=answer,
-        near=(first, min(first + _RADIUS, size) - 1),
         previous=sequence - 1 if sequence else None,
         next=sequence + 1 if sequence + 1 < size else None,
         disputes=_find_disputes(desk, found),
