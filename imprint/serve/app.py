@@ -200,9 +200,11 @@ def _hide_error(request: Request, error: Exception) -> ApiError:
 
 def _log_error(error: Exception, scope: Scope) -> None:
     """Log where an error came from, without its message or the address, which may quote what was asked, or a token."""
-    path = getattr(scope.get("route"), "path", "an unknown route")
+    doing = f"answering {getattr(scope.get('route'), 'path', 'an unknown route')}"
+    if scope["type"] == "lifespan":
+        doing = "starting or stopping"
     frames = "".join(traceback.format_list(traceback.extract_tb(error.__traceback__)[-8:]))
-    logger.error("%s while answering %s:\n%s", type(error).__name__, path, frames)
+    logger.error("%s while %s:\n%s", type(error).__name__, doing, frames)
 
 
 class CatchErrors:
@@ -216,12 +218,14 @@ class CatchErrors:
 
         async def note(message: Message) -> None:
             nonlocal begun
-            begun = begun or message["type"] == "http.response.start"
+            begun = begun or message["type"] in ("http.response.start", "lifespan.startup.complete")
             await send(message)
 
         try:
             await self._app(scope, receive, note)
         except Exception as error:
+            if scope["type"] == "lifespan" and isinstance(error, ImprintError) and not begun:
+                return  # it could not start, and whoever starts it is told why
             _log_error(error, scope)
             if scope["type"] != "http" or begun:
                 return  # an answer that was begun cannot be taken back; it ends here

@@ -100,9 +100,27 @@ def test_a_signal_stops_it_and_the_program_goes_on(start: Start, number: signal.
     start(lambda client: os.kill(os.getpid(), number))
 
 
-def test_an_address_for_figures_that_is_taken_is_named_and_nothing_is_served(start: Start, taken: int) -> None:
+def test_an_address_for_figures_that_is_taken_is_named_and_nothing_is_served(
+    start: Start, taken: int, caplog: pytest.LogCaptureFixture
+) -> None:
     with pytest.raises(ConfigurationError, match=f"metrics cannot be served on 127.0.0.1:{taken}"):
         start(lambda client: pytest.fail("it was announced"), metrics=f"127.0.0.1:{taken}")
+    assert "Traceback" not in caplog.text and "ConfigurationError" not in caplog.text
+
+
+def test_what_nobody_foresaw_at_the_start_is_logged_with_its_place(
+    news: News, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(*given: object) -> None:
+        raise RuntimeError("secret")
+
+    monkeypatch.setattr("imprint.serve.app.Exporter", fail)
+    access = Access(tmp_path / "access.db")
+    settings = Settings(metrics="127.0.0.1:0")
+    with pytest.raises(SystemExit):
+        run(create_app(settings, news.serve(), access), settings, bind("127.0.0.1", 0), lambda: None)
+    access.close()
+    assert "RuntimeError while starting or stopping:" in caplog.text and "in fail" in caplog.text
 
 
 def test_while_it_drains_it_answers_but_is_not_ready(start: Start, news: News, monkeypatch: pytest.MonkeyPatch) -> None:
