@@ -1,6 +1,7 @@
 """Opens and makes the database of a ledger, and refuses what is none."""
 
 import os
+from shlex import quote
 
 from sqlalchemy import Connection, Engine, inspect, select
 
@@ -11,7 +12,9 @@ from imprint.errors import CreditError
 def check_schema(connection: Connection) -> None:
     """Refuse a database without a ledger, with one of another version, or with objects that no ledger has."""
     if not inspect(connection).has_table(tables.log.name):
-        raise CreditError(f"{tables.describe(connection.engine)} does not contain a ledger: Ledger.create makes one.")
+        raise CreditError(
+            f"{tables.describe(connection.engine)} does not contain a ledger: `imprint credit create` makes one."
+        )
     tables.refuse_foreign_objects(connection)
     schema = connection.execute(select(tables.log.c.schema).where(tables.log.c.id == 1)).scalar_one_or_none()
     if schema != tables.SCHEMA:
@@ -33,7 +36,8 @@ def refuse_tables(connection: Connection) -> None:
 def refuse_missing_file(engine: Engine) -> None:
     """Refuse to open a SQLite file that does not exist; connecting would make one."""
     if tables.is_sqlite(engine) and not tables.find_file(engine).is_file():
-        raise CreditError(f"there is no ledger {tables.find_file(engine)}: Ledger.create makes one.")
+        file = tables.find_file(engine)
+        raise CreditError(f"there is no ledger {file}: `imprint credit create -l {quote(str(file))}` makes one.")
 
 
 def make_private_file(engine: Engine) -> None:

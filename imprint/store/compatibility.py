@@ -52,7 +52,10 @@ class Compatibility:
     def _check_selected(self, task: Task) -> None:
         mine, theirs = self._manifest.parameters, specify(task)
         if extra := [name for name in theirs if name not in mine]:
-            raise StoreError(f"the task selects parameter {extra[0]!r}, of which the store has no imprints.")
+            raise StoreError(
+                "this task is of another model than the store's, or selects other parameters: it selects "
+                f"{extra[0]!r}, of which the store has no imprints."
+            )
         if missing := [name for name in mine if name not in theirs]:
             raise StoreError(f"the store has imprints of parameter {missing[0]!r}, which the task does not select.")
         for name, was in mine.items():

@@ -292,7 +292,9 @@ def test_a_ledger_is_made_once_and_opened_by_its_place(place: str) -> None:
 
 
 def test_what_is_no_ledger_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(CreditError, match=r"there is no ledger .*credit\.db"):
+    with pytest.raises(
+        CreditError, match=r"there is no ledger .*credit\.db: `imprint credit create -l .*credit\.db` makes one"
+    ):
         Ledger(tmp_path / "credit.db")
     (tmp_path / "empty.db").touch()
     with pytest.raises(CreditError, match="does not contain a ledger"):

@@ -102,7 +102,7 @@ class Verifier:
         except ImprintError as error:
             is_unavailable = isinstance(error, CreditUnavailable)  # whose message names the host and the user
             found = self._fail("the ledger cannot be reached." if is_unavailable else str(error))
-            logger.error("the ledger could not be verified: %s", type(error).__name__)
+            logger.error("the ledger could not be verified: %s", found.error)
         except Exception as error:  # a thread that dies in silence would leave the page at "running" for ever
             found = self._fail(f"it ended with an unexpected {type(error).__name__}.")
             logger.exception("the ledger could not be verified")

@@ -50,6 +50,18 @@ def test_a_service_verifies_and_counts_when_it_starts_and_stops_both_when_it_end
         assert bureau.app.state.metrics.problems._value.get() == 0
 
 
+def test_why_a_log_could_not_be_verified_is_logged(
+    news: News, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with make_ledger(tmp_path / "credit.db") as ledger:
+        verifier = Verifier(ledger, Settings(heads=tmp_path / "heads.jsonl"))
+        verifier.start()
+        verifier.wait()
+        verifier.close()
+    assert verifier.last.status == "failed" and "heads.jsonl" in verifier.last.error
+    assert f"the ledger could not be verified: {verifier.last.error}" in caplog.text
+
+
 def test_closing_ends_a_verification_early_and_keeps_what_was_known(news: News, tmp_path: Path) -> None:
     with make_ledger(tmp_path / "credit.db") as ledger:
         fill(ledger, (300,))
