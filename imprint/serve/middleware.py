@@ -36,6 +36,7 @@ _ONCE = (b"host", b"authorization", b"content-length", b"content-type", b"idempo
 _VISIBLE, _CONTROLS = re.compile(rb"[!-~]*"), re.compile(rb"[\x00-\x08\x0a-\x1f\x7f]")
 _LONGEST_URL, _LONGEST_HEADERS = 8 << 10, 32 << 10  # bytes
 _BODY_SECONDS = 30.0
+_STRANGERS_BODY = 8 << 10  # bytes: a login
 _DRAINED = 8 << 20  # bytes that are still read of a body that is too large
 _POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; connect-src 'self'; "
@@ -106,7 +107,7 @@ class Protect:
 
     def _check_host(self, headers: Headers) -> None:
         given = [value for name, value in headers if name == b"host"]
-        if len(given) != 1 or _name_host(given[0]) not in self._hosts:
+        if len(given) != 1 or name_host(given[0]) not in self._hosts:
             raise ApiError(
                 400,
                 "bad_host",
@@ -116,7 +117,7 @@ class Protect:
     async def _check_caller(self, scope: Scope) -> None:
         """Find out who asks, and whether they ask too often."""
         path, state = scope["path"], scope.setdefault("state", {})
-        if path in _UNLIMITED or path.startswith(_STATIC):
+        if _is_unlimited(path):
             return
         try:
             identity = await self._identify(scope)
@@ -164,7 +165,7 @@ class Protect:
 
     async def _read_body(self, scope: Scope, receive: Receive) -> bytes:
         """Return the body. One that is too large is read a little longer, so that its sender sees the answer."""
-        most, body, size = self._settings.body_bytes, bytearray(), 0
+        most, body, size = self._limit_body(scope), bytearray(), 0
         too_large = ApiError(413, "too_large", f"a body has at most {most:,} bytes.")
         if int(_find_header(scope["headers"], b"content-length") or 0) > most + _DRAINED:
             raise too_large
@@ -181,6 +182,18 @@ class Protect:
         if size > most:
             raise too_large
         return bytes(body)
+
+    def _limit_body(self, scope: Scope) -> int:
+        """Return the bytes that a body may have: few from strangers, who could fill the memory with unfinished ones."""
+        if _is_unlimited(scope["path"]):
+            return 0
+        most = self._settings.body_bytes
+        return min(most, _STRANGERS_BODY) if scope["state"]["identity"] is None else most
+
+
+def _is_unlimited(path: str) -> bool:
+    """Tell whether a path may be asked for without a key, and as often as one likes."""
+    return path in _UNLIMITED or path.startswith(_STATIC)
 
 
 def _find_secret(scope: Scope, https: bool) -> tuple[str | None, bool]:
@@ -223,7 +236,7 @@ def _replay(body: bytes, receive: Receive) -> Receive:
     return replay
 
 
-def _name_host(value: bytes) -> str:
+def name_host(value: bytes) -> str:
     """Return the name in the header Host, without the port; an empty string if it is none."""
     text = value.decode("latin-1").lower()
     name, colon, port = text.rpartition(":")
@@ -299,6 +312,8 @@ def _add_headers(scope: Scope, send: Send, https: bool) -> Send:
             headers = MutableHeaders(scope=message)
             for name, value in _HEADERS.items():
                 headers[name] = value
+            if scope["path"].startswith("/login"):  # whose form must say where it comes from, but not the link
+                headers["Referrer-Policy"] = "strict-origin"
             if not scope["path"].startswith("/static/") or message["status"] != 200:
                 headers["Cache-Control"] = "no-store"
             if https:

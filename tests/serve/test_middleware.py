@@ -145,6 +145,16 @@ def test_without_a_key_no_body_is_read(caller: Caller) -> None:
     assert caller.call("/v1/attributions", [], [b"x"], method="POST")[0] == 401 and caller.read == 0
 
 
+@pytest.mark.parametrize(
+    ("path", "most"),
+    [("/login", 8192), ("/nothing", 8192), ("/healthz", 0), ("/readyz", 0), ("/static/0/pages.css", 0)],
+)
+def test_strangers_send_no_more_than_a_login(caller: Caller, path: str, most: int) -> None:
+    caller.secret = ""
+    assert caller.call(path, [], [b"x" * most, b"x"], method="POST")[0] == 413
+    assert caller.call(path, [], [b"x" * most], method="POST")[0] in (401, 404, 405, 415)
+
+
 @pytest.mark.parametrize("encoding", ["gzip", "deflate", "br", "gzip, identity", "zstd", "x"])
 def test_compressed_bodies_are_refused(caller: Caller, encoding: str) -> None:
     headers = [(b"content-encoding", encoding.encode())]
@@ -204,7 +214,7 @@ def check_headers(caller: Caller, path: str, method: str) -> None:
     assert "unsafe" not in str(policy)
     expected = {
         "x-content-type-options": "nosniff",
-        "referrer-policy": "no-referrer",
+        "referrer-policy": "strict-origin" if path == "/login" else "no-referrer",
         "cross-origin-opener-policy": "same-origin",
         "cross-origin-resource-policy": "same-origin",
         "cache-control": "no-store",

@@ -13,7 +13,7 @@ from imprint.serve.access.guard import require_login
 from imprint.serve.access.rates import Buckets, name_network
 from imprint.serve.access.roles import Identity
 from imprint.serve.errors import ApiError
-from imprint.serve.middleware import refuse_rate
+from imprint.serve.middleware import name_host, refuse_rate
 from imprint.serve.pages.forms import read_form
 from imprint.serve.pages.rendering import render
 from imprint.serve.settings import Settings
@@ -103,12 +103,25 @@ async def _end_session(request: Request) -> None:
 
 def _check_attempt(request: Request) -> None:
     """Refuse logins that another site sends, and those from an address where many failed."""
-    if request.headers.get("sec-fetch-site", "none") not in ("none", "same-origin"):
+    if _is_from_another_site(request):
         raise ApiError(
             403, "cross_site", "this login was sent from another site. Open the login page here, and log in there."
         )
     if wait := _find_failures(request).wait(_address_of(request)):
         raise refuse_rate(wait)
+
+
+def _is_from_another_site(request: Request) -> bool:
+    """Tell whether a browser says that a form is not one of this service; programs say nothing of it.
+
+    Over plain HTTP they send no Sec-Fetch-Site, but the origin. Ports are not compared: proxies may leave them out, and
+    cookies do not tell them apart either.
+    """
+    site, origin = request.headers.get("sec-fetch-site"), request.headers.get("origin")
+    if site is not None or origin is None:
+        return site not in (None, "none", "same-origin")
+    here, there = request.headers.get("host", ""), origin.partition("://")[2]
+    return name_host(here.encode("latin-1")) != name_host(there.encode("latin-1"))
 
 
 def _find_failures(request: Request) -> Buckets:

@@ -9,7 +9,7 @@ from imprint.serve.pages import login
 from imprint.serve.pages.login import choose_destination
 from imprint.serve.service import Service
 from imprint.serve.settings import Settings
-from tests.serve.access.doors import Browser, Doors
+from tests.serve.access.doors import ADDRESS, Browser, Doors
 
 
 def log_in(browser: Browser, key: str, **more: str) -> tuple[int, str]:
@@ -85,6 +85,17 @@ def test_a_login_from_another_site_is_refused(doors: Doors) -> None:
     assert Browser(doors.app).post(
         "/login", data=form, headers={"Sec-Fetch-Site": "same-origin"}, csrf=False
     ).status_code == 303  # fmt: skip
+
+
+@pytest.mark.parametrize("path", ["/login", "/login/LINK"])
+def test_a_browser_that_only_says_the_origin_logs_in_from_the_login_page_alone(doors: Doors, path: str) -> None:
+    path, form = path.replace("LINK", doors.access.make_link("app")), {"key": doors.secrets["query"]}
+    browser = Browser(doors.app)
+    assert browser.get(path).headers["Referrer-Policy"] == "strict-origin"  # else the origin of its form would be null
+    for origin in ("http://evil.example", "null", ADDRESS + ".evil.example", "http://evil.example/127.0.0.1", "", "é"):
+        answer = browser.post(path, data=form, headers={"Origin": origin.encode("latin-1")}, csrf=False)
+        assert answer.status_code == 403 and "imprint" not in browser.cookies
+    assert browser.post(path, data=form, headers={"Origin": ADDRESS + ":8080"}, csrf=False).status_code == 303
 
 
 def test_logging_out_ends_the_session_for_good(doors: Doors) -> None:
