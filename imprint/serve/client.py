@@ -167,13 +167,13 @@ class Client:
 
     def sources(self) -> list[dict[str, Any]]:
         """Return the sources of the store, with their sizes and what is known of them."""
-        found: list[dict[str, Any]] = self._ask("GET", "/v1/sources")
-        return found
+        sources: list[dict[str, Any]] = self._ask("GET", "/v1/sources")
+        return sources
 
     def store(self) -> dict[str, Any]:
         """Return what is served, and what a query is."""
-        found: dict[str, Any] = self._ask("GET", "/v1/store")
-        return found
+        about: dict[str, Any] = self._ask("GET", "/v1/store")
+        return about
 
     def ready(self) -> bool:
         """Tell whether the service can answer, without trying again."""
@@ -229,14 +229,16 @@ class Client:
         return response.status, body, float(after) if re.fullmatch("[0-9]{1,4}", after) else 0.0
 
     def _connect(self) -> http.client.HTTPConnection:
-        found: http.client.HTTPConnection | None = getattr(self._local, "connection", None)
-        if found is None:
+        connection: http.client.HTTPConnection | None = getattr(self._local, "connection", None)
+        if connection is None:
             if self._https:
-                found = http.client.HTTPSConnection(self.host, self.port, timeout=self.timeout, context=self._context)
+                connection = http.client.HTTPSConnection(
+                    self.host, self.port, timeout=self.timeout, context=self._context
+                )
             else:
-                found = http.client.HTTPConnection(self.host, self.port, timeout=self.timeout)
-            self._local.connection = found
-        return found
+                connection = http.client.HTTPConnection(self.host, self.port, timeout=self.timeout)
+            self._local.connection = connection
+        return connection
 
 
 def _is_loopback(host: str) -> bool:
@@ -272,23 +274,23 @@ def _explain(status: int, body: bytes) -> ServiceError:
     return ServiceError(f"refused with status {status} ({code}): {message}", status=status, code=code)
 
 
-def _read_answer(found: Any) -> Answer:
+def _read_answer(content: Any) -> Answer:
     try:
         return Answer(
-            found["question"],
-            found["meaning"],
-            tuple(map(_read_query, found["queries"])),
-            found["validation"],
-            tuple(found["warnings"]),
-            found["repeated"],
-            found["milliseconds"],
-            found,
+            content["question"],
+            content["meaning"],
+            tuple(map(_read_query, content["queries"])),
+            content["validation"],
+            tuple(content["warnings"]),
+            content["repeated"],
+            content["milliseconds"],
+            content,
         )
     except (KeyError, TypeError) as error:
         raise ServiceError("the answer is not that of a service of this version.") from error
 
 
-def _read_query(found: Any) -> Query:
+def _read_query(content: Any) -> Query:
     names = Effect.__dataclass_fields__
-    effects = tuple(Effect(**{name: effect[name] for name in names}) for effect in found["sources"])
-    return Query(found["answer"], effects, found["unattributed"], found["entry"])
+    effects = tuple(Effect(**{name: effect[name] for name in names}) for effect in content["sources"])
+    return Query(content["answer"], effects, content["unattributed"], content["entry"])

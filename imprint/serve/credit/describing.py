@@ -39,15 +39,15 @@ class Describer:
             if problem.sequence is not None:
                 self._problems.setdefault(problem.sequence, []).append(problem.text)
 
-    def describe(self, found: Found) -> Entry | ChangedEntry:
+    def describe(self, entry: Found) -> Entry | ChangedEntry:
         """Describe a credited query; of one that was changed, only what is wrong."""
-        if found.leaf is None:
-            return self._refuse(found.sequence)
+        if entry.leaf is None:
+            return self._refuse(entry.sequence)
         try:
-            with log.translated_damage(f"entry {found.sequence}"):
-                return self._describe(found.leaf)
+            with log.translated_damage(f"entry {entry.sequence}"):
+                return self._describe(entry.leaf)
         except CreditError:  # written by hand, with its hash
-            return self._refuse(found.sequence)
+            return self._refuse(entry.sequence)
 
     def _refuse(self, sequence: int) -> ChangedEntry:
         known = self._problems.get(sequence, [])
@@ -59,10 +59,10 @@ class Describer:
             return problems
         return [CHANGED if CHANGED in problems else HIDDEN]
 
-    def find_problems(self, found: Found) -> list[str]:
+    def find_problems(self, entry: Found) -> list[str]:
         """Return what is known to be wrong with an entry of any kind."""
-        first = [CHANGED] if found.leaf is None else []
-        return self._show(list(dict.fromkeys([*first, *self._problems.get(found.sequence, [])])))
+        first = [CHANGED] if entry.leaf is None else []
+        return self._show(list(dict.fromkeys([*first, *self._problems.get(entry.sequence, [])])))
 
     def _describe(self, leaf: Leaf) -> Entry:
         about, policy = leaf.about, self._policies.get(leaf.about["policy"])

@@ -30,21 +30,21 @@ def export_entries(desk: CreditDesk, scope: Scope, filters: Filters) -> Iterator
     for first in range(start, stop, _AT_ONCE):
         rows = list[str]()
         with tables.reading(desk.ledger.engine) as connection:
-            for found in read_chunk(connection, first, min(stop, first + _AT_ONCE)):
-                leaf = found.leaf
+            for entry in read_chunk(connection, first, min(stop, first + _AT_ONCE)):
+                leaf = entry.leaf
                 if leaf is None:
-                    rows.append(_join((found.sequence, *[""] * (len(EXPORTED) - 2), CHANGED)))
+                    rows.append(_join((entry.sequence, *[""] * (len(EXPORTED) - 2), CHANGED)))
                 elif filters.match(leaf):
                     policy = policies.get(leaf.about["policy"])
                     for row in scope.choose(leaf.rows):
                         if filters.sources is not None and row["source"] not in filters.sources:
                             continue
                         if policy is None:
-                            rows.append(_join((found.sequence, *[""] * (len(EXPORTED) - 2), "its policy is missing")))
+                            rows.append(_join((entry.sequence, *[""] * (len(EXPORTED) - 2), "its policy is missing")))
                             break
                         values = describe_entry(leaf, dict(row), policy, currency)
                         cells = [values[name] for name in COLUMNS[1:]]
-                        rows.append(_join((found.sequence, row["source"], *cells, "")))
+                        rows.append(_join((entry.sequence, row["source"], *cells, "")))
         yield "".join(rows)
 
 

@@ -77,16 +77,16 @@ def read_page(connection: Connection, filters: Filters, before: int | None, limi
         stop = min(stop, find_place(connection, filters.until, size))
     begin = 0 if filters.since is None else find_place(connection, filters.since, size)
     start = max(begin, stop - (WINDOW if _can_search(filters) else UNSEARCHED))
-    found = list[Found]()
+    entries = list[Found]()
     at = stop
-    while at > start and len(found) < limit:
-        rows = _read_rows_before(connection, filters, start, at, limit - len(found))
+    while at > start and len(entries) < limit:
+        rows = _read_rows_before(connection, filters, start, at, limit - len(entries))
         for row in rows:
             one = check_row(row)
             if one.leaf is None or filters.match(one.leaf):
-                found.append(one)
+                entries.append(one)
         at = rows[-1].sequence if rows else start
-    return Page(tuple(found), at if at > begin else None)
+    return Page(tuple(entries), at if at > begin else None)
 
 
 def _read_rows_before(connection: Connection, filters: Filters, start: int, stop: int, limit: int) -> list[Any]:
@@ -148,8 +148,8 @@ def find_place(connection: Connection, time: str, size: int) -> int:
     low, high, table = 0, size, tables.leaves
     while low < high:
         middle = (low + high) // 2
-        found = connection.execute(select(table.c.time).where(table.c.sequence == middle)).scalar_one_or_none()
-        if found is not None and found >= time:
+        known = connection.execute(select(table.c.time).where(table.c.sequence == middle)).scalar_one_or_none()
+        if known is not None and known >= time:
             high = middle
         else:
             low = middle + 1

@@ -19,15 +19,15 @@ from imprint.serve.credit.tally import Signs
 def sum_running(desk: CreditDesk, scope: Scope) -> answers.Totals:
     """Return the totals of the period that is not closed yet."""
     running = desk.running()
-    found = _sum(desk, scope, running.totals)
-    return found.model_copy(update={"first": running.first, "stop": running.stop})
+    totals = _sum(desk, scope, running.totals)
+    return totals.model_copy(update={"first": running.first, "stop": running.stop})
 
 
 def sum_days(desk: CreditDesk, scope: Scope, since: str | None, until: str | None) -> answers.Totals:
     """Return the totals from a day on, and before another; without pots of periods, which belong to no day."""
     desk.tally.catch_up()
-    found = _sum(desk, scope, desk.tally.between(since, until).totals)
-    return found.model_copy(update={"since": since, "until": until})
+    totals = _sum(desk, scope, desk.tally.between(since, until).totals)
+    return totals.model_copy(update={"since": since, "until": until})
 
 
 def _sum(desk: CreditDesk, scope: Scope, sums: Sum) -> answers.Totals:
@@ -61,6 +61,7 @@ def _sum(desk: CreditDesk, scope: Scope, sums: Sum) -> answers.Totals:
             if scope.sees(name)
         ],
         left_out=list(desk.tally.left_out),
+        over_runs=False,
     )
 
 
@@ -96,22 +97,23 @@ def sum_closed(desk: CreditDesk, scope: Scope, closing: Leaf) -> answers.Totals:
             for row in scope.choose(closing.rows)
         ],
         left_out=[],
+        over_runs=_is_over_runs(closing),
     )
 
 
 def compare(desk: CreditDesk, scope: Scope, name: str, closing: Leaf | None) -> answers.ComparisonAnswer:
     """Return what sources get in a period, and what they would get under another policy."""
     policy: Policy = desk.find_policy(name)
-    found = desk.compare(policy, closing)
+    compared = desk.compare(policy, closing)
     return answers.ComparisonAnswer(
         period=None if closing is None else closing.about["period"],
         policy=name,
         explanation=policy.explain(policy.rule),
-        queries=found.queries,
-        refused=found.refused,
-        left_out=found.left_out,
-        sources=[_describe_change(desk, change) for change in found.rows if scope.sees(change.source)],
-        unattributed=_describe_change(desk, found.unattributed),
+        queries=compared.queries,
+        refused=compared.refused,
+        left_out=compared.left_out,
+        sources=[_describe_change(desk, change) for change in compared.rows if scope.sees(change.source)],
+        unattributed=_describe_change(desk, compared.unattributed),
     )
 
 
@@ -186,6 +188,7 @@ def _describe_period(desk: CreditDesk, scope: Scope, closing: Leaf, head: Head |
         unattributed=Amount.of(about["unattributed"]["amount"], currency),
         remainder=Amount.of(about["remainder"], currency),
         signed=head is not None and head.size > closing.sequence,
+        over_runs=_is_over_runs(closing),
         sources=[
             answers.PeriodLine(
                 source=row["source"],
@@ -201,6 +204,11 @@ def _describe_period(desk: CreditDesk, scope: Scope, closing: Leaf, head: Head |
             for row in scope.choose(closing.rows)
         ],
     )
+
+
+def _is_over_runs(closing: Leaf) -> bool:
+    """Tell whether intervals take other training runs into account: only answers to "expected" rest on several."""
+    return "expected" in closing.about["questions"]
 
 
 def describe_head(desk: CreditDesk, head: Head) -> answers.HeadAnswer:

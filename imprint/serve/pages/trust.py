@@ -85,31 +85,31 @@ def show_trust(request: Request, identity: Annotated[Identity, Depends(require_p
 
 def _list_evidence(verdict: Verdict) -> list[Figure]:
     """Return how predictions compare with what removals really did."""
-    found = verdict.figures
+    measured = verdict.figures
     best = (
-        f"A perfect prediction would reach about {found.ceiling:.2f}, since training runs differ by chance."
-        if found.ceiling is not None
+        f"A perfect prediction would reach about {measured.ceiling:.2f}, since training runs differ by chance."
+        if measured.ceiling is not None
         else "How close to 1 a perfect prediction could come is unknown: the removals were made in one training run."
     )
     figures = [
         Figure(
             "Correlation of predicted and real effects",
-            _UNKNOWN if found.correlation is None else f"{found.correlation:.2f}",
+            _UNKNOWN if measured.correlation is None else f"{measured.correlation:.2f}",
             f"1 is perfect, 0 is chance. {best} {describe_p(verdict)}",
         ),
         Figure(
             "The same, guessing by size",
-            _UNKNOWN if found.by_size is None else f"{found.by_size:.2f}",
+            _UNKNOWN if measured.by_size is None else f"{measured.by_size:.2f}",
             "What you reach if you only know how many training examples each source has. Predictions should do better.",
         ),
     ]
-    if found.slope is not None:
-        ends = name_ends(found.slope_low, found.slope_high)
+    if measured.slope is not None:
+        ends = name_ends(measured.slope_low, measured.slope_high)
         calibrated = " It was set by these very removals, so it does not test itself." if verdict.calibrated else ""
         figures.append(
             Figure(
                 "Real effect divided by predicted",
-                f"{found.slope:.2f}" + (f" ({ends})" if ends else " (interval unknown)"),
+                f"{measured.slope:.2f}" + (f" ({ends})" if ends else " (interval unknown)"),
                 f"1 is perfect; from {WITHIN[0]:g} to {WITHIN[1]:g} sizes count as right.{calibrated}",
             )
         )
@@ -117,10 +117,12 @@ def _list_evidence(verdict: Verdict) -> list[Figure]:
 
 
 def _draw_slope(verdict: Verdict) -> Markup | None:
-    found = verdict.figures
-    if found.slope is None:
+    measured = verdict.figures
+    if measured.slope is None:
         return None
-    return draw_ratio("Real effect divided by predicted effect", found.slope, found.slope_low, found.slope_high, WITHIN)
+    return draw_ratio(
+        "Real effect divided by predicted effect", measured.slope, measured.slope_low, measured.slope_high, WITHIN
+    )
 
 
 def _list_noise(asked: Summary, verdict: Verdict | None) -> list[Figure]:

@@ -48,12 +48,12 @@ def describe_standing(verdict: Verdict | None) -> Standing:
 
 def describe_tests(verdict: Verdict) -> str:
     """Say what was done to test effects."""
-    found = verdict.figures
-    runs = count_of(found.runs, "training run")
-    which = "these queries" if verdict.own else count_of(found.queries, "query", "queries")
+    figures = verdict.figures
+    runs = count_of(figures.runs, "training run")
+    which = "these queries" if verdict.own else count_of(figures.queries, "query", "queries")
     return (
-        f"Predictions were compared with {count_of(found.removals, 'real removal')}, of "
-        f"{count_of(found.sources, 'different source')} in all, each in {runs}, on {which}."
+        f"Predictions were compared with {count_of(figures.removals, 'real removal')}, of "
+        f"{count_of(figures.sources, 'different source')} in all, each in {runs}, on {which}."
     )
 
 
