@@ -143,7 +143,10 @@ class SourceTotal(BaseModel):
 
 
 class Totals(BaseModel):
-    """What some queries paid, and to whom. left_out: entries that were changed, and are in no total."""
+    """What some queries paid, and to whom. left_out: entries that were changed, and are in no total.
+
+    over_runs: whether intervals say what other training runs would change, and not only other queries.
+    """
 
     period: str | None
     first: int | None
@@ -159,6 +162,7 @@ class Totals(BaseModel):
     validations: dict[str, int]
     sources: list[SourceTotal]
     left_out: list[int]
+    over_runs: bool
 
 
 class ChangeAnswer(BaseModel):
@@ -270,7 +274,10 @@ class PeriodLine(BaseModel):
 
 
 class PeriodAnswer(BaseModel):
-    """A closed period, and what sources are paid for it."""
+    """A closed period, and what sources are paid for it.
+
+    over_runs: whether intervals say what other training runs would change, and not only other queries.
+    """
 
     period: str
     closed: str
@@ -283,4 +290,5 @@ class PeriodAnswer(BaseModel):
     unattributed: Amount
     remainder: Amount
     signed: bool = Field(description="Whether a head was signed since, so that there are statements.")
+    over_runs: bool
     sources: list[PeriodLine]

@@ -84,6 +84,7 @@ class _Period(_Entry):
     smallest: _Whole
     unattributed: _Rest
     rules: _Counts
+    questions: _Counts
     validations: _Counts
 
 

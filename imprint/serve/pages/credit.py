@@ -72,6 +72,7 @@ def show_credit(
     entries = [describer.describe(found) for found in page.entries]
     periods = summaries.describe_periods(desk, scope)
     newer = asked.link("#entries") if before is not None else None
+    names, unknown = _list_names(desk, scope)
     verification = summaries.describe_verification(desk, scope)
     problems = _group_problems(verification)
     vouched, spans = desk.find_vouched(), [each.span for each in desk.verifier.last.problems if each.span is not None]
@@ -97,7 +98,8 @@ def show_credit(
         currency=desk.currency,
         choices=desk.choices() if scope.is_all else {},
         rules=RULES,
-        names=_list_names(desk, scope),
+        names=names,
+        unknown=unknown,
         export=_link_export(asked) if not trouble else None,
         period_of=_describe_period(desk, scope, asked),
         disputes=_describe_disputes(desk, scope),
@@ -128,13 +130,15 @@ def _link_export(asked: Asked) -> str:
     return f"/v1/credit/export?{urlencode({name: text for name, text in pairs.items() if text})}".rstrip("?")
 
 
-def _list_names(desk: CreditDesk, scope: Scope) -> dict[str, str]:
-    """Return the sources to choose from, with their names."""
+def _list_names(desk: CreditDesk, scope: Scope) -> tuple[dict[str, str], list[str]]:
+    """Return the sources to choose from, with their names and by these; and those of a key that do not exist."""
     try:
         known = summaries.list_sources(desk, scope)
-    except Counting:
-        known = sorted(filter(scope.sees, desk.service.store.source_ids))
-    return {name: desk.names.get(name, name) for name in known}
+        unknown = sorted((scope.sources or frozenset()) - set(known))
+    except Counting:  # the log may have more
+        known, unknown = list(filter(scope.sees, desk.service.store.source_ids)), []
+    names = {name: desk.names.get(name, name) for name in known}
+    return dict(sorted(names.items(), key=lambda pair: (pair[1].casefold(), pair[0]))), unknown
 
 
 def _describe_period(desk: CreditDesk, scope: Scope, asked: Asked) -> Mapping[str, Any]:

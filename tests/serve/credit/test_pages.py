@@ -1,15 +1,17 @@
 """Pages about credit lead to a tampered row, show publishers their own lines alone, and run nothing they are given."""
 
 import re
+from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from fastapi.testclient import TestClient
 from sqlalchemy import update
 
-from imprint.credit import Ledger, close_period, tables
+from imprint.credit import Ledger, Policy, close_period, tables
 from imprint.credit.auditing import Problem
 from imprint.credit.canonical import encode
 from imprint.credit.leaves import compose
@@ -271,7 +273,7 @@ def test_a_source_counts_pots_of_periods_once_they_are_closed(news: News, tmp_pa
         fill(ledger, (8,))
         browser, client = bureau.browse("auditor"), bureau.client("auditor")
         page = text_of(read(browser, "/sources/times"))
-        assert "8 of them wait for the pot of the period that is running, and count 0 until it is closed" in page
+        assert "8 queries wait for the pot of the period that is running, and count 0 until it is closed" in page
         closing = close_period(ledger, "p", pot=7_000_000)
         ledger.credit(make_result(1, 3), EXPECTED, pot=2_000)
         ledger.credit(make_result(1, 4), EXPECTED)
@@ -303,3 +305,53 @@ def test_days_are_grouped_without_losing_an_amount() -> None:
     assert group_days([]) == [] and [span.text for span in group_days(days[:1])] == ["2026-01-01"]
     chart = draw_history("<b>", [span._replace(text=f"<b>{span.text}") for span in spans], "EUR")
     assert "<b>" not in chart and chart.count("<rect") == len(spans)
+
+
+def test_a_log_that_has_grown_since_it_was_verified_is_not_called_verified(bureau: Bureau) -> None:
+    fill(bureau.ledger, (3,))
+    bureau.verify()
+    assert "It holds." in read(bureau.browse("auditor"), "/credit")
+    fill(bureau.ledger, (2,))
+    page = read(bureau.browse("auditor"), "/credit")
+    assert "It holds." not in page and 'class="note good"' not in page
+    assert "6 of 8 entries verified." in page and "2 were written since then, and are not verified yet." in page
+
+
+@pytest.mark.parametrize(("question", "varied"), [("this_run", "with other queries"), ("expected", "other training")])
+def test_intervals_claim_no_other_training_runs_where_there_was_one(bureau: Bureau, question: Any, varied: str) -> None:
+    noise = torch.randn(20, 6, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
+    result = make_result(6, question=question)
+    one_run = replace(result, noise_changes=noise, replicates=())
+    bureau.ledger.credit(one_run if question == "this_run" else result, Policy("p", question))
+    close_period(bureau.ledger, "2026-11")
+    for path in ("/credit?period=2026-11", "/sources/times"):
+        page = text_of(read(bureau.browse("auditor"), path))
+        assert varied in page and ("other training runs" in page) is (question == "expected")
+        assert "a query that was credited several times is not recognised" in page
+
+
+def test_a_key_whose_sources_do_not_exist_is_told_which_these_are(bureau: Bureau) -> None:
+    fill(bureau.ledger, (1,))
+    browser = bureau.browse("publisher", ("ambre",))
+    for path in ("/credit", "/sources"):
+        page = text_of(read(browser, path))
+        assert "This key names no source of this service: ambre." in page and "You see the lines of" not in page
+    page = text_of(read(bureau.browse("publisher", ("ambre", "times")), "/credit"))
+    assert "You see the lines of times alone" in page and "sources that this service does not have: ambre." in page
+
+
+def test_nothing_is_said_of_queries_that_gave_nothing_where_there_are_none(bureau: Bureau) -> None:
+    fill(bureau.ledger, (3,), Policy("even", "expected", rule="fixed_plus", fixed=0.5))
+    page = text_of(read(bureau.browse("auditor"), "/sources/times"))
+    assert "from 3 of 3 queries." in page and "gave it nothing" not in page
+
+
+def test_sources_are_listed_by_their_names(bureau: Bureau) -> None:
+    fill(bureau.ledger, (1,))
+    close_period(bureau.ledger, "2026-11")
+    bureau.desk.names.update(blog="Yew", post="alder", times="Birch", wire="cedar")
+    page = read(bureau.browse("auditor"), "/credit")
+    periods = page[page.index('id="periods"') :]
+    for text, form in ((page, r">{}</option>"), (periods, r'<th scope="row">{}</th>')):
+        places = [re.search(form.format(name), text).start() for name in ("alder", "Birch", "cedar", "Yew")]  # type: ignore[union-attr]
+        assert places == sorted(places)
