@@ -9,6 +9,7 @@ import logging
 import math
 import re
 from collections.abc import AsyncIterator, Iterable, MutableMapping
+from datetime import datetime
 from ipaddress import ip_address
 from typing import Any
 
@@ -132,7 +133,7 @@ class Protect:
         if wait:
             raise refuse_rate(wait)
         if identity is None and path.startswith("/v1/") and path not in _OPEN:
-            raise refuse_stranger()
+            raise refuse_stranger(await self._find_expiry(scope))
 
     async def _identify(self, scope: Scope) -> Identity | None:
         """Return whose key or session a request has."""
@@ -145,6 +146,14 @@ class Protect:
         await self._refuse_guess(secret, name_network(_address_of(scope)))
         find = self._access.identify_session if is_session else self._access.identify_key
         return await self._access.run(find, secret)
+
+    async def _find_expiry(self, scope: Scope) -> datetime | None:
+        """Return when the key of a request expired, if that is why it is refused; whoever has it may know."""
+        secret, is_session = _find_secret(scope, self._settings.https)
+        try:
+            return await self._access.run(self._access.find_expiry, secret) if secret and not is_session else None
+        except AccessError:
+            return None
 
     async def _refuse_guess(self, secret: str, address: str) -> None:
         """Refuse a secret that nobody has, from an address that sent too many, without looking it up.

@@ -119,6 +119,14 @@ class Access:
             record = keys.find_key(connection, secret)
         return self._remember(secret, record, now, float("inf"))
 
+    def find_expiry(self, secret: str) -> datetime | None:
+        """Return when a key expired; None if it holds, was revoked, or is none."""
+        if find_prefix(secret) is None:
+            return None
+        with tables.reading(self._engine) as connection:
+            record = keys.find_key(connection, secret)
+        return None if record is None or record.describe_state(self._clock()) != "expired" else record.expires
+
     def identify_session(self, token: str) -> Identity | None:
         """Return whose session this is, with its CSRF token; None if it has ended, or its key has."""
         if not is_token(token):

@@ -7,6 +7,7 @@ of these dependencies is open to everybody; a test lists those.
 import logging
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
+from datetime import datetime
 from typing import Annotated
 from urllib.parse import quote
 
@@ -78,14 +79,22 @@ async def require_login(request: Request) -> Identity:
     return identity
 
 
-def refuse_stranger() -> ApiError:
-    """Return the refusal of a request without a valid key."""
+def refuse_stranger(expired: datetime | None = None) -> ApiError:
+    """Return the refusal of a request without a valid key. expired: when its key expired, if it did."""
+    reason = "this needs a valid key: send the header Authorization: Bearer imprint_…"
+    if expired is not None:
+        reason = f"this key {describe_expiry(expired)}"
     return ApiError(
         401,
         "no_key",
-        "this needs a valid key: send the header Authorization: Bearer imprint_…",
+        reason,
         {"WWW-Authenticate": 'Bearer realm="imprint"'},
     )
+
+
+def describe_expiry(when: datetime) -> str:
+    """Say that a key expired, and what to do."""
+    return f"expired on {when:%Y-%m-%d} at {when:%H:%M} UTC: ask whoever operates this service for another one."
 
 
 def _find_identity(request: Request) -> Identity | None:

@@ -9,7 +9,7 @@ from fastapi.responses import RedirectResponse
 
 from imprint.serve.access import Access
 from imprint.serve.access.cookies import drop_cookie, read_cookie, set_cookie
-from imprint.serve.access.guard import require_login
+from imprint.serve.access.guard import describe_expiry, require_login
 from imprint.serve.access.rates import Buckets, name_network
 from imprint.serve.access.roles import Identity
 from imprint.serve.errors import ApiError
@@ -49,11 +49,15 @@ async def log_in(request: Request) -> Response:
     access: Access = request.app.state.access
     settings: Settings = request.app.state.settings
     _check_attempt(request)
-    token = await access.run(access.open_session, form.get("key", "").strip(), 3600 * settings.session_hours)
+    key = form.get("key", "").strip()
+    token = await access.run(access.open_session, key, 3600 * settings.session_hours)
     destination = choose_destination(form.get("next", "/"))
     if token is None:
         _find_failures(request).take(_address_of(request))
-        problem = "This key does not open anything here. It may be mistyped, expired or revoked."
+        expired = await access.run(access.find_expiry, key)
+        problem = "This key does not open anything here. It may be mistyped or revoked."
+        if expired is not None:
+            problem = f"This key {describe_expiry(expired)}"
         return render(request, "login.html.j2", None, 401, next=destination, problem=problem)
     return await _begin_session(request, token, destination)
 

@@ -1,5 +1,6 @@
 """Who gets in: keys in the API, sessions on pages and in the API; and CSRF tokens, without which nothing changes."""
 
+from datetime import timedelta
 from itertools import product
 
 from imprint.serve.access.roles import ROLES
@@ -29,6 +30,20 @@ def test_without_a_valid_key_the_api_is_closed(doors: Doors) -> None:
         answer = doors.client.request(method, path, headers=raw, content=b"{")
         assert answer.status_code == 401 and answer.json()["error"]["code"] == "no_key"
         assert answer.headers["WWW-Authenticate"].startswith("Bearer")
+
+
+def test_whoever_has_a_key_that_expired_is_told_when(doors: Doors, clock: Clock) -> None:
+    secret = doors.access.create("short", "admin", expires=clock.now + timedelta(days=2)).secret
+    revoked = doors.access.create("gone", "admin", expires=clock.now + timedelta(days=2)).secret
+    doors.access.revoke("gone")
+    clock.turn(days=3)
+    told = "this key expired on 2026-11-20 at 12:00 UTC"
+    for key, expired in ((secret, True), (revoked, False), ("imprint_" + "A" * 43, False)):
+        answer = doors.client.get("/v1/store", headers={"Authorization": f"Bearer {key}"})
+        assert answer.status_code == 401 and answer.json()["error"]["code"] == "no_key"
+        assert (told in answer.text) == expired
+        login = Browser(doors.app).post("/login", data={"key": key}, csrf=False)
+        assert login.status_code == 401 and (told.replace("this", "This") in login.text) == expired
 
 
 def test_a_key_of_each_role_opens_what_its_role_permits(doors: Doors) -> None:
