@@ -22,6 +22,7 @@ from imprint.errors import (
     ImprintError,
     TooLarge,
     UndefinedScore,
+    first_line,
 )
 from imprint.serve.access import Access
 from imprint.serve.api import attributions, credit, health, sources
@@ -39,6 +40,13 @@ from imprint.serve.settings import Settings
 
 logger = logging.getLogger("imprint.serve")
 _INTERNAL = ApiError(500, "internal", "something went wrong in the service; its log says what.")
+_UNFINISHED = ApiError(
+    503,
+    "closing",
+    "the service is shutting down, and did not finish this in time. If it was to credit something, send it again with "
+    "the same Idempotency-Key.",
+    {"Retry-After": "5"},
+)
 _CODES = {404: "not_found", 405: "method_not_allowed", 400: "bad_request"}
 Handler = Callable[[Request, Any], Awaitable[Response]]
 
@@ -178,7 +186,8 @@ def _refuse_load(request: Request, error: Overloaded) -> ApiError:
 
 
 def _explain_unavailable(request: Request, error: CreditUnavailable) -> ApiError:
-    logger.error("the ledger cannot be reached: %s", type(error.__cause__).__name__)
+    cause = error.__cause__ or error
+    logger.error("the ledger cannot be used: %s", first_line(getattr(cause, "orig", None) or cause))
     return ApiError(
         503,
         "no_database",
@@ -223,6 +232,10 @@ class CatchErrors:
 
         try:
             await self._app(scope, receive, note)
+        except asyncio.CancelledError:
+            if scope["type"] != "http" or begun or not scope["app"].state.stopping:
+                raise
+            await _refuse(Request(scope), _UNFINISHED)(scope, receive, send)
         except Exception as error:
             if scope["type"] == "lifespan" and isinstance(error, ImprintError) and not begun:
                 return  # it could not start, and whoever starts it is told why

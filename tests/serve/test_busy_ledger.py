@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from sqlalchemy import Connection, event
 
 from imprint.credit import tables, verify
 from imprint.serve import service as service_module
@@ -58,9 +59,12 @@ class Desk:
         return await self._ask("POST", "/v1/attributions", headers, body)
 
     async def _ask(self, method: str, path: str, headers: Any, body: bytes) -> Answer:
+        return await asyncio.wait_for(answer(self.app, *self.describe(method, path, headers, body)), PATIENCE)
+
+    def describe(self, method: str, path: str, headers: Any, body: bytes) -> tuple[dict[str, Any], Pieces]:
+        """Return what a server tells the application of a request."""
         given = [HOST, (b"authorization", f"Bearer {self._secret}".encode()), *headers]
-        scope = make_scope(method, path.encode(), b"", given)
-        return await asyncio.wait_for(answer(self.app, scope, Pieces([body])), PATIENCE)
+        return make_scope(method, path.encode(), b"", given), Pieces([body])
 
     def count(self) -> int:
         assert self.service.ledger is not None
@@ -179,3 +183,37 @@ def test_readiness_is_looked_up_once_for_all_who_ask_at_once_and_again_later(
         assert len(asked) == 2
 
     asyncio.run(run())
+
+
+def test_whoever_is_still_waiting_when_the_time_to_stop_is_over_is_told_so(desk: Desk, news: News) -> None:
+    async def run() -> tuple[Answer, Answer]:
+        desk.lock()
+        body = json.dumps({"query": news.ask(0), "credit": True}).encode()
+        headers = [(b"content-type", b"application/json"), (b"idempotency-key", b"a")]
+        waiting = asyncio.create_task(answer(desk.app, *desk.describe("POST", "/v1/attributions", headers, body)))
+        await desk.wait_until_crediting(1)
+        desk.app.state.stopping = True
+        waiting.cancel()  # as uvicorn does
+        refused = await waiting
+        desk.release()
+        return refused, await desk.post(news.ask(0), key="a")
+
+    refused, again = asyncio.run(run())
+    error = json.loads(refused.body)["error"]
+    assert refused.status == 503 and error["code"] == "closing" and "same Idempotency-Key" in error["message"]
+    assert refused.headers["retry-after"] == "5" and again.status == 200 and desk.count() == 1
+
+
+def test_the_log_says_why_the_ledger_cannot_be_used(desk: Desk, news: News, caplog: pytest.LogCaptureFixture) -> None:
+    assert desk.service.ledger is not None
+    with desk.service.ledger.engine.connect() as connection:
+        pages = connection.exec_driver_sql("PRAGMA page_count").scalar_one()
+    event.listen(desk.service.ledger.engine, "begin", lambda connection: fill_disk(connection, pages))
+    refused = asyncio.run(desk.post(*[news.ask(number) for number in range(40)], key="a"))
+    assert refused.status == 503 and b"no_database" in refused.body and b"full" not in refused.body
+    assert "the ledger cannot be used: OperationalError: database or disk is full" in caplog.messages
+
+
+def fill_disk(connection: Connection, pages: int) -> None:
+    """Let a database have no more pages than it has."""
+    connection.exec_driver_sql(f"PRAGMA max_page_count = {pages}")
