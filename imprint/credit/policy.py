@@ -217,14 +217,18 @@ class Policy:
 
     def find_reason_against(self, evidence: Evidence) -> str | None:
         """Explain why the rule of the policy does not apply to a query; None if it does."""
-        if evidence.outcome is None:
-            return "not validated"
-        required = "sizes validated" if self.floor else self.requires
-        if evidence.outcome not in _PASSING[required]:
-            return f"validation: {evidence.outcome}, the policy requires {required}"
+        if (reason := self.find_lacking_validation(evidence.outcome)) is not None:
+            return reason
         if self.rule != "positive_part" and evidence.errors is None and self.floor == 0:
             return "standard errors unknown, and the policy has no floor"
         return None
+
+    def find_lacking_validation(self, outcome: Outcome | None) -> str | None:
+        """Explain why what a validation found is not enough for the policy; None if it is."""
+        required = "sizes validated" if self.floor else self.requires
+        if outcome is None:
+            return "not validated"
+        return None if outcome in _PASSING[required] else f"validation: {outcome}, the policy requires {required}"
 
     def weigh(self, helps: Array, errors: Array | None, freedom: int | None) -> tuple[Array, Array]:
         """Return what is credited of the positive effects, and what is not; both have the shape (…, sources)."""

@@ -27,10 +27,12 @@ if TYPE_CHECKING:
 
     from fastapi import FastAPI
 
+    from imprint.credit.policy import Policy
     from imprint.serve import Access, Service, Settings
     from imprint.serve.demo import Demo
     from imprint.store.reading import Store
     from imprint.task import Task
+    from imprint.validation.verdict import Verdict
 
 Lines = list[tuple[str, str]]
 _LOOPBACK = ("127.0.0.1", "::1", "localhost")
@@ -168,7 +170,7 @@ def _run(task: "Task", store: "Store", settings: "Settings", demo: "Demo | None"
     from imprint.credit.ledger import Ledger
     from imprint.serve import Access, Service, create_app
     from imprint.serve.metrics import Metrics
-    from imprint.serve.running import bind, run
+    from imprint.serve.running import bind, end_process_in_time, run
     from imprint.serve.service import LOCK_SECONDS
 
     warnings.simplefilter("ignore", ReliabilityWarning)  # each answer has its own
@@ -191,7 +193,7 @@ def _run(task: "Task", store: "Store", settings: "Settings", demo: "Demo | None"
             _announce(lines + ([] if demo is None else _explain_demo(demo, access, address)), out)
 
         service.warm_up()
-        run(app, settings, bound, announce)
+        run(app, settings, bound, announce, lambda: end_process_in_time(settings))
 
 
 def _announce(lines: Lines, out: TextIO) -> None:
@@ -227,11 +229,25 @@ def _describe(service: "Service", access: "Access", address: str, app: "FastAPI"
             else "none",
         ),
         ("ledger", ledger),
+        *_describe_policy(service.policy, verdict, service.ledger is not None),
         ("keys", _describe_keys(access, settings)),
     ]
     if settings.host not in _LOOPBACK and not settings.https:
         lines.append(("caution", "other machines reach this address without encryption: keys can be read on the way."))
     return lines
+
+
+def _describe_policy(policy: "Policy | None", verdict: "Verdict | None", credits_queries: bool) -> Lines:
+    """Return which policy divides queries, and whether anybody can be credited under it."""
+    if policy is None:
+        return []
+    text = f"{policy.name}, version {policy.version}"
+    if (reason := policy.find_lacking_validation(None if verdict is None else verdict.outcome)) is not None:
+        instead = {None: "nobody is credited", "by_size": "shares are by size", "equal": "all shares are equal"}
+        text = f"{text}: {instead[policy.fallback]} ({reason})"
+    if not credits_queries:
+        text = f"{text}; it only shows how queries would be divided, as there is no ledger"
+    return [("policy", text)]
 
 
 def _describe_keys(access: "Access", settings: "Settings") -> str:
