@@ -16,7 +16,7 @@ import threading
 import time
 import uuid
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from ipaddress import ip_address
 from types import TracebackType
 from typing import Any
@@ -69,6 +69,8 @@ class Answer:
     """What a request was answered with.
 
     question, meaning: which question the effects answer. validation, warnings: how far they can be trusted.
+    measure, unit: what the effects change, and the meaning of their sign. better: whether the measure is better "lower"
+        or "higher"; None where that is unknown. A source without which a log-likelihood falls, helps.
     repeated: whether the request had been credited before, by an earlier try.
     milliseconds: that the service took, and for what.
     json: all of the answer.
@@ -76,12 +78,15 @@ class Answer:
 
     question: str
     meaning: str
+    measure: str
+    unit: str
+    better: str | None
     queries: tuple[Query, ...]
     validation: dict[str, Any]
     warnings: tuple[str, ...]
     repeated: bool
     milliseconds: dict[str, float]
-    json: dict[str, Any]
+    json: dict[str, Any] = field(repr=False)
 
 
 class Client:
@@ -279,6 +284,9 @@ def _read_answer(content: Any) -> Answer:
         return Answer(
             content["question"],
             content["meaning"],
+            content["measure"],
+            content["unit"],
+            content["better"],
             tuple(map(_read_query, content["queries"])),
             content["validation"],
             tuple(content["warnings"]),

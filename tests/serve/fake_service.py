@@ -11,6 +11,9 @@ from typing import Any
 ANSWER: dict[str, Any] = {
     "question": "this_run",
     "meaning": "this run: …",
+    "measure": "logprob",
+    "unit": "change of logprob if the source were removed: − means the source helps",
+    "better": "higher",
     "validation": {"outcome": "ranks validated"},
     "warnings": ["careful"],
     "repeated": False,

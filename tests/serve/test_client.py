@@ -44,6 +44,13 @@ def test_an_answer_is_read_into_small_objects_and_the_key_is_sent_in_a_header() 
     assert asked.headers["authorization"] == f"Bearer {KEY}" and "idempotency-key" not in asked.headers
 
 
+def test_an_answer_says_which_sign_helps_and_is_shown_once() -> None:
+    with serving() as service, Client(service.url, KEY) as client:
+        answer = client.attribute({"values": [1, 2]})
+    assert (answer.measure, answer.better) == ("logprob", "higher") and "− means the source helps" in answer.unit
+    assert repr(answer).count("Elm") == 1
+
+
 def test_several_queries_are_one_request() -> None:
     with serving() as service, Client(service.url, KEY) as client:
         client.attribute(queries=[1, 2])
