@@ -354,12 +354,20 @@ def user_frames(error: BaseException) -> list[traceback.FrameSummary]:
 
 
 def _locate_error(error: BaseException) -> str:
-    """Describe an error in the user's code: the last line of it, and the first line of the message."""
+    """Describe an error in the user's code: the last line of it, and the first line of the message.
+
+    Torch announces what does not fit a model in a line that ends with a colon, so some of those below are told too.
+    """
     theirs = user_frames(error)
     place = f"{Path(theirs[-1].filename).name}, line {theirs[-1].lineno}: " if theirs else ""
-    return f"{place}{first_line(error)}"
+    first, below = first_line(error), [line.strip() for line in str(error).strip().splitlines()[1:]]
+    if not first.endswith(":") or not below:
+        return f"{place}{first}"
+    more = f" … and {len(below) - _BELOW} lines more" if len(below) > _BELOW else ""
+    return f"{place}{first} {' '.join(below[:_BELOW])}{more}"
 
 
+_BELOW = 2  # lines of a message below the one that announces them
 _LIBRARIES = (sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib"))
 _FOLDERS = (str(Path(__file__).parent), *_LIBRARIES)
 _LIBRARY_PREFIXES = ("<", *(f"{folder}/" for folder in _FOLDERS))  # "<frozen importlib…>" and the like

@@ -5,6 +5,7 @@ Nothing is downloaded. The folder is made once, in some seconds; a second start 
 
 import asyncio
 import json
+import logging
 import os
 import shutil
 import warnings
@@ -65,8 +66,13 @@ class Demo:
 
 def prepare(folder: Path, settings: Settings, log: Log = lambda text: None) -> Demo:
     """Make the demo in a folder, or open the one that is there."""
-    if not folder.exists():
-        _make(folder, log)
+    if not os.path.lexists(folder):
+        try:
+            _make(folder, log)
+        except OSError as error:
+            raise ConfigurationError(
+                f"the demo cannot be made in {folder}: {error.strerror or error}. Give another folder with --folder."
+            ) from error
     elif not (folder / "query.json").is_file():
         raise ConfigurationError(f"{folder} is no folder of the demo: give another one with --folder, or remove it.")
     task = _load_task(folder)
@@ -108,8 +114,9 @@ def _load_task(folder: Path) -> Task:
 
 def _make(folder: Path, log: Log) -> None:
     """Make everything in a folder beside, and move it once it is complete."""
-    making = folder.with_name(f".{folder.name}-{os.getpid()}")
+    making, runner = folder.with_name(f".{folder.name}-{os.getpid()}"), logging.getLogger(simulate.__module__)
     making.mkdir(mode=0o700, parents=True)
+    runner.addFilter(_is_no_resumption)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", ReliabilityWarning)  # the pages say what may be wrong with a result
@@ -120,6 +127,13 @@ def _make(folder: Path, log: Log) -> None:
     except BaseException:
         shutil.rmtree(making, ignore_errors=True)
         raise
+    finally:
+        runner.removeFilter(_is_no_resumption)
+
+
+def _is_no_resumption(record: logging.LogRecord) -> bool:
+    """Tell whether a message is no promise to resume what is removed here: the demo is made anew."""
+    return not record.getMessage().startswith("stopped: ")
 
 
 def _make_store(folder: Path, log: Log) -> None:

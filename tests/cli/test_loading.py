@@ -157,6 +157,10 @@ FAILURES = {
         "model.py:task() failed: model.py, line 11: Ind",
     ),
     "of a function in a library": ("def task():\n    torch.stack([])", "failed: model.py, line 10: RuntimeError"),
+    "of weights that do not fit": (
+        "def task():\n    nn.Linear(2, 2).load_state_dict({})",
+        'line 10: RuntimeError: Error(s) in loading state_dict for Linear: Missing key(s) in state_dict: "weight",',
+    ),
     "of a function that wants more": (
         "def task(x): pass",
         "model.py:task is a function that needs x, but it is called without arguments: give an imprint.Task",

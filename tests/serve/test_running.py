@@ -1,5 +1,6 @@
 """A service starts, or says in a line why it does not; it stops as it is told; its demo works as the README says."""
 
+import logging
 import os
 import re
 import shutil
@@ -69,6 +70,28 @@ def test_a_folder_that_is_not_the_demos_is_left_alone(tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError, match="is no folder of the demo"):
         demo.prepare(tmp_path, Settings())
     assert [path.name for path in tmp_path.iterdir()] == ["thesis.txt"]
+
+
+def test_a_folder_that_cannot_be_made_is_named(command: Command, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("mine")
+    left = command("serve", "--demo", "--folder", str(tmp_path / "file" / "demo"))
+    assert left.code == 1 and left.err.count("\n") == 1
+    assert "the demo cannot be made in" in left.err and "Not a directory. Give another folder with --folder" in left.err
+
+
+def test_a_demo_that_is_stopped_is_removed_and_promises_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def stop(folder: Path, log: demo.Log) -> None:
+        logging.getLogger("imprint.simulation.runner").warning("stopped: the same call again resumes it in %s", folder)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(demo, "_make_store", stop)
+    with pytest.raises(KeyboardInterrupt):
+        demo.prepare(tmp_path / "demo", Settings())
+    assert list(tmp_path.iterdir()) == [] and "resumes" not in caplog.text
+    logging.getLogger("imprint.simulation.runner").warning("stopped: again")
+    assert "stopped: again" in caplog.text
 
 
 def test_a_port_that_is_taken_is_named(taken: int) -> None:
