@@ -19,7 +19,8 @@ from imprint.statistics import student_quantile
 from imprint.store.checkpoint import CHAOTIC
 from imprint.tensors.vectors import root_mean_square
 
-_TIMES = 2.0  # an effect must exceed the noise this many times
+TIMES = 2.0
+"""How many times its noise an effect must exceed to count as distinguishable from 0."""
 
 INDISTINGUISHABLE: dict[Question, str] = {
     "this_run": "not distinguishable from 0: less than twice the change of F by a tiny change of the run's start",
@@ -40,7 +41,7 @@ def widen(noise: Tensor, counts: Tensor) -> Tensor:
 
 def stands_out(effects: Tensor, noise: Tensor) -> Tensor:
     """Tell which effects are distinguishable from 0; noise has their shape, or one that broadcasts to it."""
-    return effects.double().abs() > _TIMES * noise
+    return effects.double().abs() > TIMES * noise
 
 
 def combine(first: Tensor | None, second: Tensor | None) -> Tensor | None:

@@ -208,7 +208,7 @@ class Day(BaseModel):
 class History(BaseModel):
     """What a source got over time: in closed periods, with their pots, and of queries with pots of their own since.
 
-    clear: queries on which its effect can be told from chance, of the `judged` ones.
+    clear: queries on which the 95% interval of its effect leaves out 0, of the `judged` ones.
     waiting: queries that the pot of the period pays which is not closed yet; they count 0 until it is.
     days: without pots of periods, which belong to no day.
     """

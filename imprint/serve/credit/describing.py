@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from imprint.attribution.noise import TIMES
 from imprint.credit import log
 from imprint.credit.auditing import Problem
 from imprint.credit.leaves import Leaf
@@ -14,6 +15,7 @@ from imprint.errors import CreditError
 from imprint.serve.credit.answers import Amount, ChangedEntry, Entry, Line, PolicyName
 from imprint.serve.credit.reading import Found
 from imprint.serve.credit.scope import Scope
+from imprint.serve.credit.tally import is_clear
 
 CHANGED = "its content was changed or removed since it was written, so its figures are not shown"
 HIDDEN = "something in it is not as it was written"
@@ -134,14 +136,23 @@ def explain_line(leaf: Leaf, row: Mapping[str, Any], needed: float | None, polic
     fixed = "" if policy is None or not policy.fixed else f" {100 * policy.fixed:g}% is shared equally."
     helps = row["helps"]
     if helps <= 0:
-        chance = ", which may be chance" if needed and -helps <= needed else ""
-        harm = "." if helps == 0 else f": the result was worse by {-helps:.3g} for it{chance}."
+        unclear = ", which is not clear" if _is_clear(about, row) is False else ""
+        harm = "." if helps == 0 else f": the result was worse by {-helps:.3g} because of it{unclear}."
         text = f"It did not help{harm}"
     elif needed is not None and helps <= needed:
-        text = f"It helped by {helps:.3g}, which is not more than the {needed:.3g} that is needed: it may be chance."
+        text = f"It helped by {helps:.3g}, which is not more than the {needed:.3g} that is needed."
     else:
         all_help = sum(max(0.0, each["helps"]) for each in leaf.rows)
         above = "" if not needed else f", more than the {needed:.3g} that is needed"
         text = f"It helped by {helps:.3g}{above}. All sources that helped come to {all_help:.3g}."
         text = text if fixed else f"{text[:-1]}: {share} of it."
     return f"{text}{fixed}"
+
+
+def _is_clear(about: Mapping[str, Any], row: Mapping[str, Any]) -> bool | None:
+    """Tell whether an effect is clear, as where the query was answered; None if its error is unknown."""
+    if row["error"] is None:
+        return None
+    if about.get("noise") is not None:
+        return bool(abs(row["helps"]) > TIMES * row["error"])
+    return is_clear(row["helps"], row["error"], about["freedom"])

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from markupsafe import Markup
 
 from imprint.attribution.labels import Labels
+from imprint.attribution.noise import TIMES
 from imprint.attribution.replicates import find_quantiles
 from imprint.attribution.result import Attribution
 from imprint.credit.ledger import Receipt
@@ -22,7 +23,6 @@ if TYPE_CHECKING:
 
 MOST = 20
 """How many sources an answer lists, those with the largest effects."""
-_TIMES = 2.0  # the noise that an effect on this run is compared with
 _SHADES = 5
 _SHADED = 3  # sources whose words are shown
 
@@ -93,9 +93,7 @@ def describe_answer(answered: Answered, receipt: Receipt | None) -> tuple[QueryE
         halves,
     )
     if found.rule == "above_noise":  # which asks for more than a first look does
-        rows = [
-            replace(row, says=f"{row.says}, too little to be credited") if _is_left_out(row) else row for row in rows
-        ]
+        rows = [replace(row, says=f"{row.says}, less than needed") if _is_left_out(row) else row for row in rows]
     return found, rows
 
 
@@ -119,7 +117,7 @@ def find_times(result: Attribution) -> Mapping[str, float]:
     """Return how many standard errors a bar's line reaches to each side: it meets 0 where an effect is not clear."""
     ids = result.labels.source_ids
     if result.noise_changes is not None or not result.replicates:
-        return dict.fromkeys(ids, _TIMES)
+        return dict.fromkeys(ids, TIMES)
     quantiles = find_quantiles(result.replicates, 0.95).expand(1, len(ids))[0].tolist()
     return dict(zip(ids, quantiles, strict=True))
 

@@ -22,7 +22,14 @@ from imprint.serve.pages.answering import describe_answer, describe_documents, s
 from imprint.serve.pages.asking import Asking, Mistyped, describe_typed, encode, is_index
 from imprint.serve.pages.forms import read_form
 from imprint.serve.pages.rendering import render
-from imprint.serve.pages.wording import describe_effect, describe_sign, describe_standing, describe_tests, list_once
+from imprint.serve.pages.wording import (
+    describe_effect,
+    describe_sign,
+    describe_standing,
+    describe_tests,
+    list_once,
+    speak_of_documents,
+)
 from imprint.serve.requests import QueryEffects, read_json
 from imprint.serve.service import Answered, Credited, CreditUnanswered, Service
 
@@ -157,7 +164,7 @@ async def show_documents(request: Request, identity: Asker) -> Response:
         meaning=describe_effect(result.labels, "document"),
         sign=describe_sign(result.labels, "document"),
         standing=describe_standing(result.labels.validation),
-        warnings=list_once(result.warnings),
+        warnings=list_once(speak_of_documents(result.warnings)),
     )
 
 

@@ -29,6 +29,7 @@ from imprint.validation.verdict import WITHIN, Verdict
 
 router = APIRouter(prefix="/trust", include_in_schema=False)
 _UNKNOWN = "unknown"
+_CALM = 0.1  # chaos up to which removals stand out from noise
 
 
 @dataclass(frozen=True)
@@ -144,13 +145,28 @@ def _list_noise(asked: Summary, verdict: Verdict | None) -> list[Figure]:
         ),
     ]
     if verdict is not None and verdict.chaos is not None:
-        calm = "This run is calm." if verdict.chaos <= CHAOTIC else "This run is chaotic: most effects are luck."
-        meaning = f"Noise divided by the effect of removing a source, on training examples. {calm}"
+        meaning = (
+            "Noise divided by the effect of removing a source, on training examples. "
+            f"{describe_chaos(verdict.chaos)} Single documents move less, so among them the same noise weighs more."
+        )
         figures.append(Figure("Chaos", _format_share(verdict.chaos), meaning))
     if verdict is not None and verdict.deviation is not None:
         meaning = "How far a replay without any removal ends from the recorded run, divided by the effect of a removal."
         figures.append(Figure("Replay error", _format_share(verdict.deviation), meaning))
     return figures
+
+
+def describe_chaos(chaos: float) -> str:
+    """Say what a chaos figure means.
+
+    >>> describe_chaos(0.15)
+    'Small effects drown in noise, larger ones of whole sources can be used.'
+    """
+    if chaos > CHAOTIC:
+        return "This run is chaotic: most effects are luck."
+    if chaos > _CALM:
+        return "Small effects drown in noise, larger ones of whole sources can be used."
+    return "This run is calm: effects of whole sources stand out from noise."
 
 
 def _make_figure(name: str, value: str | None, meaning: str, otherwise: str) -> Figure:

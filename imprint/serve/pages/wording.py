@@ -98,7 +98,7 @@ def judge_effect(effect: float, distinguishable: bool | None, better: str | None
     if effect == 0:
         return "unclear", 0.0, "no effect"
     if distinguishable is False:
-        return "unclear", drawn, "cannot be told from 0"
+        return "unclear", drawn, "not clear"
     kind: Kind = "helps" if drawn > 0 else "harms"
     return kind, drawn, words if distinguishable else f"{words}, error unknown"
 
@@ -123,6 +123,23 @@ def describe_drift(drift: Drift | None, queries: int, fewest: int) -> str:
 def name_ends(low: float | None, high: float | None) -> str:
     """Return an interval in words; empty where it is unknown."""
     return "" if low is None or high is None else f"95% interval {low:.2f} to {high:.2f}"
+
+
+def speak_of_documents(warnings: Sequence[str]) -> list[str]:
+    """Say of warnings about the documents inside a source that they are: whole sources may stand out from noise.
+
+    >>> speak_of_documents(["this run is chaotic: beside it, the removal of a source moves little."])
+    ['measured on single documents, this run is chaotic: beside it, the removal of a document moves little.']
+    """
+    changes = {
+        "this run is chaotic": "measured on single documents, this run is chaotic",
+        "the removal of a source": "the removal of a document",
+        "about the source": "about the document",
+    }
+    spoken = list(warnings)
+    for old, new in changes.items():
+        spoken = [text.replace(old, new) for text in spoken]
+    return spoken
 
 
 def list_once(texts: Sequence[str]) -> list[str]:

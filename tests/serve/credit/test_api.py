@@ -2,10 +2,12 @@
 
 import csv
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from imprint.credit import Policy, check_statement, close_period
 from imprint.credit.heads import Head
@@ -107,10 +109,26 @@ def test_an_entry_says_why_each_share_is_what_it_is(bureau: Bureau) -> None:
             if row["share"]:
                 assert f"{100 * line['share']:.1f}% of it" in line["why"] and line["helped_by"] > line["needed"]
             elif row["helps"] > 0:
-                assert "may be chance" in line["why"] and line["helped_by"] <= line["needed"]
+                assert "that is needed" in line["why"] and line["helped_by"] <= line["needed"]
             else:
-                is_small = -row["helps"] <= line["needed"]
-                assert "did not help" in line["why"] and ("may be chance" in line["why"]) == is_small
+                is_small = -row["helps"] <= line["needed"]  # with runs, and this policy, the same as being clear
+                assert "did not help" in line["why"] and ("is not clear" in line["why"]) == is_small
+
+
+def test_what_a_first_look_calls_clear_is_called_clear_in_the_log(bureau: Bureau) -> None:
+    """With the noise of a replayed run, an effect is clear from twice its error on, and needs more to be credited."""
+    noise = torch.tensor([[4.0, 4.0, 4.0], [-4.0, -4.0, -4.0]], dtype=torch.float64) / 40
+    result = replace(make_result(3, question="this_run"), noise_changes=noise, replicates=())
+    bureau.ledger.credit(result, THIS_RUN)
+    client, marks = bureau.client("auditor"), result.distinguishable
+    assert marks is not None
+    unsure = 0
+    for leaf, clear in zip(bureau.ledger.entries(kind="credit"), marks, strict=True):
+        for line, is_clear in zip(get(client, f"entries/{leaf.sequence}")["credit"]["lines"], clear, strict=True):
+            if line["helped_by"] < 0:
+                assert ("is not clear" in line["why"]) is not bool(is_clear)
+                unsure += bool(is_clear) and -line["helped_by"] < line["needed"]
+    assert unsure  # clear, and yet less than what would be credited
 
 
 def test_an_entry_comes_with_a_proof_against_the_last_signed_head(bureau: Bureau, tmp_path: Path) -> None:

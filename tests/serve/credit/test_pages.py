@@ -283,7 +283,7 @@ def test_a_source_counts_pots_of_periods_once_they_are_closed(news: News, tmp_pa
         assert found["amount"]["micro"] == row["amount"] + since["amount"] > row["amount"] > 0
         assert (found["waiting"], found["queries"]) == (1, 10)
         page = text_of(read(browser, "/sources/times"))
-        assert "1 of them waits for the pot" in page and "Pots of closed periods are part of what it got" in page
+        assert "1 query waits for the pot" in page and "Pots of closed periods are part of what it got" in page
 
 
 def test_days_are_grouped_without_losing_an_amount() -> None:

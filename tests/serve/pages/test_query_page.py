@@ -50,7 +50,7 @@ def test_the_numbers_of_the_page_are_those_of_attribute(news: News, admin: Brows
         effect, _, error = rows[credit.name][1].partition(" ± ")
         assert float(effect.replace("−", "-")) == pytest.approx(credit.removal_effect, abs=0.06 * float(error))
         assert float(error) == pytest.approx(credit.standard_error, rel=0.06)
-        unclear = rows[credit.name][2] == "cannot be told from 0"
+        unclear = rows[credit.name][2] == "not clear"
         assert unclear == (credit.distinguishable is False)
     assert len(rows) == len(news.store) and page.one("p", class_="big").text == str(int(news.labels[0]))
 
@@ -220,7 +220,7 @@ def test_a_form_that_is_none_is_refused(admin: Browser) -> None:
 def test_help_is_what_makes_the_measurement_better(effect: float, better: str | None, right: bool, says: str) -> None:
     kind, drawn, words = judge_effect(effect, True, better)
     assert ((drawn > 0) == right, words) == (True, says) and (kind == "helps") == right
-    assert judge_effect(effect, False, better) == ("unclear", drawn, "cannot be told from 0")
+    assert judge_effect(effect, False, better) == ("unclear", drawn, "not clear")
     assert judge_effect(effect, None, better)[2] == f"{says}, error unknown"
 
 
@@ -265,6 +265,6 @@ def test_help_that_is_clear_at_first_sight_and_not_credited_says_so(news: News, 
         answers = [asyncio.run(service.attribute([news.ask(place)])) for place in range(12)]
         service.close()
     rows = [row for answered in answers for row in describe_answer(answered, None)[1]]
-    told = [row.says.endswith("too little to be credited") for row in rows]
+    told = [row.says.endswith("less than needed") for row in rows]
     assert told == [row.kind == "helps" and row.share == 0 for row in rows]
     assert any(told) and any(row.says == "helps" for row in rows)

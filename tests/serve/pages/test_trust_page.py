@@ -3,6 +3,9 @@
 import re
 from pathlib import Path
 
+from imprint.attribution.noise import describe_chaos as describe_noise_of
+from imprint.serve.pages.trust import describe_chaos
+from imprint.serve.pages.wording import speak_of_documents
 from imprint.serve.service import Service
 from imprint.validation.record import read_validation
 from tests.serve.access.doors import Browser, Doors
@@ -80,3 +83,17 @@ def test_the_first_page_is_one_that_the_role_may_see(service: Service, doors: Do
         role: doors.browse(role).get("/").headers["location"] for role in ("query", "publisher", "auditor", "admin")
     }
     assert places == {"query": "/query", "publisher": "/credit", "auditor": "/query", "admin": "/query"}
+
+
+def test_a_run_with_some_chaos_is_called_neither_calm_nor_chaotic() -> None:
+    """In the bands of docs/this-run.md."""
+    words = {chaos: describe_chaos(chaos) for chaos in (0.1, 0.11, 0.3, 0.31)}
+    assert words[0.1].startswith("This run is calm") and words[0.31].startswith("This run is chaotic")
+    assert words[0.11] == words[0.3] == "Small effects drown in noise, larger ones of whole sources can be used."
+
+
+def test_chaos_among_documents_is_said_to_be_that_of_documents() -> None:
+    warning = describe_noise_of(noise=1.0, effect=0.1)
+    assert warning is not None
+    (spoken,) = speak_of_documents([warning])
+    assert spoken.startswith("measured on single documents, this run is chaotic") and "source" not in spoken
