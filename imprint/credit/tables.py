@@ -38,6 +38,12 @@ SCHEMA = 1
 _PREFIX = "imprint_"
 WAIT = 60
 """Seconds that a writer waits for another."""
+# PostgreSQL over a network is given up once its machine is silent for half a minute. However long a query of a long log
+# takes, the machine that works on it says that it is there.
+_SILENCE = {"keepalives_idle": 10, "keepalives_interval": 5, "keepalives_count": 4, "tcp_user_timeout": 30_000}
+_LONGEST_PAUSE = (
+    "5min"  # of a writer, who holds the lock of the log: PostgreSQL would wait hours for a machine that is gone
+)
 _Place = BigInteger().with_variant(Integer, "sqlite")  # of which SQLite makes the key of its own tree
 _PRAGMAS = ("synchronous=FULL", "secure_delete=ON", "trusted_schema=OFF")  # the last: no code in a hostile file
 
@@ -114,7 +120,9 @@ def connect(place: str | os.PathLike[str], wait: int = WAIT) -> Engine:
     pool: dict[str, Any] = {"pool_timeout": wait, "max_overflow": 50, "execution_options": {"wait": wait}}
     try:
         if url.get_backend_name() != "sqlite":
-            return create_engine(url, **pool, pool_pre_ping=True, connect_args={"connect_timeout": wait})
+            given = {"connect_timeout": wait, **_SILENCE}
+            arguments = {name: value for name, value in given.items() if name not in url.query}
+            return create_engine(url, **pool, pool_pre_ping=True, connect_args=arguments)
         engine = create_engine(url, **pool, connect_args={"timeout": wait})
     except (ArgumentError, NoSuchModuleError, ImportError) as error:
         raise CreditError(f"{_hide(url)} cannot be opened as a database: {first_line(error)}.") from error
@@ -232,6 +240,7 @@ def writing(engine: Engine) -> Iterator[tuple[Connection, Frontier, str]]:
         if not is_sqlite(engine):
             wait = int(engine.get_execution_options()["wait"])
             connection.exec_driver_sql(f"SET LOCAL lock_timeout = '{wait}s'")
+            connection.exec_driver_sql(f"SET LOCAL idle_in_transaction_session_timeout = '{_LONGEST_PAUSE}'")
         row = connection.execute(select(log).where(log.c.id == 1).with_for_update()).one_or_none()
         if row is None:
             raise CreditError(f"{describe(engine)} does not contain a ledger.")

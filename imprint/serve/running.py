@@ -3,8 +3,10 @@
 import asyncio
 import contextlib
 import logging
+import os
 import signal
 import socket
+import threading
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
 from types import FrameType
@@ -21,6 +23,7 @@ _IDLE = 30  # seconds that a connection may be kept without a request
 _HEAD = 32 * 1024  # bytes of a request line and its headers
 _CONNECTIONS = 1000
 _FINISHING = 30  # seconds beyond the deadline of queries, after which a request is no longer waited for at the end
+_CLOSING = 5  # seconds more, in which a process has to end
 
 
 def bind(host: str, port: int) -> socket.socket:
@@ -38,19 +41,25 @@ def bind(host: str, port: int) -> socket.socket:
     return bound
 
 
-def run(app: FastAPI, settings: Settings, bound: socket.socket, announce: Callable[[], None]) -> None:
+def run(
+    app: FastAPI,
+    settings: Settings,
+    bound: socket.socket,
+    announce: Callable[[], None],
+    stopping: Callable[[], None] = lambda: None,
+) -> None:
     """Serve until SIGTERM or SIGINT; then accept no more, finish what was accepted, and return.
 
     A second signal stops at once.
 
-    announce: is called once requests are answered.
+    announce: is called once requests are answered. stopping: is called once it is told to stop.
     """
     failures = _keep_failures(app)
     config = configure(app, settings)
     logging.getLogger("uvicorn").setLevel(logging.WARNING)
     quiet = _Quiet()
     logging.getLogger("uvicorn.error").addFilter(quiet)
-    server = _Server(config, app, settings.drain, announce)
+    server = _Server(config, app, settings.drain, announce, stopping)
     try:
         server.run(sockets=[bound])
     except SystemExit:  # by which uvicorn says that the application did not start
@@ -61,6 +70,24 @@ def run(app: FastAPI, settings: Settings, bound: socket.socket, announce: Callab
         logging.getLogger("uvicorn.error").removeFilter(quiet)
         bound.close()
     logger.info("stopped")
+
+
+def end_process_in_time(settings: Settings) -> None:
+    """Let this process, which was told to stop, end in time, even if a database does not answer one of its threads."""
+    seconds = settings.drain + settings.deadline + _FINISHING + _CLOSING
+    timer = threading.Timer(seconds, _end_process, (seconds,))
+    timer.daemon = True
+    timer.start()
+
+
+def _end_process(seconds: float) -> None:
+    logger.error(
+        "ending with something unfinished, %g s after it was told to stop: perhaps a database does not answer. What "
+        "was to be credited may or may not be: whoever sends it again, with the same Idempotency-Key, credits it once.",
+        seconds,
+    )
+    logging.shutdown()
+    os._exit(1)
 
 
 def configure(app: FastAPI, settings: Settings) -> uvicorn.Config:
@@ -108,9 +135,16 @@ class _Quiet(logging.Filter):
 class _Server(uvicorn.Server):
     """A server that ends with exit status 0 when it was told to stop, and says so to `/readyz` before."""
 
-    def __init__(self, config: uvicorn.Config, app: FastAPI, drain: float, announce: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        config: uvicorn.Config,
+        app: FastAPI,
+        drain: float,
+        announce: Callable[[], None],
+        stopping: Callable[[], None],
+    ) -> None:
         super().__init__(config)
-        self._app, self._drain, self._announce = app, drain, announce
+        self._app, self._drain, self._announce, self._stopping = app, drain, announce, stopping
         self._loop: asyncio.AbstractEventLoop | None = None
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
@@ -140,5 +174,6 @@ class _Server(uvicorn.Server):
 
     def _stop(self) -> None:
         logger.info("stopping: finishing what was accepted")
+        self._stopping()
         assert self._loop is not None
         self._loop.call_later(self._drain, setattr, self, "should_exit", True)

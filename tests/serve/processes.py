@@ -1,11 +1,13 @@
 """Processes of `imprint serve`, which tests start, ask, and kill."""
 
+import importlib
 import json
 import multiprocessing
 import os
 import re
 import signal
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -76,13 +78,23 @@ def make_site(news: News, folder: Path, ledger: str) -> Site:
 
 
 class Served:
-    """A process that serves a site. log: its standard error, which processes of one name share."""
+    """A process that serves a site. log: its standard error, which processes of one name share.
 
-    def __init__(self, site: Site, port: int = 0, name: str = "log", more: tuple[str, ...] = ()) -> None:
+    patched: other values for names of modules, such as {"imprint.serve.running._FINISHING": 1}.
+    """
+
+    def __init__(
+        self,
+        site: Site,
+        port: int = 0,
+        name: str = "log",
+        more: tuple[str, ...] = (),
+        patched: Mapping[str, float] | None = None,
+    ) -> None:
         out, given = FORKS.Pipe(duplex=False)
         self.log = site.folder / name
         arguments = [*site.arguments, "--port", str(port), *more]
-        self.process = FORKS.Process(target=_start, args=(arguments, given, str(self.log)))
+        self.process = FORKS.Process(target=_start, args=(arguments, given, str(self.log), patched or {}))
         self.process.start()
         given.close()
         self.lines: list[str] = []
@@ -129,5 +141,9 @@ class Served:
             self.process.join(_PATIENCE)
 
 
-def _start(arguments: list[str], out: Connection, log: str) -> None:
+def _start(arguments: list[str], out: Connection, log: str, patched: Mapping[str, float]) -> None:
+    for name, value in patched.items():
+        module, _, constant = name.rpartition(".")
+        assert hasattr(importlib.import_module(module), constant)
+        setattr(importlib.import_module(module), constant, value)
     _run_command(arguments, out.fileno(), log)

@@ -106,6 +106,7 @@ def _make_tables(connection: Connection) -> None:
 def reading(engine: Engine) -> Iterator[Connection]:
     """Read the database."""
     with _translated_errors(engine), engine.connect() as connection, connection.begin():
+        _limit_waiting(connection)
         yield connection
 
 
@@ -114,7 +115,14 @@ def writing(engine: Engine) -> Iterator[Connection]:
     """Write the database: commits when the block ends, rolls back if it raises."""
     options: Any = {"writes": True} if is_sqlite(engine) else {}
     with _translated_errors(engine), engine.connect().execution_options(**options) as connection, connection.begin():
+        _limit_waiting(connection)
         yield connection
+
+
+def _limit_waiting(connection: Connection) -> None:
+    """Let nothing in this transaction take long: requests wait for it. SQLite was told when connecting."""
+    if not is_sqlite(connection.engine):
+        connection.exec_driver_sql(f"SET LOCAL statement_timeout = '{_WAIT}s'")
 
 
 @contextmanager
