@@ -1,7 +1,7 @@
 """Renders the page of a statement, in words that need no other page."""
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from imprint.attribution.labels import MEANINGS, describe_question
@@ -21,7 +21,7 @@ QUESTIONS: dict[Question, str] = {
     "choices; not what happened in one particular training.",
 }
 """What each question pays for."""
-_CHART = 430  # units wide
+_CHART = 99  # percent of its width that the longest bar takes
 
 
 def render_statement(
@@ -53,7 +53,7 @@ def render_statement(
         currency=closing["currency"],
         paid=_format_units(line["units"], closing),
         chart=_draw_chart(closing, line),
-        earned=_describe_outcomes(figures, named.values()),
+        earned=_describe_outcomes(figures),
         pots=_describe_pots(figures, closing),
         questions=[_describe_question(each) for each in figures.questions],
         rules=_describe_rules(figures, named),
@@ -75,14 +75,13 @@ def _format_units(units: int, closing: dict[str, Any]) -> str:
     return format_units(units, closing["smallest"])
 
 
-def _describe_outcomes(figures: "Figures", policies: Iterable[Policy]) -> str:
+def _describe_outcomes(figures: "Figures") -> str:
     """Say how many queries earned something, and what became of the others."""
     outcomes, texts = figures.outcomes, list[str]()
     if count := outcomes["harmed"]:
-        texts.append(f"{count} clearly had a worse result because of it (by more than “needed” below)")
+        texts.append(f"{count} had a worse result because of it, by more than is “needed” below")
     if count := outcomes["unclear"]:
-        floor = ", or it is smaller than the rule credits" if any(policy.floor for policy in policies) else ""
-        texts.append(f"for {count} no effect can be told from chance{floor}")
+        texts.append(f"for {count} its effect, help or harm, is less than “needed”")
     if count := outcomes["uncredited"]:
         texts.append(f"for {count} the rule gives it nothing")
     others = f"; nothing is deducted for the others. Of those, {', and '.join(texts)}" if texts else ""
@@ -175,15 +174,18 @@ def _draw_chart(closing: dict[str, Any], line: dict[str, Any]) -> list[dict[str,
     paid, by_size = line["amount"] / total, line["by_size"] / total
     ends = [] if line["low"] is None else [line["low"], line["high"]]
     scale = _CHART / max(paid, by_size, *ends, 1e-9)
-    known = f" ({format_share(ends[0] * PARTS)} to {format_share(ends[1] * PARTS)})" if ends else ""
-    bars: list[tuple[str, float, list[float], str]] = [("paid", paid, ends, known), ("by size", by_size, [], "")]
+    interval = f" ({format_share(ends[0] * PARTS)} to {format_share(ends[1] * PARTS)})" if ends else ""
     return [
         {
             "label": label,
-            "text": f"{format_share(share * PARTS)}{interval}",
+            "kind": kind,
+            "text": format_share(share * PARTS),
+            "interval": known,
             "width": share * scale,
-            "kind": label.replace("by ", ""),
             "ends": [end * scale for end in whisker],
         }
-        for label, share, whisker, interval in bars
+        for label, kind, share, whisker, known in (
+            ("Paid", "paid", paid, ends, interval),
+            ("By size", "size", by_size, [], ""),
+        )
     ]

@@ -103,12 +103,14 @@ def write_statements(
     head: Head | None = None,
     sources: Sequence[str] | None = None,
     terms: Mapping[str, str] | None = None,
+    prefix: str = "",
     progress: bool | Advance = True,
 ) -> list[Path]:
     """Write the statements of all sources of a period, or of some, into a folder; return the pages.
 
     head: the signed head that proofs lead to; by default the last one that the ledger keeps.
     terms: what else the page should say at its top, such as the payer, the contract, whom to write to and by when.
+    prefix: what the names of the files begin with, such as the period where those of several are sent to one folder.
     """
     signed = head or next(iter(reversed(ledger.heads())), None)
     if signed is None:
@@ -121,7 +123,8 @@ def write_statements(
     if unknown := set(sources or ()) - set(names):
         raise CreditError(f"source {min(unknown)!r} was not credited in the period {period}.")
     wanted = [name for name in names if sources is None or name in sources]
-    files, place, pages = name_files(names), Path(folder), list[Path]()
+    files = {name: f"{prefix}{file}" for name, file in name_files(names).items()}
+    place, pages = Path(folder), list[Path]()
     try:
         place.mkdir(parents=True, exist_ok=True)
     except OSError as error:

@@ -235,7 +235,7 @@ def send_statement(
             409, "not_signed", "no head of the log was signed since this period was closed: the payer has to sign one."
         )
     file = desk.statements.find(closing, source, suffix)
-    return FileResponse(file, filename=f"{period}-{file.name}", content_disposition_type="attachment")
+    return FileResponse(file, filename=file.name, content_disposition_type="attachment")
 
 
 @router.get("/export", response_class=StreamingResponse)

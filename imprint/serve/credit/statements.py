@@ -43,10 +43,10 @@ class Statements:
 
     def find(self, closing: Leaf, source: str, suffix: str) -> Path:
         """Return a file of the statement of a source; write those of the period first if they are not there."""
-        files = name_files([row["source"] for row in closing.rows])
+        name = _prefix(closing.about["period"]) + name_files([row["source"] for row in closing.rows])[source]
         folder = self._place(closing)
-        file = folder / f"{files[source]}.{suffix}"
-        if self._is_there(folder, files[source]):
+        file = folder / f"{name}.{suffix}"
+        if self._is_there(folder, name):
             return file
         with self._lock:
             job = self._jobs.get(folder)
@@ -84,6 +84,11 @@ class Statements:
             self._temporary.cleanup()
 
 
+def _prefix(period: str) -> str:
+    """Return what file names begin with: pages name their files, and downloads of several periods meet in one folder."""
+    return f"{period}-"
+
+
 class _Job:
     """Writes the statements of one period in a thread."""
 
@@ -95,7 +100,8 @@ class _Job:
 
     def _work(self) -> None:
         try:
-            write_statements(self._ledger, self._period, self._folder, progress=False)
+            prefix = _prefix(self._period)
+            write_statements(self._ledger, self._period, self._folder, prefix=prefix, progress=False)
         except Exception as error:
             self.error = error
         finally:

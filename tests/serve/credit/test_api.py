@@ -2,6 +2,7 @@
 
 import csv
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -284,6 +285,21 @@ def test_statements_can_be_checked_and_need_a_signed_head(bureau: Bureau, tmp_pa
     (own,) = get(client, "periods")[0]["sources"]
     assert checked.amount == own["amount"]["micro"]
     get(client, "statements/p1/times.exe", 404)
+
+
+def test_a_statement_names_its_files_as_they_are_downloaded(bureau: Bureau, tmp_path: Path) -> None:
+    """So that the command on the page works in the folder of the downloads, also beside those of other periods."""
+    make_keys(tmp_path / "key")
+    fill(bureau.ledger)
+    close_period(bureau.ledger, "p1")
+    bureau.ledger.sign_head(tmp_path / "key")
+    client = bureau.client("publisher", ("times",))
+    sent = {suffix: client.get(f"/v1/credit/statements/p1/times.{suffix}") for suffix in ("html", "csv", "jsonl")}
+    files = {suffix: answer.headers["content-disposition"].split('"')[1] for suffix, answer in sent.items()}
+    assert files == {suffix: f"p1-times.{suffix}" for suffix in files}
+    page = sent["html"].text
+    assert f"imprint credit check {files['jsonl']} " in page and f"<code>{files['csv']}</code>" in page
+    assert not re.search(r"[ >]times\.(csv|jsonl)", page)
 
 
 def test_the_export_has_one_row_for_each_source_of_each_query(bureau: Bureau) -> None:
