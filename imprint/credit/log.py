@@ -6,7 +6,7 @@ proof needs them. Appending n leaves hashes about n nodes, whatever the size of 
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from typing import Any
 
 from sqlalchemy import Connection, insert, select, update
@@ -19,6 +19,7 @@ from imprint.errors import CreditError, DamagedLog, first_line
 TILE = 8
 """Levels between the nodes that are kept."""
 _LAST = 2**62  # beyond any place
+_AHEAD = timedelta(minutes=5)  # by which clocks of several machines may differ
 _AT_ONCE = 500  # leaves that are read together
 
 
@@ -177,3 +178,16 @@ def format_time(time: datetime) -> str:
 def now_or_last(last: str = "") -> str:
     """Return the time, or that of the last leaf if the clock was set back."""
     return max(format_time(datetime.now(UTC)), last)
+
+
+def describe_clock(connection: Connection) -> str | None:
+    """Say that the last entry lies in the future by the clock of this machine; None if it does not, within minutes."""
+    row = connection.execute(select(tables.log.c.size, tables.log.c.time).where(tables.log.c.id == 1)).one_or_none()
+    if row is None or str(row.time) <= format_time(datetime.now(UTC) + _AHEAD):
+        return None
+    time = str(row.time)
+    return (
+        f"The last entry, {row.size - 1}, is dated {time[:10]} {time[11:19]} UTC, which is in the future by the "
+        "clock of this machine: either a clock was ahead when the entry was written, or this one is behind. Until the "
+        "clock has passed that time, new entries and closed periods get that date."
+    )

@@ -89,6 +89,8 @@ def verify(
             bar.close()
         audit.check_end()
         confirmed = compare_heads(audit, known, heads, keys)
+        if (clock := log.describe_clock(connection)) is not None:
+            audit.remarks[clock] = None
     problems = tuple(narrow(problem, confirmed) for problem in audit.problems)
     if not heads:
         audit.remarks[_UNSIGNED] = None

@@ -101,6 +101,11 @@ class CreditDesk:
         """Return how many entries the log has."""
         return len(self.ledger)
 
+    def describe_clock(self) -> str | None:
+        """Say that the last entry lies in the future by the clock of this machine; None if it does not."""
+        with tables.reading(self.ledger.engine) as connection:
+            return log.describe_clock(connection)
+
     @property
     def currency(self) -> str:
         """The currency of the ledger, which never changes; "units" while its tariff cannot be read."""

@@ -85,7 +85,7 @@ class Statements:
 
 
 def _prefix(period: str) -> str:
-    """Return what file names begin with: pages name their files, and downloads of several periods meet in one folder."""
+    """Return what file names begin with: pages name files, and downloads of several periods meet in one folder."""
     return f"{period}-"
 
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from typing import Literal
 
+from imprint.credit import log, tables
 from imprint.credit.auditing import Problem
 from imprint.credit.heads import read_heads
 from imprint.credit.ledger import Ledger
@@ -123,6 +124,9 @@ class Verifier:
             self._metrics.verified.set_to_current_time()
         if not found.holds:
             logger.error("the ledger does not verify: %d problems", state.count)
+        with tables.reading(self._ledger.engine) as connection:
+            if (clock := log.describe_clock(connection)) is not None:
+                logger.warning("a clock is wrong: %s", clock)
         return state
 
     def _note(self, done: int, total: int) -> None:

@@ -91,6 +91,7 @@ def show_credit(
         head=None if head is None else summaries.describe_head(desk, head),
         vouched=vouched,
         signed={entry.sequence: vouched.judge(entry.sequence, spans) for entry in entries},
+        clock=desk.describe_clock() if scope.is_all else None,
         verification=verification,
         problems=dict(list(problems.items())[:_LISTED]),
         more=len(problems) > _LISTED,

@@ -23,6 +23,7 @@ from imprint.serve.pages.credit_charts import draw_history, group_days
 from imprint.serve.pages.source import find_link
 from tests.credit.crediting import EXPECTED, SOURCES, THIS_RUN, fill, make_ledger, make_result
 from tests.credit.insider import L, rewrite, run
+from tests.credit.test_clocks import fill_with_a_clock_ahead
 from tests.serve.credit.asking import Bureau, get, open_bureau
 from tests.serve.news import News
 from tests.serve.pages.reading import read_page
@@ -355,3 +356,17 @@ def test_sources_are_listed_by_their_names(bureau: Bureau) -> None:
     for text, form in ((page, r">{}</option>"), (periods, r'<th scope="row">{}</th>')):
         places = [re.search(form.format(name), text).start() for name in ("alder", "Birch", "cedar", "Yew")]  # type: ignore[union-attr]
         assert places == sorted(places)
+
+
+def test_a_clock_that_is_wrong_is_noted_for_those_who_see_all(
+    bureau: Bureau, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    fill(bureau.ledger, (1,))
+    assert "A clock is wrong." not in read(bureau.browse("auditor"), "/credit")
+    fill_with_a_clock_ahead(bureau.ledger, monkeypatch, days=40)
+    assert "A clock is wrong." in read(bureau.browse("auditor"), "/credit")
+    bureau.verify()
+    page = read(bureau.browse("auditor"), "/credit")
+    assert page.count("which is in the future by the clock of this machine") == 1
+    assert "a clock is wrong: The last entry" in caplog.text
+    assert "clock" not in read(bureau.browse("publisher", ("times",)), "/credit")
