@@ -1,14 +1,16 @@
 """Reads the queries of concurrent requests together, in the one thread that computes.
 
 A request waits in a bounded queue. Whatever waits when the thread is free is read at once: nobody waits for others to
-come, and the busier the service, the larger the batches. If some query of a batch fails, its requests are read one by
-one, so that nobody's error is somebody else's.
+come, and the busier the service, the larger the batches. Callers take turns, by queries: whoever asks a lot waits
+behind whoever asks a little, and gives way where the queue is full. If some query of a batch fails, its requests are
+read one by one, so that nobody's error is somebody else's.
 """
 
 import asyncio
 import math
 import threading
 import time
+from bisect import insort
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
@@ -52,6 +54,12 @@ class _Request(Generic[Q, R]):
     function: Callable[[], Any] | None = None
     future: "Future[Any]" = field(default_factory=Future)
     asked: float = field(default_factory=time.monotonic)
+    caller: str = ""
+    turn: int = 0
+
+    @property
+    def size(self) -> int:
+        return len(self.queries) or 1
 
 
 @dataclass(frozen=True)
@@ -84,6 +92,7 @@ class Batcher(Generic[Q, R]):
         self._most, self._waiting = most, waiting
         self._queue: deque[_Request[Q, R]] = deque()
         self._changed, self._closing, self._busy = threading.Condition(), False, 0
+        self._turn, self._next = 0, dict[str, int]()  # of whom was read last; of the next request of each caller
         self._reading: Sequence[_Request[Q, R]] = ()
         self._pace = 0.0  # seconds per query, smoothed
         self._thread = threading.Thread(target=self._work, name="imprint-readout", daemon=True)
@@ -101,9 +110,9 @@ class Batcher(Generic[Q, R]):
         with self._changed:
             return self._thread.is_alive() and not self._closing
 
-    async def submit(self, queries: Sequence[Q], timeout: float) -> Read[R]:
+    async def submit(self, queries: Sequence[Q], timeout: float, caller: str = "") -> Read[R]:
         """Return what is read for some queries; refuse them if too many wait already."""
-        request = _Request[Q, R](queries, time.monotonic() + timeout)
+        request = _Request[Q, R](queries, time.monotonic() + timeout, caller=caller)
         self._enqueue(request)
         return await self._wait_for(request, timeout)  # type: ignore[no-any-return]
 
@@ -127,15 +136,34 @@ class Batcher(Generic[Q, R]):
             raise DeadlinePassed from error
 
     def _enqueue(self, request: _Request[Q, R]) -> None:
+        """Let a request wait, before those of callers who have asked more since nobody waited."""
         with self._changed:
             if self._closing:
                 raise Closing
-            waiting = sum(len(each.queries) or 1 for each in self._queue)
-            if waiting + max(1, len(request.queries)) > self._waiting:
-                seconds = round(self._pace * (waiting + self._busy))
-                raise Overloaded(min(max(seconds, _SHORTEST), _LONGEST))
-            self._queue.append(request)
+            if not self._queue and not self._busy:
+                self._next.clear()
+            request.turn = max(self._turn, self._next.get(request.caller, 0))
+            self._make_room(request)
+            self._next[request.caller] = request.turn + request.size
+            insort(self._queue, request, key=lambda each: each.turn)
             self._changed.notify_all()
+
+    def _make_room(self, request: _Request[Q, R]) -> None:
+        """Refuse those whose turn is last until a request fits; if it comes after them, refuse it."""
+        waiting = sum(each.size for each in self._queue)
+        seconds = round(self._pace * (waiting + self._busy))
+        refusal = Overloaded(min(max(seconds, _SHORTEST), _LONGEST))
+        excess, last = waiting + request.size - self._waiting, list[_Request[Q, R]]()
+        for each in reversed(self._queue):
+            if excess <= sum(other.size for other in last) or each.turn <= request.turn:
+                break
+            last.append(each)
+        if excess > sum(other.size for other in last):
+            raise refusal
+        for each in last:
+            self._queue.remove(each)
+            self._next[each.caller] = each.turn
+            _finish(each.future, error=refusal)
 
     def close(self, timeout: float | None = None) -> None:
         """Accept no more, and return once everything that was accepted is finished."""
@@ -166,6 +194,7 @@ class Batcher(Generic[Q, R]):
                     return None
                 self._changed.wait()
             batch = [self._queue.popleft()]
+            self._turn = batch[0].turn
             queries = list(batch[0].queries)
             while batch[0].function is None and self._queue:
                 after = self._queue[0]

@@ -147,16 +147,17 @@ class Service:
         return self._batcher.alive
 
     async def attribute(
-        self, queries: Sequence[Any], *, deadline: float | None = None, divide: bool = True
+        self, queries: Sequence[Any], *, caller: str = "", deadline: float | None = None, divide: bool = True
     ) -> Answered:
         """Attribute the queries of a request, given as JSON values.
 
+        caller: who takes turns with others.
         divide: also find how the policy would divide them; crediting does that by itself.
         """
         began = time.monotonic()
         timeout = self.settings.deadline if deadline is None else deadline
         batches = await asyncio.to_thread(self._parse, queries)
-        found = await self._batcher.submit(batches, timeout - (time.monotonic() - began))
+        found = await self._batcher.submit(batches, timeout - (time.monotonic() - began), caller)
         answered = replace(found.result, queued=found.waited, read=found.seconds, asked=tuple(queries))
         return await asyncio.to_thread(self._conclude, answered, divide)
 

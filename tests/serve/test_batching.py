@@ -118,6 +118,48 @@ def test_more_than_may_wait_is_refused_at_once_with_a_time_to_come_back() -> Non
     batcher.close()
 
 
+def test_callers_take_turns_by_queries() -> None:
+    gate = Gate()
+    batcher = Batcher[int, list[int]](gate.read, most=4, waiting=100)
+
+    async def run() -> None:
+        first = asyncio.create_task(batcher.submit([0], 60, "much"))
+        await wait_until_reading(gate)
+        others = [asyncio.create_task(batcher.submit([n] * 4, 60, "much")) for n in (1, 2, 3)]
+        others += [asyncio.create_task(batcher.submit([n], 60, "little")) for n in (7, 8)]
+        others += [asyncio.create_task(batcher.submit([9], 60, "once"))]
+        await asyncio.sleep(0)
+        gate.open.set()
+        await asyncio.gather(first, *others)
+
+    asyncio.run(run())
+    assert gate.batches == [[[0]], [[7], [9]], [[1] * 4], [[8]], [[2] * 4], [[3] * 4]]
+    batcher.close()
+
+
+def test_where_the_queue_is_full_whoever_asked_most_gives_way() -> None:
+    gate = Gate()
+    batcher = Batcher[int, list[int]](gate.read, most=2, waiting=4)
+
+    async def run() -> None:
+        first = asyncio.create_task(batcher.submit([0], 60, "much"))
+        await wait_until_reading(gate)
+        waiting = [asyncio.create_task(batcher.submit([n, n], 60, "much")) for n in (1, 2)]
+        await asyncio.sleep(0)
+        with pytest.raises(Overloaded):
+            await batcher.submit([3, 3], 60, "much")
+        other = asyncio.create_task(batcher.submit([4], 60, "other"))
+        with pytest.raises(Overloaded):
+            await waiting[1]
+        with pytest.raises(Overloaded):  # which would not fit if all gave way who may
+            await batcher.submit([5, 5, 5], 60, "other")
+        gate.open.set()
+        assert [(await each).result for each in (first, other, waiting[0])] == [[0], [16], [1, 1]]
+
+    asyncio.run(run())
+    batcher.close()
+
+
 def test_a_request_that_is_given_up_is_not_read() -> None:
     gate = Gate()
     batcher = Batcher[int, list[int]](gate.read, most=2, waiting=10)

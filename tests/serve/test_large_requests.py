@@ -63,6 +63,23 @@ def test_of_a_hundred_thousand_unknown_fields_one_is_named(caller: Caller) -> No
     assert refused.status == 422 and b"unknown field 'quary'" in refused.body and b"mean query?" in refused.body
 
 
+def test_keys_take_turns(
+    news: News, service: Service, access: Access, caller: Caller, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    turns, submit = list[str](), service._batcher.submit
+
+    async def note(queries: Any, timeout: float, caller: str) -> Any:
+        turns.append(caller)
+        return await submit(queries, timeout, caller)
+
+    monkeypatch.setattr(service._batcher, "submit", note)
+    assert [post(caller, query=news.ask(0), credit=credit).status for credit in (False, True)] == [200, 200]
+    browser = Browser(caller.app)
+    browser.post("/login", data={"key": access.create("root", "admin").secret}, csrf=False)
+    assert browser.post("/query", data={"values": "1 2 3 4"}).status_code == 200
+    assert turns == ["key:app", "key:app", "key:root"]
+
+
 class Busy:
     """Stands for something that takes long: it goes on once `/healthz` was answered meanwhile."""
 

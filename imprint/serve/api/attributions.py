@@ -66,13 +66,13 @@ async def attribute(
     top = body.top if "top" in body.model_fields_set else service.settings.top
     _check_lines(len(queries), len(service.store), top)
     request.state.queries = len(queries)
-    receipt, crediting = None, 0.0
+    receipt, crediting, caller = None, 0.0, f"key:{identity.name}"
     if body.credit:
         key = _check_credit(service, identity, idempotency_key)
-        (answered, receipt, _), crediting = await _credit_once(service, queries, f"key:{identity.name}", key)
+        (answered, receipt, _), crediting = await _credit_once(service, queries, caller, key)
         note_credited(request, receipt)
     else:
-        answered = await service.attribute(queries)
+        answered = await service.attribute(queries, caller=caller)
     spent = Milliseconds(
         queued=1000 * answered.queued,
         read=1000 * answered.read,
@@ -95,7 +95,7 @@ async def _credit_once(service: Service, queries: list[Any], caller: str, key: s
     credited, found = await service.recall(queries, caller=caller, key=key), time.monotonic()
     if credited is not None:
         return credited, found - began
-    answered, read = await service.attribute(queries, divide=False), time.monotonic()
+    answered, read = await service.attribute(queries, caller=caller, divide=False), time.monotonic()
     credited = await service.credit(answered, caller=caller, key=key)
     return credited, found - began + time.monotonic() - read
 

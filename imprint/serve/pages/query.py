@@ -66,7 +66,9 @@ async def answer(request: Request, identity: Asker) -> Response:
         query = await asyncio.to_thread(asking.read)
         request.state.queries = 1
         credited = await _recall(service, identity, asking, query) if wanted else None
-        answered = await service.attribute([query]) if credited is None else credited.answered
+        answered = (
+            await service.attribute([query], caller=f"key:{identity.name}") if credited is None else credited.answered
+        )
     except Mistyped as error:
         return _show(request, identity, _make_form(request, fields, error.name, error.message), 422)
     except UndefinedScore:
@@ -146,7 +148,7 @@ async def show_documents(request: Request, identity: Asker) -> Response:
     if source not in names or service.find_documents(source) is None:
         raise ApiError(404, "not_found", "the documents inside this source were not prepared.")
     query = await asyncio.to_thread(read_json, fields.get("query", "").encode(errors="replace"))
-    answered = await service.attribute([query])
+    answered = await service.attribute([query], caller=f"key:{identity.name}")
     result = await service.documents(source, answered.batches[0])
     asking = _make_form(request, describe_typed(service.form, query))
     return render(
