@@ -22,13 +22,12 @@ from imprint.errors import (
     ImprintError,
     TooLarge,
     UndefinedScore,
-    first_line,
 )
 from imprint.serve.access import Access
 from imprint.serve.api import attributions, credit, health, sources
 from imprint.serve.batching import Closing, DeadlinePassed, Overloaded
 from imprint.serve.credit import CreditDesk
-from imprint.serve.errors import NO_NUMBER, TOO_LONG, ApiError, is_for_programs
+from imprint.serve.errors import NO_NUMBER, TOO_LONG, ApiError, describe_cause, is_for_programs
 from imprint.serve.logs import LogRequests
 from imprint.serve.metrics import CountRequests, Exporter, Metrics
 from imprint.serve.middleware import protect
@@ -186,8 +185,7 @@ def _refuse_load(request: Request, error: Overloaded) -> ApiError:
 
 
 def _explain_unavailable(request: Request, error: CreditUnavailable) -> ApiError:
-    cause = error.__cause__ or error
-    logger.error("the ledger cannot be used: %s", first_line(getattr(cause, "orig", None) or cause))
+    logger.error("the ledger cannot be used: %s", describe_cause(error))
     return ApiError(
         503,
         "no_database",

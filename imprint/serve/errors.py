@@ -2,6 +2,8 @@
 
 from collections.abc import Mapping
 
+from imprint.errors import first_line
+
 NO_NUMBER = (
     "the measurement of a query, or a score of it, is no finite number. If one query does this and others do not, look "
     "for very large numbers in it."
@@ -30,3 +32,9 @@ class ApiError(Exception):
 def is_for_programs(path: str) -> bool:
     """Tell whether programs ask at a path, which get refusals as JSON; people get pages."""
     return path.startswith(("/v1/", "/healthz", "/readyz"))
+
+
+def describe_cause(error: Exception) -> str:
+    """Return why a database failed, as its driver says in a line: for the log, without what was to be written."""
+    cause = error.__cause__ or error
+    return first_line(getattr(cause, "orig", None) or cause)

@@ -17,7 +17,7 @@ from imprint.serve.access.guard import require_page
 from imprint.serve.access.roles import Identity
 from imprint.serve.api.attributions import note_credited
 from imprint.serve.batching import Closing, DeadlinePassed, Overloaded
-from imprint.serve.errors import NO_NUMBER, ApiError
+from imprint.serve.errors import NO_NUMBER, ApiError, describe_cause
 from imprint.serve.pages.answering import describe_answer, describe_documents, shade_words
 from imprint.serve.pages.asking import Asking, Mistyped, describe_typed, encode, is_index
 from imprint.serve.pages.forms import read_form
@@ -130,7 +130,7 @@ def _explained() -> Iterator[None]:
     try:
         yield
     except (CreditUnanswered, CreditUnavailable) as error:
-        logger.error("the ledger cannot be reached: %s", type(error.__cause__).__name__)
+        logger.error("the ledger cannot be used: %s", describe_cause(error))
         message = (
             "it is unknown whether this was credited: reload this page, which sends the same form again, and credits "
             "nothing twice."
