@@ -2,12 +2,13 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Any
 
 from sqlalchemy import Connection, func, select
 
 from imprint.credit import log, tables
-from imprint.credit.differences import name_closed
+from imprint.credit.differences import find_exchanged, name_closed
 from imprint.credit.drafting import hash_payload
 from imprint.credit.heads import Head
 from imprint.credit.leaves import SALT_BYTES, Leaf
@@ -19,11 +20,12 @@ from imprint.credit.reading import read_kept_heads
 from imprint.credit.recomputing import SKIPPED, agree_intervals, agree_lines, find_faults
 from imprint.credit.requests import bind_request, find_request, seal_secret
 from imprint.credit.spread import ESTIMATOR
-from imprint.display import for_terminal
+from imprint.display import for_terminal, name_some
 from imprint.errors import CreditError, DamagedLog
 
 UNREADABLE = (CreditError, KeyError, TypeError, ValueError, AttributeError, IndexError, ArithmeticError)
 """What reading an entry that somebody wrote by hand may raise."""
+_SUSPECTS = 20  # entries that are named; with more, amounts are so alike that they say nothing
 
 
 @dataclass(frozen=True)
@@ -33,17 +35,21 @@ class Problem:
     sequence: its place in the log, if it has one.
     span: the first and the last of the entries among which it is, where it is no single one, or where it follows from
         others.
+    suspects: those of them each of which would explain it alone, if two sources exchanged their figures there.
     """
 
     text: str
     sequence: int | None = None
     span: tuple[int, int] | None = None
+    suspects: tuple[int, ...] = ()
 
     def __str__(self) -> str:
         if self.sequence is None:
             return for_terminal(self.text)
         among = "" if self.span is None else f". It was changed, or one of entries {self.span[0]} to {self.span[1]} was"
-        return for_terminal(f"entry {self.sequence}: {self.text}{among}")
+        some = name_some([f"entry {place}" for place in self.suspects], 3)
+        alone = f". Look at {some} first: two sources may have exchanged their figures there" if some else ""
+        return for_terminal(f"entry {self.sequence}: {self.text}{among}{alone}")
 
 
 @dataclass
@@ -320,9 +326,11 @@ class Audit:
         again = {**about, **header}
         pairs = list(zip([about, *leaf.rows], [again, *rows], strict=False))
         if len(rows) != len(leaf.rows) or not all(agree_lines(one, other) for one, other in pairs):
-            differences = name_closed((about, leaf.rows), (again, rows), SKIPPED)
-            text = f"period {about['period']} does not follow from its entries: {differences}"
-            self.add(text, leaf.sequence, (about["first"], about["stop"] - 1))
+            found, expected, span = (about, leaf.rows), (again, rows), (about["first"], about["stop"] - 1)
+            text = f"period {about['period']} does not follow from its entries: {name_closed(found, expected, SKIPPED)}"
+            entries = log.read_leaves(self.connection, about["first"], about["stop"], "credit")
+            suspects = tuple(islice(find_exchanged(entries, found, expected), _SUSPECTS))
+            self.problems.append(Problem(text, leaf.sequence, span, suspects))
         elif about["estimator"] != ESTIMATOR:
             version = f"{about['estimator']!r}, and this version knows {ESTIMATOR}"
             self.add(f"the intervals of period {about['period']} are by estimator {version}", leaf.sequence)

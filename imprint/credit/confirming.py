@@ -69,4 +69,5 @@ def narrow(problem: Problem, confirmed: int) -> Problem:
     if problem.span is None or problem.span[0] >= confirmed:
         return problem
     first, last = max(problem.span[0], confirmed), problem.span[1]
-    return replace(problem, span=(first, last) if first <= last else None)
+    suspects = tuple(place for place in problem.suspects if place >= confirmed)
+    return replace(problem, span=(first, last) if first <= last else None, suspects=suspects)

@@ -4,6 +4,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from imprint.credit.canonical import encode
+from imprint.credit.leaves import Leaf
 from imprint.credit.money import PARTS, format_amount
 
 REST = "the unattributed rest"
@@ -50,6 +51,19 @@ def name_closed(found: Closed, expected: Closed, skipped: Iterable[str]) -> str:
         if key not in skipped and _differ(one.get(key), other.get(key))
     )
     return _list(amounts or figures)
+
+
+def find_exchanged(entries: Iterable[Leaf], found: Closed, expected: Closed) -> Iterator[int]:
+    """Go through the entries that alone explain a period, if two sources exchanged their figures there."""
+    amounts, again = ({row["source"]: row["amount"] for row in rows} for _, rows in (found, expected))
+    moved = [(name, again[name] - amount) for name, amount in amounts.items() if again.get(name, amount) != amount]
+    if amounts.keys() != again.keys() or len(moved) != 2 or moved[0][1] != -moved[1][1]:
+        return
+    (one, more), (other, _) = moved
+    for entry in entries:
+        own = {row["source"]: row["amount"] for row in entry.rows}
+        if own.get(one) is not None and own.get(other) is not None and own[one] - own[other] == more:
+            yield entry.sequence
 
 
 def _by_source(closed: Closed) -> dict[str, Mapping[str, Any]]:

@@ -95,12 +95,14 @@ def verify(
     if not heads:
         audit.remarks[_UNSIGNED] = None
     elif audit.entries > confirmed:
-        after = count_of(audit.entries - confirmed, "entry was", "entries were")
-        advice = "Find out what happened before you sign another head." if problems else "Sign a head."
-        audit.remarks[
-            f"{after} written after the newest head that holds: whoever writes to the database can still "
-            f"change them unnoticed. {advice}"
-        ] = None
+        after = count_of(
+            audit.entries - confirmed, *(("entry is", "entries are") if problems else ("entry was", "entries were"))
+        )
+        where = "after the head that still holds" if problems else "written after the newest head that holds"
+        advice = "Find out what happened before you sign another one." if problems else "Sign a head."
+        audit.remarks[f"{after} {where}: whoever writes to the database can still change them unnoticed. {advice}"] = (
+            None
+        )
     if audit.given:
         given = count_of(
             audit.given, "query pays a pot that its caller gave", "queries pay a pot that their caller gave"

@@ -75,6 +75,27 @@ def test_a_period_names_the_sources_whose_entries_give_something_else(ledger: Le
     assert "It was changed, or one of entries 6 to 9 was" in str(period)
 
 
+def test_an_entry_that_alone_explains_a_period_if_figures_were_exchanged_is_to_be_looked_at_first(
+    ledger: Ledger,
+) -> None:
+    heads = fill_and_sign(ledger)
+    run(ledger, change_entry(8, swap), rebuild)
+    period = find(check(ledger, heads), "does not follow from its entries")
+    assert period.suspects == (8,) and "Look at entry 8 first" in str(period)
+    run(ledger, change_entry(9, swap), rebuild)  # no single entry explains both
+    assert find(check(ledger, heads), "does not follow from its entries").suspects == ()
+    run(ledger, change_entry(9, swap), change_entry(8, swap), change_entry(4, swap), rebuild)
+    assert find(check(ledger, heads), "does not follow from its entries").suspects == (4,)
+    assert find(check(ledger, []), "does not follow from its entries").span == (0, 9)
+    run(ledger, delete(tables.heads))
+    ahead = check(ledger, [sign_head(KEY, ledger.name, 6, root_of(ledger, 6), "2026")])  # vouches for entry 4 as it is
+    assert find(ahead, "does not follow from its entries").suspects == ()
+
+
+def root_of(ledger: Ledger, size: int) -> bytes:
+    return Frontier().extend(hash_leaf(leaf.header) for leaf in ledger.entries(0, size))[0].root
+
+
 def test_a_period_whose_entries_are_all_confirmed_was_changed_itself(ledger: Ledger) -> None:
     fill(ledger, (3,))
     head = ledger.sign_head(KEY)
@@ -142,6 +163,6 @@ def test_nobody_is_told_to_sign_a_head_of_a_log_that_does_not_verify(ledger: Led
     fill(ledger, (1,))
     assert "Sign a head." in repr(check(ledger, heads))
     run(ledger, update(L).where(L.c.sequence == 11).values(time="2020"))
-    assert "Sign a head." not in repr(check(ledger, heads)) and "before you sign another head" in repr(
+    assert "Sign a head." not in repr(check(ledger, heads)) and "before you sign another one" in repr(
         check(ledger, heads)
     )

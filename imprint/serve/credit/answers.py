@@ -229,11 +229,15 @@ class History(BaseModel):
 
 
 class ProblemAnswer(BaseModel):
-    """Something that is not as it was written. sequence: the entry; span: the first and last among which it is."""
+    """Something that is not as it was written. sequence: the entry; span: the first and last among which it is.
+
+    suspects: entries each of which would explain it alone, if two sources exchanged their figures there.
+    """
 
     text: str
     sequence: int | None
     span: tuple[int, int] | None
+    suspects: list[int]
 
 
 class VerificationAnswer(BaseModel):

@@ -229,7 +229,8 @@ def describe_verification(desk: CreditDesk, scope: Scope) -> answers.Verificatio
     state, running = desk.verifier.last, desk.verifier.running
     every = scope.is_all
     problems: list[Any] = [
-        answers.ProblemAnswer(text=each.text, sequence=each.sequence, span=each.span) for each in state.problems
+        answers.ProblemAnswer(text=each.text, sequence=each.sequence, span=each.span, suspects=list(each.suspects))
+        for each in state.problems
     ]
     return answers.VerificationAnswer(
         status=state.status,

@@ -70,6 +70,7 @@ def test_verification_leads_to_the_period_its_sources_and_the_entries_that_may_b
     page = read(signed, "/credit")
     assert "Entry 10 : period 2026-11 does not follow from its entries: blog has 0." in page
     assert "EUR, its entries give 0." in page and "It was changed, or one of entries 6 to 9 was" in page
+    assert "Look at entry 8 first: two sources may have exchanged their figures there" in page
     assert "Entries 6 to 10 : a head of 11 entries was signed" in page
     assert "Sign a head." not in page
 
