@@ -230,6 +230,8 @@ class Client:
         if len(body) > _MOST_BYTES:
             self.close()
             raise ServiceError(f"the answer of {self!r} is larger than {_MOST_BYTES:,} bytes.")
+        if response.length:  # of a service that was killed: `read` returns what there is
+            raise http.client.IncompleteRead(body, response.length)
         after = response.getheader("Retry-After", "")
         return response.status, body, float(after) if re.fullmatch("[0-9]{1,4}", after) else 0.0
 

@@ -43,11 +43,15 @@ ANSWER: dict[str, Any] = {
 
 @dataclass
 class Reply:
-    """An answer; or, where the status is 0, none: the connection is closed once the request was read."""
+    """An answer; or, where the status is 0, none: the connection is closed once the request was read.
+
+    missing: bytes at the end before which the connection is closed.
+    """
 
     status: int = 200
     body: Any = field(default_factory=lambda: ANSWER)
     headers: Mapping[str, str] = field(default_factory=dict)
+    missing: int = 0
 
     @property
     def content(self) -> bytes:
@@ -95,7 +99,8 @@ def serving(*replies: Reply) -> Iterator[FakeService]:
                 self.send_header(name, value)
             self.send_header("Content-Length", str(len(reply.content)))
             self.end_headers()
-            self.wfile.write(reply.content)
+            self.wfile.write(reply.content[: len(reply.content) - reply.missing])
+            self.close_connection = self.close_connection or reply.missing > 0
 
         do_GET = do_POST
 

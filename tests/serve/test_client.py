@@ -10,7 +10,7 @@ from imprint.serve.client import Client, Effect
 from tests.serve.fake_service import Reply, refuse, serving
 
 KEY = "imprint_" + "k" * 43
-LOST = Reply(0)
+LOST, CUT, HEAD = Reply(0), Reply(missing=1), Reply(missing=len(Reply().content))
 
 
 class Clock:
@@ -57,7 +57,9 @@ def test_several_queries_are_one_request() -> None:
     assert service.asked[0].body == {"queries": [1, 2]}
 
 
-@pytest.mark.parametrize("trouble", [LOST, refuse(429, "overloaded"), refuse(503, "closing"), refuse(504, "too_late")])
+@pytest.mark.parametrize(
+    "trouble", [LOST, CUT, HEAD, refuse(429, "overloaded"), refuse(503, "closing"), refuse(504, "too_late")]
+)
 def test_what_may_succeed_is_tried_again_with_the_same_idempotency_key(trouble: Reply) -> None:
     with serving(trouble, trouble, Reply()) as service, Client(service.url, KEY) as client:
         assert client.attribute(1, credit=True).queries[0].answer == "3"
