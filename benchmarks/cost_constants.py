@@ -42,8 +42,8 @@ class Counting(TorchDispatchMode):
     """Counts the operations that a call starts."""
 
     def __init__(self) -> None:
-        super().__init__()
-        self.count = 0
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.count: int = 0
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self.count += not function.is_view
@@ -52,7 +52,8 @@ class Counting(TorchDispatchMode):
 
 def count_operations(call: Callable[[], object]) -> int:
     """Count operations, without those that only look at a tensor in another way."""
-    with Counting() as counting:
+    counting = Counting()
+    with counting:
         call()
     return counting.count
 
@@ -143,7 +144,7 @@ def measure_recorder(clock: Clock, bandwidth: float, repeats: int) -> dict[str, 
                 trial.train(task, copy.deepcopy(model))
 
             few = Trial(shape, 4, 1, 1, clock.device)
-            calls = {
+            calls: dict[str, Callable[[], object]] = {
                 "recorded": recorded,
                 "plain": plain,
                 "recorded, one": partial(recorded, trial=few),

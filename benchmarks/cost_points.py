@@ -192,8 +192,8 @@ GROUPS = (
     ("replay, stacked", "all", ("stacked work",)),
     ("readout", "last", ("jvp",)),
     ("readout", "lora", ("jvp, adapter",)),
-    ("tangent", "last", ("settling", "tangent")),
-    ("tangent", "lora", ("settling, adapter", "tangent, adapter")),
+    ("tangent", "last", ("settling", "response")),
+    ("tangent", "lora", ("settling, adapter", "response, adapter")),
     ("spectral", "last", ("settling, spectral", "product")),
 )
 """Which operation, with which kind of parameters, which constants are fitted to."""

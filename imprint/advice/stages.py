@@ -108,7 +108,7 @@ def replay(
     ends = forward(model.shape, run.compared * model.shape.length, device.operations)
     work = work + (rows + 2) * ends + _TRIED * step
     stored = (sources + NOISE_ROWS) * values * itemsize + _base_bytes(model)
-    found = _stage("replay", device, model.shape, work + Work(written=stored), stored)
+    found = _stage("repeating the run", device, model.shape, work + Work(written=stored), stored)
     memory = _training_bytes(model, rows if stacked else 1)
     return Stage(found.name, found.seconds + device.value("preparation"), found.binding, stored, memory)
 
@@ -140,7 +140,7 @@ def tangent(
     shape = model.shape
     once = carrier.behind(shape) * shape.block_flops(tokens) + shape.head_flops(tokens)
     base = training_step(shape, carrier, tokens, device.operations)
-    responses = Work(operations=2 * base.operations, forward=sources * _count(device, "tangent", carrier) * once)
+    responses = Work(operations=2 * base.operations, forward=sources * _count(device, "response", carrier) * once)
     stored = sources * carrier.values(shape) * itemsize + _base_bytes(model)
     settling = Work(forward=_count(device, "settling", carrier) * once)
     own = sources * training_step(shape, carrier, sampled, device.operations)

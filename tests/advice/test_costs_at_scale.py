@@ -76,7 +76,7 @@ def test_a_later_start_leaves_out_its_share_and_replays_two_sources_twice() -> N
 
 
 def test_a_path_costs_forwards_by_steps_and_sources_in_the_blocks_that_carry_imprints() -> None:
-    known = device(tangent=7.0, settling=100.0)
+    known = device(response=7.0, settling=100.0)
     one = LAST.blocks(SHAPE) * SHAPE.block_flops(8) + SHAPE.head_flops(8)
     base = training_step(SHAPE, LAST, 8, Operations()).training
     found = stages.tangent(known, Model(SHAPE, ALL), LAST, 6, steps=9, tokens=8)

@@ -47,7 +47,7 @@ def test_a_company_is_told_what_is_within_reach() -> None:
         "--queries", "1e9", "--gpus", "8",
     )  # fmt: skip
     rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in told.splitlines() if line.startswith("| ")][1:]
-    assert {row[0] for row in rows} >= {"training", "replay", "simulation, tangent", "readout, jvp"}
+    assert {row[0] for row in rows} >= {"training", "repeating the run", "simulation, tangent", "readout, jvp"}
     for row in rows:
         assert (int(row[3].replace(",", "")) <= 8) == (row[6] == "yes")
 
