@@ -210,9 +210,13 @@ def list_heads(identity: Reader, desk: Desk) -> list[answers.HeadAnswer]:
 
 
 @router.get("/periods")
-def list_periods(identity: Reader, desk: Desk) -> list[answers.PeriodAnswer]:
-    """Return the closed periods, the newest first, with what sources are paid."""
-    return summaries.describe_periods(desk, Scope.of(identity))
+def list_periods(identity: Reader, desk: Desk) -> list[answers.PeriodAnswer | answers.ChangedEntry]:
+    """Return the closed periods, the newest first, with what sources are paid; of changed ones, that they are."""
+    every: list[answers.PeriodAnswer | answers.ChangedEntry] = [
+        *summaries.describe_periods(desk, Scope.of(identity)),
+        *summaries.describe_changed_periods(desk),
+    ]
+    return sorted(every, key=lambda period: -period.sequence)
 
 
 @router.get("/statements/{period}/{name:path}", response_class=FileResponse)

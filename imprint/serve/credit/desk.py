@@ -18,6 +18,7 @@ from imprint.credit.merkle import check_inclusion, prove_inclusion
 from imprint.credit.periods import Totals
 from imprint.credit.policy import Policy
 from imprint.credit.proofs import prove_leaf
+from imprint.display import name_some
 from imprint.errors import CreditError, CreditUnavailable
 from imprint.keys import is_signed, load_public_key
 from imprint.serve.credit.comparing import Compared, Comparison
@@ -138,10 +139,11 @@ class CreditDesk:
 
     def _read_kind(self, kind: Kind) -> list[Leaf]:
         """Return all entries of a kind that is not that of queries; without those that were changed."""
+        return [entry.leaf for entry in self._check_kind(kind) if entry.leaf is not None and entry.leaf.kind == kind]
+
+    def _check_kind(self, kind: Kind) -> list[Found]:
         with tables.reading(self.ledger.engine) as connection:
-            rows = log.read_rows(connection, 0, log.read_size(connection), kind)
-            found = [check_row(row).leaf for row in rows]
-        return [leaf for leaf in found if leaf is not None and leaf.kind == kind]
+            return [check_row(row) for row in log.read_rows(connection, 0, log.read_size(connection), kind)]
 
     def read_page(self, filters: Filters, before: int | None, limit: int) -> Page:
         """Return the newest entries before some place."""
@@ -211,15 +213,38 @@ class CreditDesk:
         return Proof(head, True, prove_leaf(leaf, path))
 
     def periods(self) -> list[Leaf]:
-        """Return the closed periods, in their order; without those that were changed."""
-        return self._read_kind("period")
+        """Return the closed periods, in their order; without those that are not as they were written or signed."""
+        return self._judge_periods()[0]
+
+    def changed_periods(self) -> list[int]:
+        """Return the places of closed periods whose figures are not shown, because nothing confirms them."""
+        return self._judge_periods()[1]
+
+    def _judge_periods(self) -> tuple[list[Leaf], list[int]]:
+        """Compare closed periods with their hashes, and with the signed log: what is due follows from them alone."""
+        kept, changed = list[Leaf](), list[int]()
+        for entry in self._check_kind("period"):
+            if entry.leaf is None or entry.leaf.kind != "period" or self.prove(entry.leaf).holds is False:
+                changed.append(entry.sequence)
+            else:
+                kept.append(entry.leaf)
+        return kept, changed
 
     def period(self, name: str) -> Leaf:
         """Return a closed period by its name."""
-        found = next((leaf for leaf in self.periods() if leaf.about["period"] == name), None)
-        if found is None:
+        kept, changed = self._judge_periods()
+        closing = next((leaf for leaf in kept if leaf.about["period"] == name), None)
+        if closing is None and changed:
+            places = name_some([f"entry {place}" for place in changed])
+            raise ApiError(
+                409,
+                "changed",
+                "some closed periods, perhaps this one, are not as they were written, or not confirmed by the signed "
+                f"log. Their figures are not shown: see {places}.",
+            )
+        if closing is None:
             raise ApiError(404, "not_found", f"no closed period is called {name!r}.")
-        return found
+        return closing
 
     def running(self) -> Running:
         """Return the period that is not closed yet; refuse if it is still being added up."""

@@ -174,6 +174,12 @@ def describe_periods(desk: CreditDesk, scope: Scope) -> list[answers.PeriodAnswe
     return [_describe_period(desk, scope, closing, head) for closing in reversed(desk.periods())]
 
 
+def describe_changed_periods(desk: CreditDesk) -> list[answers.ChangedEntry]:
+    """Return the closed periods whose figures are not shown."""
+    reason = "it closed a period, and is not as it was written, or not confirmed by the signed log"
+    return [answers.ChangedEntry(sequence=sequence, problems=[reason]) for sequence in desk.changed_periods()]
+
+
 def _describe_period(desk: CreditDesk, scope: Scope, closing: Leaf, head: Head | None) -> answers.PeriodAnswer:
     about, currency = closing.about, desk.currency
     return answers.PeriodAnswer(

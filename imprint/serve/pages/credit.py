@@ -96,6 +96,7 @@ def show_credit(
         problems=dict(list(problems.items())[:_LISTED]),
         more=len(problems) > _LISTED,
         periods=periods,
+        changed_periods=desk.changed_periods(),
         currency=desk.currency,
         choices=desk.choices() if scope.is_all else {},
         rules=RULES,

@@ -103,6 +103,7 @@ def _describe_credit(desk: CreditDesk, scope: Scope, history: answers.History) -
         "by_size": _format_rate(history.per_example_by_size),
         "ratio": history.amount.micro / history.by_size.micro if history.by_size.micro else None,
         "periods": [{"period": each, "line": line} for each, line in own],
+        "changed_periods": desk.changed_periods(),
         "pots": any(each.pot for each, _ in own),
         "amount": format_amount,
         "head": desk.last_head(),

@@ -130,7 +130,7 @@ def test_a_closed_period_that_was_written_by_hand_is_left_out(bureau: Bureau, fi
     fill(bureau.ledger, (2,))
     run(bureau.ledger, rewrite(place, lambda about: about.update({field: [7]}), rehash=True))
     check_what_is_read(bureau, place)
-    assert get(bureau.client("auditor"), "periods") == []
+    assert [sorted(each) for each in get(bureau.client("auditor"), "periods")] == [["problems", "sequence"]]
 
 
 @pytest.mark.parametrize("field", ["rule", "time", "question", "validation", "n", "better", "pot"])

@@ -10,9 +10,10 @@ from sqlalchemy import delete, update
 
 from imprint.credit import Ledger, close_period, tables
 from imprint.credit.heads import sign_head
+from imprint.credit.money import format_amount
 from imprint.keys import load_private_key, make_keys
 from tests.credit.crediting import fill, make_ledger
-from tests.credit.insider import L, change_entry, rebuild, run
+from tests.credit.insider import L, change_entry, rebuild, rewrite, run
 from tests.credit.test_narrowing import swap
 from tests.serve.credit.asking import Bureau, get, open_bureau
 from tests.serve.news import News
@@ -112,3 +113,23 @@ def test_entries_below_a_stored_node_that_differs_are_not_confirmed(news: News, 
         run(ledger, update(L).where(L.c.sequence == 5).values(hash=b"0" * 32))
         assert get(bureau.client("auditor"), "entries/7")["proof"]["span"] == [0, 255]
         assert get(bureau.client("auditor"), "entries/290")["proof"]["holds"] is True
+
+
+def test_amounts_of_a_closed_period_that_the_signed_log_does_not_have_are_shown_nowhere(signed: Bureau) -> None:
+    client = signed.client("auditor")
+    (before,) = get(client, "periods")
+    total = before["total"]["micro"] + 123_450_000
+
+    def raise_amount(about: dict[str, Any], rows: list[dict[str, Any]]) -> None:
+        rows[0]["amount"] += 123_450_000
+        about["total"] = total
+
+    own_hash = rewrite(10, lambda about: None, rehash=True)
+    run(signed.ledger, change_entry(10, raise_amount), own_hash)  # the tree is as it was
+    assert [each["sequence"] for each in get(client, "periods")] == [10]
+    assert "sources" not in get(client, "periods")[0]
+    assert client.get("/v1/credit/totals?period=2026-11").status_code == 409
+    source = before["sources"][0]["source"]
+    for path in ("/credit", "/credit?period=2026-11", f"/sources/{source}"):
+        page = read(signed, path)
+        assert "not confirmed by the signed log" in page and format_amount(total) not in page
