@@ -3,6 +3,7 @@
 import asyncio
 import random
 import re
+from pathlib import Path
 
 import pytest
 
@@ -14,8 +15,11 @@ from tests.serve.calling import Answer
 from tests.serve.hostile.corpus import MARKUP, Attack, Held, draw_attack
 from tests.serve.hostile.target import SECONDS, Target
 
+ROOT = Path(__file__).parents[3]
 LEAKS = re.compile(
-    rb"Traceback|File \"|site-packages|/work/|/tmp/|\.py\b|sqlalchemy|sqlite|psycopg|OperationalError|pydantic"
+    rb"Traceback|File \"|site-packages|"
+    + re.escape(str(ROOT).encode())
+    + rb"|/tmp/|\.py\b|sqlalchemy|sqlite|psycopg|OperationalError|pydantic"
     rb"|starlette|access_keys|imprint_leaves|torch\.|<class|object at 0x",
     re.IGNORECASE,
 )
