@@ -9,16 +9,16 @@ from imprint.credit.auditing import Problem
 from imprint.credit.leaves import Leaf
 from imprint.credit.money import PARTS, format_share
 from imprint.credit.policy import Policy
-from imprint.credit.recomputing import find_faults
 from imprint.display import count_of
 from imprint.errors import CreditError
 from imprint.serve.credit.answers import Amount, ChangedEntry, Entry, Line, PolicyName
+from imprint.serve.credit.faults import CHANGED, find_wrong
 from imprint.serve.credit.reading import Found
 from imprint.serve.credit.scope import Scope
 from imprint.serve.credit.tally import is_clear
 
-CHANGED = "its content was changed or removed since it was written, so its figures are not shown"
 HIDDEN = "something in it is not as it was written"
+_UNEXPLAINED = "This does not follow from the scores and the policy: see what does not fit."
 
 
 class Describer:
@@ -68,9 +68,7 @@ class Describer:
 
     def _describe(self, leaf: Leaf) -> Entry:
         about, policy = leaf.about, self._policies.get(leaf.about["policy"])
-        faults = (
-            list(find_faults(leaf, policy, self._currency)) if policy else ["it names a policy that is not in the log"]
-        )
+        faults = find_wrong(leaf, self._policies, self._currency)
         rest = about["unattributed"]
         return Entry(
             sequence=leaf.sequence,
@@ -88,11 +86,11 @@ class Describer:
             pot=Amount.maybe(about["pot"], self._currency),
             unattributed=rest["share"] / PARTS,
             unattributed_amount=Amount.maybe(rest["amount"], self._currency),
-            lines=[self._describe_line(leaf, row, policy) for row in self._scope.choose(leaf.rows)],
+            lines=[self._describe_line(leaf, row, policy, bool(faults)) for row in self._scope.choose(leaf.rows)],
             problems=self._show(list(dict.fromkeys([*self._problems.get(leaf.sequence, []), *faults]))),
         )
 
-    def _describe_line(self, leaf: Leaf, row: Mapping[str, Any], policy: Policy | None) -> Line:
+    def _describe_line(self, leaf: Leaf, row: Mapping[str, Any], policy: Policy | None, is_wrong: bool) -> Line:
         about, needed = leaf.about, None
         if policy is not None and about["rule"] == policy.rule:
             needed = policy.find_threshold(row["error"], about["freedom"])
@@ -105,7 +103,7 @@ class Describer:
             needed=needed,
             share=row["share"] / PARTS,
             amount=Amount.maybe(row["amount"], self._currency),
-            why=explain_line(leaf, row, needed, policy),
+            why=_UNEXPLAINED if is_wrong else explain_line(leaf, row, needed, policy),
         )
 
 

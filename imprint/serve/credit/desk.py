@@ -22,6 +22,7 @@ from imprint.display import name_some
 from imprint.errors import CreditError, CreditUnavailable
 from imprint.keys import is_signed, load_public_key
 from imprint.serve.credit.comparing import Compared, Comparison
+from imprint.serve.credit.faults import read_policy
 from imprint.serve.credit.reading import Filters, Found, Page, check_row, read_one, read_page
 from imprint.serve.credit.statements import Statements
 from imprint.serve.credit.tally import Tally
@@ -127,15 +128,7 @@ class CreditDesk:
 
     def policies(self) -> dict[str, Policy]:
         """Return the policies of the log, by their hashes; without those that were changed."""
-        found = {}
-        for leaf in self._read_kind("policy"):
-            try:
-                with log.translated_damage(f"entry {leaf.sequence}"):
-                    policy = Policy.from_json(leaf.about["policy"])
-            except CreditError:
-                continue  # written by hand, with its hash: verification names it
-            found[policy.sha256] = policy
-        return found
+        return dict(pair for leaf in self._read_kind("policy") for pair in read_policy(leaf).items())
 
     def _read_kind(self, kind: Kind) -> list[Leaf]:
         """Return all entries of a kind that is not that of queries; without those that were changed."""

@@ -1,4 +1,7 @@
-"""The statements of closed periods: written once, for all sources of a period, and kept in a folder."""
+"""The statements of closed periods: written once for all sources of a period, by each process that serves them.
+
+Files that were there before are written again: somebody may have changed them since.
+"""
 
 import logging
 import tempfile
@@ -40,13 +43,14 @@ class Statements:
         self._ledger, self._folder = ledger, folder
         self._temporary: tempfile.TemporaryDirectory[str] | None = None
         self._lock, self._jobs = threading.Lock(), dict[Path, _Job]()
+        self._written = set[Path]()
 
     def find(self, closing: Leaf, source: str, suffix: str) -> Path:
         """Return a file of the statement of a source; write those of the period first if they are not there."""
         name = _prefix(closing.about["period"]) + name_files([row["source"] for row in closing.rows])[source]
         folder = self._place(closing)
         file = folder / f"{name}.{suffix}"
-        if self._is_there(folder, name):
+        if folder in self._written and self._is_there(folder, name):
             return file
         with self._lock:
             job = self._jobs.get(folder)
@@ -62,6 +66,7 @@ class Statements:
             reason = str(job.error) if isinstance(job.error, ImprintError | OSError) else type(job.error).__name__
             logger.error("the statements of %s could not be written: %s", closing.about["period"], reason)
             raise NotWritten from job.error
+        self._written.add(folder)
         return file
 
     def _is_there(self, folder: Path, name: str) -> bool:

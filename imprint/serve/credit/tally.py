@@ -17,6 +17,8 @@ from imprint.credit.contradictions import find_unpayable
 from imprint.credit.leaves import Leaf
 from imprint.credit.ledger import Ledger
 from imprint.credit.periods import Account, Totals
+from imprint.credit.policy import Policy
+from imprint.serve.credit.faults import find_wrong, read_policy
 from imprint.serve.credit.reading import read_chunk
 from imprint.serve.errors import ApiError
 from imprint.statistics import student_quantile
@@ -112,6 +114,7 @@ class Tally:
         self._sources = set[str]()
         self._left_out = dict[int, None]()
         self._disputes = list[int]()
+        self._policies = dict[str, Policy]()
 
     def catch_up(self, most: int = AT_ONCE) -> None:
         """Read what was written since; refuse if more is left after so many entries."""
@@ -153,8 +156,10 @@ class Tally:
 
     def _add(self, leaf: Leaf, is_again: bool) -> bool:
         """Add an entry; False if it cannot be. is_again: whether it was added before, to another period."""
+        if leaf.kind == "policy" and not is_again:
+            self._policies |= read_policy(leaf)
         if leaf.kind == "credit":
-            if not is_payable(leaf):
+            if find_wrong(leaf, self._policies):
                 return False
             self._running.add(leaf)
             if not is_again:

@@ -11,7 +11,7 @@ from sqlalchemy import delete, update
 from imprint.credit import Ledger, close_period, tables, verify
 from imprint.credit.canonical import encode
 from imprint.keys import make_keys
-from imprint.serve.credit.describing import CHANGED
+from imprint.serve.credit.faults import CHANGED
 from imprint.serve.credit.verification import Verifier
 from imprint.serve.settings import Settings
 from tests.credit.crediting import fill, make_ledger

@@ -115,6 +115,43 @@ def test_entries_below_a_stored_node_that_differs_are_not_confirmed(news: News, 
         assert get(bureau.client("auditor"), "entries/290")["proof"]["holds"] is True
 
 
+def test_a_share_that_does_not_follow_is_in_no_total_no_export_and_has_no_explanation(
+    signed: Bureau, news: News, tmp_path: Path
+) -> None:
+    client = signed.client("auditor")
+    before = get(client, "totals")
+
+    def take(about: dict[str, Any], rows: list[dict[str, Any]]) -> None:
+        least, most = min(rows, key=lambda row: int(row["share"])), max(rows, key=lambda row: int(row["share"]))
+        least["share"], most["share"] = least["share"] + 1000, most["share"] - 1000
+
+    own_hash = rewrite(11, lambda about: None, rehash=True)
+    run(signed.ledger, change_entry(11, take), own_hash)  # after the newest head, so that no signature covers it
+    with open_bureau(news, signed.ledger, tmp_path) as other:  # whose totals have not been read yet
+        client = other.client("auditor")
+        after = get(client, "totals")
+        assert (before["queries"], after["queries"], after["left_out"]) == (1, 0, [11])
+        exported = client.get("/v1/credit/export").text.splitlines()
+        (row,) = [line for line in exported if line.startswith("11,")]
+        assert "do not follow from its scores" in row
+        assert all("follow from the scores" in line["why"] for line in get(client, "entries/11")["credit"]["lines"])
+
+
+def test_a_statement_that_was_changed_on_the_disk_is_not_served_after_a_start(
+    signed: Bureau, news: News, tmp_path: Path
+) -> None:
+    folder = tmp_path / "statements"
+    files = list[bytes]()
+    for _ in range(2):
+        with open_bureau(news, signed.ledger, tmp_path, statements=folder) as other:
+            client = other.client("auditor")
+            source = get(client, "periods")[0]["sources"][0]["source"]
+            files.append(client.get(f"/v1/credit/statements/2026-11/{source}.csv").content)
+        for file in folder.rglob("*.csv"):
+            file.write_text("changed")
+    assert files[0] == files[1] and b"changed" not in files[0]
+
+
 def test_amounts_of_a_closed_period_that_the_signed_log_does_not_have_are_shown_nowhere(signed: Bureau) -> None:
     client = signed.client("auditor")
     (before,) = get(client, "periods")
