@@ -3,6 +3,7 @@
 import json
 import logging
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -76,7 +77,8 @@ def test_a_worker_that_is_killed_is_replaced_and_nothing_is_made_twice(
     before = json.loads(note.read_text())
     after = files_of(out)
     assert before and {name: after[name] for name in before} == before
-    assert "part 2/2 is tried again, and resumes: its worker died" in caplog.text
+    # either part may see the files of the second first, and die
+    assert re.search(r"part [12]/2 is tried again, and resumes: its worker died", caplog.text)
     whole = run(tmp_path / "whole", TANGENT, task=Task(task().model, cross_entropy))
     assert contents(store.path) == contents(whole.path)
 
