@@ -1,7 +1,7 @@
 """What the service adds to reading the same batches in-process: with one client and with many, with and without credit.
 
-    PYTHONPATH=. OMP_NUM_THREADS=1 python benchmarks/serve_load.py               # --postgres: in a private server of its own
-    PYTHONPATH=. OMP_NUM_THREADS=1 python benchmarks/serve_load.py --flat 10000  # memory over so many requests, of a small model
+    PYTHONPATH=. OMP_NUM_THREADS=1 python benchmarks/serve_load.py    # --postgres: in a private server
+    PYTHONPATH=. OMP_NUM_THREADS=1 python benchmarks/serve_load.py --flat 10000    # memory over so many requests
 
 A GPT-2 with random weights and twelve sources answers queries of one prompt and completion. A process of its own sends
 them from threads that each wait for their answer, on this machine alone. Every round is first asked of the service,
