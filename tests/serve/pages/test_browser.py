@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from playwright.sync_api import Browser, expect
+from playwright.sync_api import Browser, Page, expect
 
 from imprint.cli.commands.credit_options import read_policy
 from imprint.credit import Ledger
@@ -165,6 +165,16 @@ def test_bars_help_on_the_right_and_harm_on_the_left(tab: Tab) -> None:
     assert "helps" in seen
 
 
+def verify_log(page: Page) -> None:
+    """Press the button, once the verification with which a service starts has ended."""
+    button = page.get_by_role("button", name="Verify the log now")
+    for _ in range(200):
+        if button.is_enabled():
+            break
+        page.reload()
+    button.click()
+
+
 @wide
 def test_from_a_query_to_its_row_its_proof_and_the_export(tab: Tab, tmp_path: Path) -> None:
     page = tab.page
@@ -179,7 +189,7 @@ def test_from_a_query_to_its_row_its_proof_and_the_export(tab: Tab, tmp_path: Pa
     tab.keep("row")
     tab.open("/credit")
     expect(page.locator("main")).to_contain_text(row)
-    page.get_by_role("button", name=re.compile("Verify", re.I)).click()
+    verify_log(page)
     tab.open("/credit")
     expect(page.locator("main")).to_contain_text(re.compile("verifie|holds", re.I), timeout=30_000)
     with page.expect_download() as download:
@@ -200,7 +210,7 @@ def test_the_pages_lead_to_a_tampered_row(demo: Demo, browser: Browser, pictures
         page.get_by_role("button", name="Log in").click()
         run(ledger, rewrite(tampered, lambda about: about.update(pot=999_999)))
         page.get_by_role("link", name="Credit").click()
-        page.get_by_role("button", name="Verify the log now").click()
+        verify_log(page)
         link = page.get_by_role("alert").locator("xpath=..").get_by_role("link", name=f"Entry {tampered}")
         for _ in range(200):  # until it is verified
             if link.count():
