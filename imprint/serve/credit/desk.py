@@ -186,10 +186,11 @@ class CreditDesk:
 
     def prove(self, leaf: Leaf) -> Proof:
         """Prove that an entry is in the log that was signed."""
-        head = self.last_head()
+        return self._prove(leaf, self.last_head(), self.find_vouched())
+
+    def _prove(self, leaf: Leaf, head: Head | None, vouched: Vouched) -> Proof:
         if head is None or leaf.sequence >= head.size:
             return Proof(head, None, None)
-        vouched = self.find_vouched()
         if vouched.broken and vouched.holding and leaf.sequence < vouched.confirmed:
             head = vouched.holding
         first = leaf.sequence // _TOGETHER * _TOGETHER
@@ -216,11 +217,13 @@ class CreditDesk:
     def _judge_periods(self) -> tuple[list[Leaf], list[int]]:
         """Compare closed periods with their hashes, and with the signed log: what is due follows from them alone."""
         kept, changed = list[Leaf](), list[int]()
+        head, vouched = self.last_head(), self.find_vouched()
         for entry in self._check_kind("period"):
-            if entry.leaf is None or entry.leaf.kind != "period" or self.prove(entry.leaf).holds is False:
+            leaf = entry.leaf
+            if leaf is None or leaf.kind != "period" or self._prove(leaf, head, vouched).holds is False:
                 changed.append(entry.sequence)
             else:
-                kept.append(entry.leaf)
+                kept.append(leaf)
         return kept, changed
 
     def period(self, name: str) -> Leaf:
