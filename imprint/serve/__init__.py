@@ -1,7 +1,7 @@
 """The service: attributions over HTTP, credited in the ledger, and pages that people read.
 
 from imprint.serve import Access, Service, Settings, create_app
-from imprint.serve.client import Client  # needs nothing but the standard library
+from imprint.serve.client import Client  # needs no extra
 """
 
 from typing import TYPE_CHECKING, Any
