@@ -43,7 +43,9 @@ def remove_each(case: Case, results: Results) -> Attribution:
     """Replay the run without each president."""
     tuned, run = case.recorded()
     with results.timed(f"replaying without each of {len(case.sources)}"):
-        store = simulate(tuned, case.documents.columns, case.sources, run=run, out=case.folder / "store")
+        store = simulate(
+            tuned, case.documents.columns, case.sources, run=run, out=case.folder / "store", memory=case.memory
+        )
     with results.timed(f"scoring {len(case.queries)} queries"):
         result = attribute(tuned, store, case.queries)
     results.keep(chaos=result.details.get("chaos"), store_bytes=store.bytes, warnings=list(result.warnings))
@@ -55,7 +57,8 @@ def remove_sets(case: Case, results: Results) -> Truth:
     tuned, run = case.recorded()
     subsets, _ = case.draw_sets()
     with results.timed(f"replaying without {len(subsets) - 1} sets"):
-        return replay_run(run, tuned, case.documents.columns, case.queries, subsets, out=case.folder / "sets")
+        known = (run, tuned, case.documents.columns, case.queries, subsets)
+        return replay_run(*known, out=case.folder / "sets", memory=case.memory)
 
 
 def expect(case: Case, results: Results) -> Truth:
@@ -67,7 +70,7 @@ def expect(case: Case, results: Results) -> Truth:
     subsets = Subsets.without(case.sources, [(), *singles, *filter(None, sets)], n=len(case.documents.documents))
     known = (case.tune, tuned, case.documents.columns, case.queries, subsets)
     with results.timed(f"replaying {s.seeds} other seeds without {len(subsets) - 1} sets each"):
-        return replay_seeds(*known, runs=s.seeds, seed=7, out=case.folder / "expected")
+        return replay_seeds(*known, runs=s.seeds, seed=7, out=case.folder / "expected", memory=case.memory)
 
 
 def follow_path(case: Case, results: Results) -> Attribution:
@@ -76,10 +79,10 @@ def follow_path(case: Case, results: Results) -> Attribution:
     rate = max(group["lr"] for step in run.steps for group in step.groups)
     plan = Plan(preconditioner="adam", steps=case.settings.path_steps, lr=rate / 2, curvature="gauss-newton")
     if not case.small:
-        plan = replace(plan, batch_size=64, source_sample=16)
+        plan = replace(plan, batch_size=case.settings.path_batch, source_sample=16)
     with results.timed("path imprints from two checkpoints"):
         known = (tuned, case.documents.columns, case.sources, plan)
-        store = simulate(*known, checkpoints=run.paths[1:3], out=case.folder / "path")
+        store = simulate(*known, checkpoints=run.paths[1:3], out=case.folder / "path", memory=case.memory)
         return attribute(tuned, store, case.queries, readout="gradient")
 
 
@@ -100,15 +103,16 @@ def differentiate(case: Case, results: Results, weight: float = 0.9) -> Tensor:
 
 def glance(case: Case, results: Results, rates: Sequence[float], few: int = 4) -> None:
     """Show at some learning rates what is learnt, how chaotic the run is, and how long a replay takes."""
+    known = (case.device, case.small, case.models, case.memory)
     for rate in rates:
-        at = Case(case.folder / f"lr-{rate:g}", replace(case.settings, lr=rate), case.device, case.small, case.models)
+        at = Case(case.folder / f"lr-{rate:g}", replace(case.settings, lr=rate), *known)
         at.folder.mkdir(parents=True, exist_ok=True)
         with results.timed(f"lr {rate:g}: fine-tuning"):
             tuned, run = at.recorded()
         some = at.sources.members[:: max(1, len(at.sources) // few)][:few]
         groups = Sources.groups({str(index): members for index, members in enumerate(some)})
         with results.timed(f"lr {rate:g}: replaying without {few}"):
-            store = simulate(tuned, at.documents.columns, groups, run=run, out=at.folder / "glance")
+            store = simulate(tuned, at.documents.columns, groups, run=run, out=at.folder / "glance", memory=case.memory)
         result = attribute(tuned, store, at.passages)
         figures = {
             "chaos": result.details.get("chaos"),
@@ -160,6 +164,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True, help="the folder to keep everything in")
     parser.add_argument("--models", type=Path, help="the folder with the expanded model; by default in --out")
     parser.add_argument("--device", default="cpu")
+    parser.add_argument("--memory", help="what replays may use, such as 12GiB; by default a share of what is there")
     parser.add_argument("--small", action="store_true", help="a tiny random model, to see that it runs")
     parser.add_argument("--stages", nargs="+", choices=STAGES, default=STAGES[:-1])
     parser.add_argument("--bergson", help="the Python that has bergson, for the stage of that name")
@@ -173,7 +178,7 @@ def main() -> None:
     named: dict[str, Any] = {name: getattr(given, name) for name in plain}
     settings = Settings(**{**named, "drops": tuple(given.drops)})
     given.out.mkdir(parents=True, exist_ok=True)
-    case = Case(given.out, settings, given.device, given.small, given.models or given.out / "smollm2")
+    case = Case(given.out, settings, given.device, given.small, given.models or given.out / "smollm2", given.memory)
     results = Results(given.out)
     if given.command == "prepare":
         print(f"{len(case.addresses.train)} passages; {type(case.base).__name__}")

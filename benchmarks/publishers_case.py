@@ -45,9 +45,10 @@ QUESTIONS = (
 class Settings:
     """How the model is fine-tuned, and what it is compared with.
 
-    words: of each president. length: tokens of a passage that are used, so that little is padded. precision: of matrix
-    products in training, as `torch.set_float32_matmul_precision` has it. sets, tuning_sets: for each number of
-    presidents that are left out. seeds: other runs, for *expected*.
+    words: of each president. length: tokens of a passage that are used, so that little is padded. blocks: how many of
+    the last blocks get an adapter, 0 for all; what lies before them is computed once for all replays. precision: of
+    matrix products in training, as `torch.set_float32_matmul_precision` has it. sets, tuning_sets: for each number of
+    presidents that are left out. seeds: other runs, for *expected*. path_batch: examples of a step of the path.
     """
 
     words: int = 6_000
@@ -56,6 +57,7 @@ class Settings:
     batch: int = 16
     lr: float = 5e-4
     rank: int = 8
+    blocks: int = 0
     precision: str = "highest"
     drops: tuple[int, ...] = (2, 3, 4)
     sets: int = 14
@@ -63,6 +65,7 @@ class Settings:
     seeds: int = 2
     expected_sets: int = 0
     path_steps: int = 40
+    path_batch: int = 64
 
 
 def _in_precision(train: Callable[..., Any]) -> Callable[..., Any]:
@@ -84,7 +87,7 @@ def _in_precision(train: Callable[..., Any]) -> Callable[..., Any]:
 class Case:
     """The model, the passages of every president, and what is asked.
 
-    models: the folder of the expanded model.
+    models: the folder of the expanded model. memory: what replays may use; by default a share of what is available.
     """
 
     folder: Path
@@ -92,6 +95,7 @@ class Case:
     device: str
     small: bool
     models: Path
+    memory: str | None = None
 
     @cached_property
     def addresses(self) -> sotu.Addresses:
@@ -190,8 +194,13 @@ class Case:
     def wrap(self, seed: int) -> Any:
         """Return a copy of the base model with a fresh adapter."""
         torch.manual_seed(seed)
-        targets = ["q_proj", "v_proj"]
-        config = LoraConfig(r=self.settings.rank, lora_alpha=2 * self.settings.rank, target_modules=targets)
+        layers, last = self.base.config.num_hidden_layers, self.settings.blocks
+        config = LoraConfig(
+            r=self.settings.rank,
+            lora_alpha=2 * self.settings.rank,
+            target_modules=["q_proj", "v_proj"],
+            layers_to_transform=list(range(layers - last, layers)) if last else None,
+        )
         return get_peft_model(copy.deepcopy(self.base), config).to(self.device)
 
     def recorded(self) -> tuple[LanguageTask, Recording]:
