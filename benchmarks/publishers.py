@@ -20,13 +20,17 @@ from typing import Any
 import torch
 from publishers_case import Case, Settings
 from publishers_results import Results, evaluate_methods, score_bergson, score_ekfac, score_embeddings, score_rivals
+from publishers_story import check_removals, tell, validate_store
 from torch import Tensor
 
 from imprint import Attribution, Plan, Sources, attribute, simulate
 from imprint.evaluation import Subsets, Truth, replay_run, replay_seeds
 from imprint.tensors.vectors import root_mean_square
 
-STAGES = ("tune", "removals", "sets", "rivals", "ekfac", "embeddings", "expected", "path", "derivative", "bergson")
+STAGES = (
+    *("tune", "removals", "story", "retrained", "validation", "sets", "rivals", "ekfac", "embeddings", "expected", "path"),
+    *("derivative", "bergson"),
+)
 
 
 def tune(case: Case, results: Results) -> None:
@@ -135,6 +139,12 @@ def run(case: Case, results: Results, stages: Sequence[str], bergson: str = "") 
         tune(case, results)
     if "removals" in stages:
         results.add_scores({"replayed removals": remove_each(case, results).scores})
+    if "story" in stages:
+        tell(case, results)
+    if "retrained" in stages:
+        check_removals(case, results)
+    if "validation" in stages:
+        validate_store(case, results)
     if "sets" in stages:
         remove_sets(case, results)
     if "rivals" in stages:

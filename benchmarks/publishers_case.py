@@ -55,14 +55,14 @@ class Settings:
     length: int = 104
     epochs: int = 1
     batch: int = 16
-    lr: float = 5e-4
+    lr: float = 1e-3
     rank: int = 8
     blocks: int = 0
     precision: str = "highest"
     drops: tuple[int, ...] = (2, 3, 4)
-    sets: int = 14
-    tuning_sets: int = 5
-    seeds: int = 2
+    sets: int = 12
+    tuning_sets: int = 4
+    seeds: int = 3
     expected_sets: int = 0
     path_steps: int = 40
     path_batch: int = 64
@@ -282,11 +282,15 @@ class Case:
         place = self.folder / "answers.json"
         if not place.exists():
             prompts = [f"{question} Fellow citizens," for question in QUESTIONS]
-            said = self._continue(tuned, prompts, tokens, repetition_penalty=1.2)
-            answers = [self.tokenizer.decode(each, skip_special_tokens=True).strip() for each in said]
+            answers = self.reply(tuned, prompts, tokens)
             kept = [(prompt, " " + text) for prompt, text in zip(prompts, answers, strict=True) if text]
             place.write_text(json.dumps(kept, indent=1))
         return json.loads(place.read_text())  # type: ignore[no-any-return]
+
+    def reply(self, model: Any, prompts: list[str], tokens: int = 48) -> list[str]:
+        """Return the text that a model continues each prompt with."""
+        said = self._continue(model, prompts, tokens, repetition_penalty=1.2)
+        return [self.tokenizer.decode(each, skip_special_tokens=True).strip() for each in said]
 
     @torch.no_grad()
     def _continue(self, model: Any, prompts: list[str], tokens: int, **options: Any) -> list[list[int]]:
