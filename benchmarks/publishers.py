@@ -7,7 +7,7 @@
 run and replays it without each president. It compares the sums of these removals, and every rival, with replays
 without sets of two, three and four presidents (*this run*), and with replays of other seeds (*expected*). What is
 finished is kept in the folder and not done again. `glance` shows how calm the fine-tune is at some learning rates.
-`report` makes the tables again. `--small` runs everything on a tiny random model, in seconds.
+`report` makes tables and pictures again. `--small` runs everything on a tiny random model, in seconds.
 """
 
 import argparse
@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 from publishers_case import Case, Settings
+from publishers_figures import draw
 from publishers_results import Results, evaluate_methods, score_bergson, score_ekfac, score_embeddings, score_rivals
 from publishers_story import check_removals, tell, validate_store
 from torch import Tensor
@@ -28,7 +29,19 @@ from imprint.evaluation import Subsets, Truth, replay_run, replay_seeds
 from imprint.tensors.vectors import root_mean_square
 
 STAGES = (
-    *("tune", "removals", "story", "retrained", "validation", "sets", "rivals", "ekfac", "embeddings", "expected", "path"),
+    *(
+        "tune",
+        "removals",
+        "story",
+        "retrained",
+        "validation",
+        "sets",
+        "rivals",
+        "ekfac",
+        "embeddings",
+        "expected",
+        "path",
+    ),
     *("derivative", "bergson"),
 )
 
@@ -162,6 +175,7 @@ def run(case: Case, results: Results, stages: Sequence[str], bergson: str = "") 
     if "bergson" in stages:
         score_bergson(case, results, bergson)
     evaluate_methods(case, results)
+    draw(case, results)
 
 
 def _describe(device: str) -> str:

@@ -51,16 +51,16 @@ class Settings:
     presidents that are left out. seeds: other runs, for *expected*. path_batch: examples of a step of the path.
     """
 
-    words: int = 6_000
+    words: int = 5_000
     length: int = 104
     epochs: int = 1
     batch: int = 16
-    lr: float = 1e-3
+    lr: float = 5e-4
     rank: int = 8
     blocks: int = 0
     precision: str = "highest"
     drops: tuple[int, ...] = (2, 3, 4)
-    sets: int = 12
+    sets: int = 11
     tuning_sets: int = 4
     seeds: int = 3
     expected_sets: int = 0

@@ -189,10 +189,17 @@ class Sets:
         """What a perfect predictor would reach, from the agreement of runs; NaN with one run."""
         return ceiling(ranks(self.actual))
 
+    def value(self, scores: Tensor) -> float:
+        """Return the mean rank correlation alone."""
+        return _mean_correlation(self._predict(scores), self.actual.mean(0))
+
+    def _predict(self, scores: Tensor) -> Array:
+        return (-(scores @ self.removed.T) / self.n).numpy()
+
     def correlate(self, scores: Tensor) -> dict[str, float]:
         """Return the mean rank correlation with its interval, and the slope of real on predicted effects."""
-        predicted, truth = (-(scores @ self.removed.T) / self.n).numpy(), self.actual.mean(0)
-        value = _mean_correlation(predicted, truth)
+        predicted, truth = self._predict(scores), self.actual.mean(0)
+        value = self.value(scores)
         resampled = [_mean_correlation(predicted[np.ix_(*each)], truth[np.ix_(*each)]) for each in self.chosen]
         low, high = np.nanquantile(resampled, [0.025, 0.975])
         away, rises = centre(predicted), centre(truth)
@@ -226,6 +233,7 @@ def _compare_this_run(case: Case, truth: Truth, scores: Mapping[str, Tensor]) ->
     for drop in case.settings.drops:
         those = (sizes == drop) & ~tuning
         columns[f"{drop} dropped"] = Sets(removed[those], actual[:, passages][:, :, those.numpy()], truth.subsets.n)
+    columns["all sets"] = Sets(removed[~tuning], actual[:, passages][:, :, ~tuning.numpy()], truth.subsets.n)
     rows = _tabulate(columns, chosen, {name: each[: len(passages)] for name, each in scores.items()})
     if len(case.queries) > len(passages):
         answers = slice(len(passages), None)
@@ -270,7 +278,7 @@ def _choose(sets: Sets, scores: Mapping[str, Tensor], queries: int) -> dict[str,
     """Return the best variant of each method."""
     best: dict[str, tuple[float, str]] = {}
     for name, each in scores.items():
-        value = sets.correlate(each[:queries])["value"]
+        value = sets.value(each[:queries])
         method = name.partition(" | ")[0]
         best[method] = max(best.get(method, (-2.0, name)), (float(np.nan_to_num(value, nan=-1.0)), name))
     return {method: name for method, (_, name) in best.items()}

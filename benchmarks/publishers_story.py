@@ -1,5 +1,5 @@
-"""What a reader of benchmarks/publishers.py wants to see: who moved which answer, word by word, and what a model without
-that president says instead.
+"""What a reader of benchmarks/publishers.py wants to see: who moved which answer, word by word, and what a model
+without that president says instead.
 """
 
 import json
