@@ -57,7 +57,7 @@ def _draw_who(case: Case, scores: Tensor) -> Figure:
     means = torch.stack([effects[case.own == index].mean(0) for index in range(len(names))])
     figure, axes = plt.subplots(figsize=(7.5, 6.5))
     largest = float(means.abs().max())
-    shown = axes.imshow(means, cmap=COLOURS + "_r", norm=TwoSlopeNorm(0, -largest, largest))
+    shown = axes.imshow(means.numpy(), cmap=COLOURS + "_r", norm=TwoSlopeNorm(0, -largest, largest))
     axes.set_xticks(range(len(names)), names, rotation=60, ha="right")
     axes.set_yticks(range(len(names)), names)
     axes.set_xlabel("left out of the fine-tune")

@@ -5,6 +5,7 @@ import os
 import runpy
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -17,21 +18,24 @@ BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 pytestmark = pytest.mark.wide
 
 
-def test_every_method_is_compared_with_removals_that_no_rival_was_tuned_on(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def _run(out: Path, monkeypatch: pytest.MonkeyPatch, *stages: str) -> dict[str, Any]:
     place = Path(os.environ.get("IMPRINT_DATA") or "nowhere", "sotu")
     require("data", place.is_dir(), "the addresses are not in the folder that IMPRINT_DATA names")
-    stages = ["tune", "removals", "sets", "rivals", "expected", "derivative"]
     counts = ["--sets", "4", "--tuning-sets", "2", "--drops", "2", "3", "--seeds", "2"]
-    arguments = ["publishers.py", "run", "--small", "--out", str(tmp_path), "--stages", *stages, *counts]
+    arguments = ["publishers.py", "run", "--small", "--out", str(out), "--stages", *stages, *counts]
     monkeypatch.setattr(sys, "argv", arguments)
     monkeypatch.syspath_prepend(str(BENCHMARKS))
     runpy.run_path(str(BENCHMARKS / "publishers.py"), run_name="__main__")
-    found = json.loads((tmp_path / "results.json").read_text())
+    return json.loads((out / "results.json").read_text())  # type: ignore[no-any-return]
+
+
+def test_every_method_is_compared_with_removals_that_no_rival_was_tuned_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = _run(tmp_path, monkeypatch, "tune", "removals", "sets", "rivals", "expected", "derivative")
     ours, derivative = (found["this_run"][name] for name in ("replayed removals", "derivative of the run"))
     for row in (ours, derivative):
-        for column in ("2 dropped", "3 dropped", "answers, all sets"):
+        for column in ("2 dropped", "3 dropped", "all sets", "answers, all sets"):
             assert row[column]["low"] <= row[column]["value"] <= row[column]["high"]
     assert {"BM25", "TF-IDF", "TRAK", "gradient product", "size"} < set(found["this_run"])
     assert found["this_run"]["TRAK"]["variant"].startswith(("step", "all checkpoints"))
@@ -39,3 +43,21 @@ def test_every_method_is_compared_with_removals_that_no_rival_was_tuned_on(
     scores = load_file(tmp_path / "scores.safetensors")
     removed, slope = (scores[name].flatten() for name in ("replayed removals", "derivative of the run"))
     assert torch.corrcoef(torch.stack([removed, slope]))[0, 1] > 0.8  # two ways to weigh the same sources less
+    tables = (tmp_path / "report.md").read_text()
+    assert "| BM25 |" in tables
+    assert "## expected" in tables
+    assert (tmp_path / "methods.png").stat().st_size > 1000
+
+
+def test_answers_are_told_word_by_word_and_removals_hold_in_plain_training(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = _run(tmp_path, monkeypatch, "tune", "removals", "story", "retrained")
+    assert len(found["retrained"]) == 2
+    assert all(off < 0.02 for off in found["retrained"].values())  # replays are what plain training does
+    for told in found["story"]:
+        contributed = sum(contribution for _, contribution in told["every word"])
+        assert contributed == pytest.approx(-told["effects"][told["most helpful"]], rel=0.1, abs=1e-4)
+        assert told["without"] != ""
+    assert (tmp_path / "who.png").stat().st_size > 1000
+    assert (tmp_path / "words.png").stat().st_size > 1000
