@@ -210,6 +210,8 @@ def main() -> None:
     parser.add_argument("--small", action="store_true", help="tiny models, to see that it runs")
     parser.add_argument("--stacked", action="store_true", help="all rows at once, without gradient checkpointing")
     parser.add_argument("--tokens", type=int, help="of an example: 512, or 16 of small models")
+    names = [size.name for size in SIZES]
+    parser.add_argument("--sizes", nargs="+", choices=names, default=names, help="the models, instead of all")
     parser.add_argument("--json", type=Path, help="write everything measured to a file")
     options = parser.parse_args()
     if not options.small and options.device == "cpu":
@@ -223,7 +225,7 @@ def main() -> None:
     print("| peak of training | peak of replay | replayed in |\n|---|" + "---:|" * 10, flush=True)
     results: list[Found] = []
     warnings.simplefilter("ignore", ReliabilityWarning)  # nobody reads these effects
-    for size in SMALL if options.small else SIZES:
+    for size in SMALL if options.small else [size for size in SIZES if size.name in options.sizes]:
         try:
             found = measure(size, device, length, stacked=options.stacked)
         except torch.OutOfMemoryError as error:
