@@ -21,6 +21,7 @@ import torch
 from publishers_case import Case, Settings
 from publishers_figures import draw
 from publishers_results import Results, evaluate_methods, score_bergson, score_ekfac, score_embeddings, score_rivals
+from publishers_served import serve
 from publishers_story import check_removals, tell, validate_store
 from torch import Tensor
 
@@ -145,7 +146,7 @@ def _mean(values: dict[str, float]) -> float:
     return sum(values.values()) / len(values)
 
 
-def run(case: Case, results: Results, stages: Sequence[str], bergson: str = "") -> None:
+def run(case: Case, results: Results, stages: Sequence[str], bergson: str = "", vllm: str = "") -> None:
     """Do the stages that are asked for, and keep the scores of every method; then make the tables."""
     results.keep(settings=asdict(case.settings), examples=len(case.documents.documents), device=_describe(case.device))
     if "tune" in stages:
@@ -174,6 +175,8 @@ def run(case: Case, results: Results, stages: Sequence[str], bergson: str = "") 
         results.add_scores({"derivative of the run": differentiate(case, results)})
     if "bergson" in stages:
         score_bergson(case, results, bergson)
+    if "served" in stages:
+        serve(case, results, vllm)
     evaluate_methods(case, results)
     draw(case, results)
 
@@ -190,8 +193,11 @@ def main() -> None:
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--memory", help="what replays may use, such as 12GiB; by default a share of what is there")
     parser.add_argument("--small", action="store_true", help="a tiny random model, to see that it runs")
-    parser.add_argument("--stages", nargs="+", choices=STAGES, default=STAGES[:-1])
+    parser.add_argument("--stages", nargs="+", choices=STAGES, default=STAGES[:-2])
     parser.add_argument("--bergson", help="the Python that has bergson, for the stage of that name")
+    parser.add_argument(
+        "--vllm", default=".venv-vllm/bin/python", help="the Python that has vLLM, for the stage served"
+    )
     parser.add_argument("--rates", nargs="+", type=float, default=[2e-4, 5e-4, 1e-3], help="learning rates of a glance")
     plain: dict[str, Any] = asdict(Settings())
     for name, value in plain.items():
@@ -209,7 +215,7 @@ def main() -> None:
     elif given.command == "glance":
         glance(case, results, given.rates)
     else:
-        run(case, results, given.stages if given.command == "run" else [], given.bergson or sys.executable)
+        run(case, results, given.stages if given.command == "run" else [], given.bergson or sys.executable, given.vllm)
 
 
 if __name__ == "__main__":
