@@ -1,6 +1,7 @@
 """Milliseconds per query by readout and number of sources, beside a plain forward and merely reading the imprints.
 
     python benchmarks/query_cost.py
+    python benchmarks/query_cost.py --device cuda    # also of a captured forward and a captured jvp
 
 A 9-layer 512-wide perceptron, one query batch; imprints are random, since cost does not depend on their values. All
 times are medians of repeated calls in one process, so their ratios can be compared; the machine matters for the rest.
@@ -16,11 +17,16 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from imprint.batches import leaves, map_tensors
 from imprint.readout.kernels import difference_scores, forward_only, gradient_scores, jvp_scores, query_gradients
-from imprint.task import Parameters, Task
+from imprint.runtime.cuda_graphs import Recorder
+from imprint.runtime.memory import tensor_bytes
+from imprint.task import Batch, Parameters, Task
 from imprint.tensors.vectors import norm, row_norms
 
 WIDTH, LAYERS, CLASSES = 512, 9, 10
+COUNTS = {"cpu": [1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1000], "cuda": [1, 8, 32, 128, 512, 1000]}
+SECONDS = {"cpu": 0.6, "cuda": 0.15}
 
 
 @dataclass(frozen=True)
@@ -41,7 +47,7 @@ def perceptron() -> nn.Module:
     return nn.Sequential(*layers[:-1])
 
 
-def median_ms(function: Callable[[], object], device: torch.device, seconds: float = 0.6) -> float:
+def median_ms(function: Callable[[], object], device: torch.device) -> float:
     """The median of at least five calls, after one to warm up."""
 
     def once() -> float:
@@ -53,9 +59,23 @@ def median_ms(function: Callable[[], object], device: torch.device, seconds: flo
 
     once()
     times = [once()]
-    while len(times) < 5 or (sum(times) < 1000 * seconds and len(times) < 200):
+    while len(times) < 5 or (sum(times) < 1000 * SECONDS[device.type] and len(times) < 200):
         times.append(once())
     return statistics.median(times)
+
+
+def captured(recorder: Recorder, compute: Callable[[Batch], Tensor], batch: Batch) -> Callable[[], object]:
+    """A query by a CUDA graph: the batch copied in, and the graph repeated."""
+    static = map_tensors(torch.clone, batch)
+    recorder.rehearse(lambda: compute(static))
+    repeat = recorder.record(lambda: compute(static))
+
+    def ask() -> None:
+        for mine, given in zip(leaves(static), leaves(batch), strict=True):
+            mine.copy_(given)
+        repeat()
+
+    return ask
 
 
 def read(imprints: Parameters) -> Tensor:
@@ -74,12 +94,18 @@ def costs(case: Case, sources: int, queries: int, device: torch.device) -> dict[
     def measure(theta: Parameters) -> Tensor:
         return functional.measures(theta, batch, queries)
 
+    def forward(some: Batch) -> Tensor:
+        return functional.measures(theta, some, queries)
+
+    def jvp(some: Batch) -> Tensor:
+        return jvp_scores(lambda theta: functional.measures(theta, some, queries), theta, imprints, vectorise=True)
+
     step = (1e-3 * norm(theta) / row_norms(imprints)).to(next(iter(theta.values())).dtype)
     with forward_only(task):
         times = {
-            "forward": median_ms(lambda: measure(theta), device),
+            "forward": median_ms(lambda: forward(batch), device),
             "reading": median_ms(lambda: read(imprints), device),
-            "jvp": median_ms(lambda: jvp_scores(measure, theta, imprints, vectorise=True), device),
+            "jvp": median_ms(lambda: jvp(batch), device),
             "central": median_ms(
                 lambda: difference_scores(measure, theta, imprints, step, step, vectorise=True), device
             ),
@@ -88,7 +114,14 @@ def costs(case: Case, sources: int, queries: int, device: torch.device) -> dict[
                 device,
             ),
         }
-    return {name: value / queries for name, value in times.items()}
+        if device.type == "cuda":
+            recorder = Recorder(device)
+            times["captured forward"] = median_ms(captured(recorder, forward, batch), device)
+            times["captured jvp"] = median_ms(captured(recorder, jvp, batch), device)
+    found = {name: value / queries for name, value in times.items()}
+    if "captured jvp" in times:
+        found["TB/s"] = tensor_bytes(imprints) / times["captured jvp"] / 1e9  # that it reads imprints at
+    return found
 
 
 def crossover(rows: list[tuple[int, dict[str, float]]]) -> str:
@@ -102,26 +135,27 @@ def crossover(rows: list[tuple[int, dict[str, float]]]) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--sources", type=int, nargs="+", default=[1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1000])
+    parser.add_argument("--sources", type=int, nargs="+", help="by default 1 to 1,000")
     parser.add_argument("--queries", type=int, nargs="+", default=[1, 8])
     parser.add_argument("--device", default="cpu")
     arguments = parser.parse_args()
-    device = torch.device(arguments.device)
+    device = torch.empty(0, device=arguments.device).device  # with its number
+    names = ["forward", "reading", "jvp", "central", "gradient"]
+    names += ["captured forward", "captured jvp", "TB/s"] if device.type == "cuda" else []
+    digits = 3 if device.type == "cuda" else 2
     where = torch.cuda.get_device_name(device) if device.type == "cuda" else f"{torch.get_num_threads()} CPU threads"
     print(f"{where}, torch {torch.__version__}, Python {platform.python_version()}, float32")
     at_32: dict[tuple[str, int], dict[str, float]] = {}
     for queries in arguments.queries:
         for case in CASES:
             print(f"\n{case.layers}, {queries} queries at once: milliseconds per query")
-            print("| sources | forward | reading | jvp | central | gradient | jvp / reading |")
-            print("|---:|---:|---:|---:|---:|---:|---:|")
+            print(f"| sources | {' | '.join(names)} | jvp / reading |")
+            print("|---:" * (len(names) + 2) + "|")
             rows = []
-            for sources in arguments.sources:
+            for sources in arguments.sources or COUNTS[device.type]:
                 times = costs(case, sources, queries, device)
                 rows.append((sources, times))
-                cells = " | ".join(
-                    f"{times[name]:.2f}" for name in ("forward", "reading", "jvp", "central", "gradient")
-                )
+                cells = " | ".join(f"{times[name]:.{digits}f}" for name in names)
                 print(f"| {sources} | {cells} | {times['jvp'] / times['reading']:.2f} |", flush=True)
                 if sources == 32:
                     at_32[case.layers, queries] = times

@@ -5,7 +5,8 @@ without. The others import a name or read an attribute that torch has had for ma
 """
 
 from collections.abc import Iterator, MutableMapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -108,13 +109,31 @@ def leave_forward_mode() -> None:
         forward_ad.exit_dual_level()
 
 
+_unread: ContextVar[bool] = ContextVar("_unread", default=False)
+
+
+@contextmanager
+def without_values() -> Iterator[None]:
+    """Have this thread read no numbers from tensors for a while: what it computes will be repeated with other numbers.
+
+    It then counts as capturing a CUDA graph, so that models of transformers also leave out their checks of values.
+    """
+    token, ask = _unread.set(True), torch.cuda.is_current_stream_capturing
+    torch.cuda.is_current_stream_capturing = lambda: _unread.get() or ask()
+    try:
+        yield
+    finally:
+        torch.cuda.is_current_stream_capturing = ask
+        _unread.reset(token)
+
+
 def has_values(tensor: Tensor) -> bool:
-    """Return whether numbers can be read from a tensor: outside transforms, and not while a model is traced.
+    """Return whether numbers can be read from a tensor: not in transforms, `without_values` or while a model is traced.
 
     Where torch does not tell transformed tensors, none has: checks of values are left out.
     """
     wrapped = getattr(torch._C._functorch, "is_functorch_wrapped_tensor", lambda tensor: True)
-    return not wrapped(tensor) and not torch.compiler.is_compiling()
+    return not wrapped(tensor) and not _unread.get() and not torch.compiler.is_compiling()
 
 
 def is_same_memory(one: Tensor, other: Tensor) -> bool:
@@ -122,6 +141,16 @@ def is_same_memory(one: Tensor, other: Tensor) -> bool:
     if one.dtype != other.dtype or one.device != other.device or not (has_values(one) and has_values(other)):
         return False
     return one.data_ptr() == other.data_ptr() and one.shape == other.shape and one.stride() == other.stride()
+
+
+def abandon_capture(device: torch.device, pool: Any) -> None:
+    """Have torch's allocator forget a CUDA graph whose capture failed.
+
+    Torch forgets only those that end well. Without these functions, or where torch forgets it itself, nothing happens.
+    """
+    with suppress(AttributeError, RuntimeError):
+        torch._C._cuda_endAllocateToPool(device.index, pool)
+        torch._C._cuda_releasePool(device.index, pool)
 
 
 def is_scripted(model: nn.Module) -> bool:

@@ -23,8 +23,8 @@ from imprint.display import name_some
 from imprint.errors import TaskError
 from imprint.forms import Form
 from imprint.model.dropout import apply_dropout
-from imprint.model.measures import MEASURES, require_targets
-from imprint.model.replica import Replica
+from imprint.model.measures import MEASURES, require_one_each, require_targets
+from imprint.model.replica import Host, Replica
 from imprint.model.supported import refuse_unsupported
 from imprint.runtime.threads import warn_of_threads
 from imprint.runtime.turns import one_at_a_time
@@ -40,17 +40,6 @@ def require_task(task: object) -> None:
     """Refuse anything but a task, such as a bare model."""
     if not isinstance(task, Task):
         raise TaskError(f"task must be an imprint.Task, got a {type(task).__name__}: imprint.Task(model, loss=...).")
-
-
-class Host(nn.Module):
-    """Holds the model one level down, so that `functional_call` can swap its parameters around any function."""
-
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__()
-        self.model = model
-
-    def forward(self, function: PerExample, batch: Batch) -> Tensor:
-        return function(self.model, batch)
 
 
 class Task:
@@ -71,6 +60,8 @@ class Task:
 
     fixed: Sequence[str] = ()
     """Parameters that training does not change. A store leaves out those that checkpoints share with the model."""
+    repeating: PerExample | None = None
+    """The measurement, if it is known to depend on tensors and on plain settings of the model's modules alone."""
 
     def __init__(
         self,
@@ -119,12 +110,14 @@ class Task:
     @classmethod
     def classifier(cls, model: nn.Module, **options: Any) -> "Task":
         """Build a task for a classifier on (x, y) batches, trained with cross-entropy on `model(x)`."""
-        return cls(
+        task = cls(
             model,
             outputs=lambda model, batch: model(batch[0]),
             output_loss=lambda z, batch: F.cross_entropy(z, batch[1], reduction="none"),
             **options,
         )
+        task.repeating = None if callable(options.get("measure")) else task.measure
+        return task
 
     @classmethod
     def regression(cls, model: nn.Module, **options: Any) -> "Task":
@@ -134,12 +127,14 @@ class Task:
             error: Tensor = z - batch[1].reshape(z.shape)
             return 0.5 * error.square().flatten(1).sum(1)
 
-        return cls(
+        task = cls(
             model,
             outputs=lambda model, batch: model(batch[0]).reshape(len(batch[0]), -1),
             output_loss=half_squared_error,
             **options,
         )
+        task.repeating = None if callable(options.get("measure")) else task.measure
+        return task
 
     def _set_measure(self, measure: str | PerExample | None) -> None:
         self.better: Better = None
@@ -324,6 +319,18 @@ class Task:
         """Prepare a model for computations, beyond evaluation mode; subclasses override this."""
         return nullcontext()
 
+    def check_batch(self, batch: Batch) -> None:
+        """Refuse a batch whose values do not fit the model; subclasses override this. A CUDA graph looks at none."""
+
+    def pad_batch(self, batch: Batch) -> Batch:
+        """Pad a batch to a common size where only rounding changes, for CUDA graphs; subclasses override this."""
+        return batch
+
+    @property
+    def repeats(self) -> bool:
+        """Whether measuring again does the same again, unless modules of the model have changed."""
+        return self.measure is self.repeating and not self._replica.shared
+
     @contextmanager
     def _evaluate_in_place(self) -> Iterator[None]:
         """Put a model that cannot be copied into evaluation mode, and restore its modes afterwards."""
@@ -386,14 +393,3 @@ class Functional:
         if value.dim() != 0:
             raise TaskError(f"regulariser must return a scalar, got shape {tuple(value.shape)}.")
         return value
-
-
-def require_one_each(values: Tensor, count: int, what: str, unit: str) -> Tensor:
-    """Refuse anything but one real number for each example or query."""
-    if isinstance(values, Tensor) and tuple(values.shape) == (count,):
-        if not values.is_floating_point():
-            raise TaskError(f"{what} must return real numbers, one per {unit}; it returned {values.dtype}.")
-        return values
-    got = f"shape {tuple(values.shape)}" if isinstance(values, Tensor) else f"a {type(values).__name__}"
-    hint = ' (is reduction="none" missing?)' if isinstance(values, Tensor) and values.dim() == 0 else ""
-    raise TaskError(f"{what} must return one value per {unit}, shape ({count},); it returned {got}{hint}.")

@@ -2,6 +2,7 @@
 
 import ast
 import re
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -54,6 +55,18 @@ def test_numbers_cannot_be_read_under_a_transform() -> None:
     seen: list[bool] = []
     torch.func.vmap(lambda row: seen.append(compat.has_values(row)) or row)(torch.ones(2, 3))  # type: ignore[func-returns-value]
     assert seen == [False]
+
+
+def test_numbers_are_not_read_for_a_while_by_this_thread_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+
+    def look() -> tuple[bool, bool]:
+        return compat.has_values(torch.ones(3)), torch.cuda.is_current_stream_capturing()
+
+    with compat.without_values(), ThreadPoolExecutor(1) as pool:
+        assert look() == (False, True)
+        assert pool.submit(look).result() == (True, False)
+    assert look() == (True, False)
 
 
 def test_a_torch_without_its_counters_is_taken_to_be_undisturbed(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,6 +16,7 @@ from imprint.language.checkpointing import checkpointing
 from imprint.language.data import SEGMENTS, read_columns, segment_sums
 from imprint.language.forms import CompletionForm
 from imprint.language.head import in_full_precision, log_likelihoods, of_targets, token_log_probs, weighted_sum
+from imprint.language.padding import pad_columns
 from imprint.language.presets import Preset, adapter_names, blocks, causal, text_config, with_adapter
 from imprint.task import Batch, Parameters, Task
 
@@ -105,7 +106,7 @@ class LanguageTask(Task):
             regulariser=regulariser,
             parameters=parameters,
         )
-        self.measure_name, self.better = "log-likelihood", "higher"
+        self.measure_name, self.better, self.repeating = "log-likelihood", "higher", self.measure
         self.form = None if tokenizer is None else CompletionForm(tokenizer, self._context)
         self._contracts = self._probe()
 
@@ -218,6 +219,14 @@ class LanguageTask(Task):
                     "made with another tokenizer than the model's?"
                 )
         return ids, weights
+
+    def check_batch(self, batch: Batch) -> None:
+        """Refuse columns that do not fit the model, or each other."""
+        self._read(batch)
+
+    def pad_batch(self, batch: Batch) -> Batch:
+        """Pad queries on the right, with weight 0, to one of few lengths: a causal model does not look ahead."""
+        return pad_columns(batch, self._context)
 
     def _probe(self) -> bool:
         """Refuse a model that looks ahead; return whether its head is a matrix that can be contracted."""

@@ -1,12 +1,14 @@
 """Fills rows of tokens up to one length, and warns where one long row makes all others mostly padding."""
 
 import logging
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
 from itertools import starmap
-from math import ceil
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 logger = logging.getLogger(__name__)
 _MOST = 0.5  # of the tokens may be padding without a warning
@@ -22,6 +24,21 @@ def pad_rows(rows: Sequence[Sequence[int]], weights: Sequence[Sequence[float]]) 
     }
 
 
+def pad_columns(batch: Any, most: int | None) -> Any:
+    """Pad columns of tokens and weights to a common length, of `most` at most; leave other batches as they are.
+
+    Common lengths are 16, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768 and so on.
+    """
+    if not isinstance(batch, Mapping) or set(batch) != {"input_ids", "weights"} or batch["input_ids"].dim() != 2:
+        return batch
+    length = batch["input_ids"].shape[1]
+    step = max(16, 1 << max(0, (length - 1).bit_length() - 2))
+    common = min(-(-length // step) * step, most or math.inf)
+    if batch["weights"].shape != batch["input_ids"].shape or common <= length:
+        return batch
+    return {name: F.pad(column, (0, int(common) - length)) for name, column in batch.items()}
+
+
 def warn_of_padding(rows: Sequence[Sequence[int]], remedy: str, count_rows: Callable[[int, int], int]) -> None:
     """Warn, in the log, where more than half of the tokens of many rows are padding; name a shorter length.
 
@@ -33,7 +50,7 @@ def warn_of_padding(rows: Sequence[Sequence[int]], remedy: str, count_rows: Call
     wasted = 1 - sum(sizes) / computed
     if wasted <= _MOST or len(sizes) < _FEWEST_ROWS or computed < _FEWEST_TOKENS:
         return
-    usual = sizes[ceil(0.9 * len(sizes)) - 1]
+    usual = sizes[math.ceil(0.9 * len(sizes)) - 1]
     length = max(2, usual if usual <= longest / 1.5 else sizes[len(sizes) // 2])
     shorter = length * sum(starmap(count_rows, ((size, length) for size in sizes)))
     logger.warning(

@@ -1,4 +1,4 @@
-"""Measures a classifier's outputs by name: the margin, log-probability or logit of the right class.
+"""Measures a classifier's outputs by name, such as the margin of the right class, and checks what measurements return.
 
 `Task` offers these under `measure="margin"` and so on.
 """
@@ -50,3 +50,14 @@ def require_targets(batch: Batch) -> Tensor:
         "a measure by name needs the right class of each query, as the second element of a batch or under one of "
         f"the keys {', '.join(_TARGET_KEYS)}. For other batches give measure=f(model, batch)."
     )
+
+
+def require_one_each(values: Tensor, count: int, what: str, unit: str) -> Tensor:
+    """Refuse anything but one real number for each example or query."""
+    if isinstance(values, Tensor) and tuple(values.shape) == (count,):
+        if not values.is_floating_point():
+            raise TaskError(f"{what} must return real numbers, one per {unit}; it returned {values.dtype}.")
+        return values
+    got = f"shape {tuple(values.shape)}" if isinstance(values, Tensor) else f"a {type(values).__name__}"
+    hint = ' (is reduction="none" missing?)' if isinstance(values, Tensor) and values.dim() == 0 else ""
+    raise TaskError(f"{what} must return one value per {unit}, shape ({count},); it returned {got}{hint}.")

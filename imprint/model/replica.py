@@ -30,6 +30,17 @@ _PLAIN = (bool, int, float, complex, str, bytes, type(None))
 _OWN = frozenset({"training", "_parameters", "_buffers", "_modules"})  # compared in another way, or not at all
 
 
+class Host(nn.Module):
+    """Holds the model one level down, so that `functional_call` can swap its parameters around any function."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, function: Callable[[nn.Module, Any], Tensor], batch: Any) -> Tensor:
+        return function(self.model, batch)
+
+
 class Replica:
     """The copy of one model, made on first use and again after the model has changed."""
 

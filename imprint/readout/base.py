@@ -3,9 +3,11 @@
 `Reader` has one for each checkpoint of a store, `imprint.export` one for the checkpoint that it exports.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
+import torch
 from torch import Tensor
 
 from imprint.readout.kernels import (
@@ -16,7 +18,8 @@ from imprint.readout.kernels import (
     query_gradients,
     removed_scores,
 )
-from imprint.task import Batch, Functional, Parameters
+from imprint.store.reading import Store
+from imprint.task import Batch, Functional, Parameters, PerExample, Task
 from imprint.tensors.vectors import scale
 
 
@@ -54,9 +57,35 @@ class Base:
         """Score by differences between θ + c_b·u_b and θ − c_b·u_b, shape (sources, queries)."""
         return difference_scores(self.measure(batch, count), self.theta, imprints, c, c, vectorise=vectorise)
 
-    def removed(self, removals: Parameters, n: int, batch: Batch, count: int, *, vectorise: bool) -> Tensor:
+    def literal(
+        self,
+        imprints: Parameters,
+        midpoints: Parameters | None,
+        step: float,
+        one_sided: bool,
+        batch: Batch,
+        count: int,
+        *,
+        vectorise: bool,
+    ) -> Tensor:
+        """Score by differences between the end points, `step` imprints off their midpoint, shape (sources, queries)."""
+        up = (rows := next(iter(imprints.values()))).new_full((len(rows),), step)
+        down = torch.zeros_like(up) if one_sided else up
+        measure = self.measure(batch, count)
+        return difference_scores(measure, self.theta, imprints, up, down, midpoints, vectorise=vectorise)
+
+    def removed(
+        self,
+        removals: Parameters,
+        n: int,
+        batch: Batch,
+        count: int,
+        changed: Sequence[str] | None = None,
+        *,
+        vectorise: bool,
+    ) -> Tensor:
         """Score finite removals u_b = N(θ − θ₋b) by evaluations at θ and θ₋b, shape (sources, queries)."""
-        return removed_scores(self.measure(batch, count), self.theta, removals, n, vectorise=vectorise)
+        return removed_scores(self.measure(batch, count), self.theta, removals, n, changed, vectorise=vectorise)
 
     def gradients(self, batch: Batch, count: int, *, vectorise: bool) -> Parameters:
         """Return ∇F of each query, one row per query, for `gradient_scores`."""
@@ -65,3 +94,15 @@ class Base:
     def gradient(self, imprints: Parameters, batch: Batch, count: int, *, vectorise: bool) -> Tensor:
         """Score by one backward pass per query, shape (sources, queries)."""
         return gradient_scores(imprints, self.gradients(batch, count, vectorise=vectorise))
+
+
+def load_bases(task: Task, store: Store, measure: PerExample | None) -> list[Base]:
+    """Return the checkpoints that count, made ready for the measurement."""
+    weights, bases = [checkpoint.weight for checkpoint in store.checkpoints], []
+    for index, weight in enumerate(weights):
+        if weight > 0:
+            state = store.state(index, task)
+            functional, theta = task.at(state, measure)
+            theta |= {name: state[name] for name in store.manifest.request.buffers}
+            bases.append(Base(index, weight / sum(weights), functional, theta))
+    return bases

@@ -22,6 +22,10 @@ class Activations:
     shared: int
     per_source: int
 
+    def bytes(self, sources: int, queries: int) -> int:
+        """Return what reading some queries against some sources computes."""
+        return (self.shared + self.per_source * sources) * queries
+
 
 def measure_activations(
     base: Base, batch: Batch, count: int, *, forward_mode: bool, evaluations: int = 2
@@ -70,3 +74,7 @@ class ImprintCache:
             self._kept[key] = loaded
         self._last[checkpoint] = key, loaded
         return loaded
+
+    def keeps(self, checkpoint: int, start: int, stop: int) -> bool:
+        """Return whether the imprints of some sources stay where they are."""
+        return (checkpoint, start, stop) in self._kept

@@ -9,7 +9,7 @@
 All return (sources, queries), for as many imprints as are given. `Reader` applies them to a store.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Literal
 
@@ -113,13 +113,28 @@ def _loop_differences(
     return torch.stack([(shifted(i, u) - shifted(i, -d)) / (u + d) for i, (u, d) in enumerate(pairs)])
 
 
-def removed_scores(measure: Measure, theta: Parameters, removals: Parameters, n: int, *, vectorise: bool) -> Tensor:
+def find_changed(removals: Parameters) -> list[str]:
+    """Name the tensors that some removal has changed."""
+    return [name for name, rows in removals.items() if bool(rows.any())]
+
+
+def removed_scores(
+    measure: Measure,
+    theta: Parameters,
+    removals: Parameters,
+    n: int,
+    changed_names: Sequence[str] | None = None,
+    *,
+    vectorise: bool,
+) -> Tensor:
     """Return N·[F(θ) − F(θ − u_b/N)] for every row u_b = N(θ − θ₋b): how F changes when the removal is undone.
 
     F(θ) is evaluated as one more row, so that its rounding is that of the others. Tensors that no removal has changed
     are not stacked: what the model computes before the first changed layer is then computed once.
+
+    changed_names: those of `find_changed`, where they are known.
     """
-    changed = {name: rows for name, rows in removals.items() if bool(rows.any())}
+    changed = {name: removals[name] for name in (find_changed(removals) if changed_names is None else changed_names)}
     count, device = len(next(iter(removals.values()))), next(iter(theta.values())).device
     size = max(tensor_bytes({name: theta[name] for name in changed}), 1)
     if not vectorise or (size > _LARGE_BYTES and device.type == "cpu"):

@@ -6,8 +6,9 @@ that a query is a few calls of the kernels.
 
 import logging
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from typing import assert_never, get_args
 
 import torch
@@ -16,20 +17,14 @@ from torch import Tensor
 from imprint.batches import describe_batch, is_columnar, length, map_tensors
 from imprint.checks.measuring import SILENT, check_derivative, measure_first_queries, natural_scale
 from imprint.errors import ReadoutError, UndefinedScore
-from imprint.readout.base import Base
+from imprint.readout.base import Base, load_bases
 from imprint.readout.budget import Activations, ImprintCache, Loaded, measure_activations, split_sources
 from imprint.readout.calibration import TRIAL_STEP, calibrate_step, step_lengths
+from imprint.readout.captured import Captured
 from imprint.readout.choice import list_readouts, refuse_readout
 from imprint.readout.factored import FactoredReadout
 from imprint.readout.guards import Observed
-from imprint.readout.kernels import (
-    ReadoutName,
-    difference,
-    difference_scores,
-    forward_only,
-    gradient_scores,
-    removed_score,
-)
+from imprint.readout.kernels import ReadoutName, difference, find_changed, forward_only, gradient_scores, removed_score
 from imprint.readout.sizes import BySize, find_peak, take_some
 from imprint.readout.units import find_units
 from imprint.runtime.memory import budget, peak_bytes, tensor_bytes
@@ -51,6 +46,8 @@ class Reader:
         model's other weights where the selected ones are near 0; by default calibrated on the first queries and kept in
         `details`.
     measure: what to measure of a query instead of the task's own measurement.
+    capture: whether to repeat readouts as CUDA graphs on a GPU (`imprint.readout.captured`): of any task, or of none;
+        by default of those whose measurement is the library's own.
 
     `base` is the first checkpoint that counts; of a replay, the end of the recorded run. `units` are the runs of the
     store, or the checkpoints of its only run; None where there is one checkpoint.
@@ -65,6 +62,7 @@ class Reader:
         step: float | None = None,
         memory: int | str | None = None,
         measure: PerExample | None = None,
+        capture: bool | None = None,
     ) -> None:
         if readout is None:
             readout = list_readouts(store)[0]
@@ -81,6 +79,8 @@ class Reader:
         self.observed = Observed()
         self._step = step
         self._budget = budget(memory, task.device)
+        self._captured = Captured(task, self._budget // 4, capture=capture, own=measure is None)
+        self._working = self._budget - self._captured.room
         self._vectorise = True
         self._in_full = False  # factored imprints are multiplied out first
         self._settled = False  # whether the first queries have decided how to read
@@ -89,7 +89,7 @@ class Reader:
         self._derivative: tuple[str, ...] = ()  # warnings about the measurement's derivative
         self._gradients: dict[int, tuple[Batch, Parameters]] = {}  # of the last batch, for its next chunk of sources
         with torch.inference_mode(False):
-            self._bases = _bases(task, store, measure)
+            self._bases = load_bases(task, store, measure)
             self.units = find_units(store, [b.index for b in self._bases], [b.share for b in self._bases])
             self.base = first = self._bases[0]
             store.check_loss(first.functional, {name: first.theta[name] for name in task.names})
@@ -135,11 +135,11 @@ class Reader:
             activations = self._activations.of(batch, count)
         size = self.store.bytes // len(self.store) if self._by_factors else tensor_bytes(self._bases[0].theta)
         each = len(self._bases) * (2 * size + activations.per_source * count)
-        return split_sources(len(self.store), (self._budget - activations.shared * count) // each)
+        return split_sources(len(self.store), (self._working - activations.shared * count) // each)
 
     def fit(self, batch: Batch, count: int) -> int:
         """Return how many queries of a batch may be read at once within the memory budget; 0 if one does not fit."""
-        peak, room = self._peaks.recall(batch, count), self._budget // 2  # the other half keeps imprints
+        peak, room = self._peaks.recall(batch, count), self._working - self._budget // 2  # half keeps imprints
         if peak is None:
             batch = map_tensors(lambda t: t.to(self.task.device), batch)
             with forward_only(self.task):
@@ -169,12 +169,14 @@ class Reader:
         with forward_only(self.task):
             self._prepare(batch, count)
             self._check_unchanged(start, stop)
-            total = torch.zeros(count, stop - start, device=self.task.device, dtype=torch.float64)
-            each = []
-            for base in self._bases:
-                each.append(self._scores(base, start, stop, batch, count))
-                total += base.share * each[-1].T
-            largest = float(total.abs().amax())  # not finite if one of them is not
+            for read in (self._read, self._scores):  # a graph also computes what does not count, and that may be NaN
+                each = [read(base, start, stop, batch, count) for base in self._bases]
+                total = torch.zeros(count, stop - start, device=self.task.device, dtype=torch.float64)
+                for base, scores in zip(self._bases, each, strict=True):
+                    total += base.share * scores.T
+                largest = float(total.abs().amax())  # not finite if one of them is not
+                if math.isfinite(largest):
+                    break
             self._silent |= largest == 0
             self.observed.add(largest, each)
         if not math.isfinite(largest):
@@ -195,7 +197,7 @@ class Reader:
         """What a reader of the scores must know: the store's warnings, then what the readout itself has found."""
         checkpoints, shares = [base.index for base in self._bases], [base.share for base in self._bases]
         found = self.observed.warnings(self.store.n, checkpoints, shares, predicted=not self.store.removes)
-        own = (*self._derivative, *[SILENT] * self._silent, *map(str, found))
+        own = (*self._derivative, *[SILENT] * self._silent, *self._captured.warnings, *map(str, found))
         return tuple(dict.fromkeys((*self.store.warnings, *own)))
 
     def noise_changes(self, batch: Batch, count: int | None = None) -> Tensor | None:
@@ -274,33 +276,51 @@ class Reader:
         linear = self.readout in ("jvp", "gradient")
         return bool(self._factored) and not self._in_full and self._vectorise and linear
 
+    def _read(self, base: Base, start: int, stop: int, batch: Batch, count: int) -> Tensor:
+        """Score some sources at one checkpoint, by a CUDA graph if they were read before; shape (sources, queries)."""
+        place, factored = (base.index, start, stop), self._by_factors and base.index in self._factored
+        if self._captured.is_on and self._vectorise and not factored and self.readout != "gradient":
+            imprints, midpoints = self._imprints.get(*place)
+            if self._imprints.keeps(*place):
+                tensors = (*imprints.values(), *(midpoints or {}).values())
+                prepare = partial(self._reading, base, start, stop)
+                found = self._captured.read(place, (batch, count), tensors, prepare, self._activations.of)
+                if found is not None:
+                    return found
+        return self._scores(base, start, stop, batch, count)
+
     def _scores(self, base: Base, start: int, stop: int, batch: Batch, count: int) -> Tensor:
         """Score some sources at one checkpoint, shape (sources, queries)."""
+        return self._reading(base, start, stop)(batch, count)
+
+    def _reading(self, base: Base, start: int, stop: int) -> Callable[[Batch, int], Tensor]:
+        """Return what scores some sources at one checkpoint; whatever looks at their values is done before."""
         if self._by_factors and base.index in self._factored:
             factored = self._factored[base.index]
-            read = factored.forward if self.readout == "jvp" else factored.backward
-            return read(start, stop, batch, count)
+            return partial(factored.forward if self.readout == "jvp" else factored.backward, start, stop)
         imprints, midpoints = self._imprints.get(base.index, start, stop)
         if self.readout == "jvp":
-            return base.jvp(imprints, batch, count, vectorise=self._vectorise)
+            return partial(base.jvp, imprints, vectorise=self._vectorise)
         if self.readout == "gradient":
-            if base.index not in self._gradients or self._gradients[base.index][0] is not batch:
-                self._gradients[base.index] = batch, base.gradients(batch, count, vectorise=self._vectorise)
-            return gradient_scores(imprints, self._gradients[base.index][1])
+            return partial(self._gradient_scores, base, imprints)
         if self.readout == "central":
             c = step_lengths(base.scale, imprints, self._step or TRIAL_STEP)
-            return base.central(imprints, c, batch, count, vectorise=self._vectorise)
+            return partial(base.central, imprints, c, vectorise=self._vectorise)
         if self.readout == "removed":
-            return base.removed(imprints, self.store.n, batch, count, vectorise=self._vectorise)
+            changed = find_changed(imprints)
+            return partial(base.removed, imprints, self.store.n, changed=changed, vectorise=self._vectorise)
         if self.readout == "literal":
             epsilon = self.store.checkpoints[base.index].choices.epsilon
             assert epsilon is not None
-            rows = next(iter(imprints.values()))
-            up = rows.new_full((len(rows),), epsilon / self.store.n)
-            down = torch.zeros_like(up) if self.store.manifest.plan.variant == "one_sided" else up
-            measure = base.measure(batch, count)
-            return difference_scores(measure, base.theta, imprints, up, down, midpoints, vectorise=self._vectorise)
+            one_sided = self.store.manifest.plan.variant == "one_sided"
+            step = epsilon / self.store.n
+            return partial(base.literal, imprints, midpoints, step, one_sided, vectorise=self._vectorise)
         assert_never(self.readout)
+
+    def _gradient_scores(self, base: Base, imprints: Parameters, batch: Batch, count: int) -> Tensor:
+        if base.index not in self._gradients or self._gradients[base.index][0] is not batch:
+            self._gradients[base.index] = batch, base.gradients(batch, count, vectorise=self._vectorise)
+        return gradient_scores(imprints, self._gradients[base.index][1])
 
     def _load(self, checkpoint: int, start: int, stop: int) -> Loaded:
         """Read imprints from the store, with the midpoints where the readout wants them."""
@@ -356,9 +376,7 @@ class Reader:
         if not self._by_factors or base.index not in self._factored:
             return
 
-        def in_full(imprints: Parameters) -> Tensor:
-            return base.jvp(imprints, batch, count, vectorise=True)
-
+        in_full = partial(base.jvp, batch=batch, count=count, vectorise=True)
         reason = self._factored[base.index].why_unusable(in_full, self.readout == "jvp", batch, count)
         if reason is not None:
             logger.warning("factored imprints are multiplied out to be read: %s", reason)
@@ -376,15 +394,3 @@ class Reader:
             logger.warning("this model does not run under vmap, sources are read one by one: %s", reason)
             self.details["one_by_one"] = reason
         return failure
-
-
-def _bases(task: Task, store: Store, measure: PerExample | None) -> list[Base]:
-    """Return the checkpoints that count, made ready for the measurement."""
-    weights, bases = [checkpoint.weight for checkpoint in store.checkpoints], []
-    for index, weight in enumerate(weights):
-        if weight > 0:
-            state = store.state(index, task)
-            functional, theta = task.at(state, measure)
-            theta |= {name: state[name] for name in store.manifest.request.buffers}
-            bases.append(Base(index, weight / sum(weights), functional, theta))
-    return bases

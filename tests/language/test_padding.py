@@ -3,8 +3,10 @@
 import logging
 
 import pytest
+import torch
 
 from imprint.language import Documents, Instructions
+from imprint.language.padding import pad_columns
 from tests.language.models import tokenizer
 
 SHORT, LONG = "the cat sat on the mat", "over the sea sails a ship with the wind " * 12
@@ -42,3 +44,18 @@ def test_little_data_and_little_padding_are_not_worth_a_notice(
 def test_pairs_are_not_cut_into_windows_and_the_notice_says_so(caplog: pytest.LogCaptureFixture) -> None:
     Instructions(["the dog"] * 100, [" sat"] * 95 + [LONG] * 5, tokenizer(), length=1024)
     assert "A smaller length= cuts off the ends of longer ones, so leave those out: length=" in caplog.text
+
+
+def test_columns_are_padded_to_few_lengths_within_the_context() -> None:
+    def pad(length: int, most: int | None = None, **more: torch.Tensor) -> int:
+        columns = {"input_ids": torch.full((2, length), 7), "weights": torch.ones(2, length), **more}
+        padded = pad_columns(columns, most)
+        assert not padded["weights"][:, length:].any() and bool((padded["input_ids"][:, :length] == 7).all())
+        assert padded["weights"].shape == padded["input_ids"].shape
+        return int(padded["weights"].shape[1])
+
+    common = {pad(length) for length in range(1, 1025)}
+    assert common == {16, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024}
+    assert [pad(length, 100) for length in (90, 97, 100, 120)] == [96, 100, 100, 120]
+    assert pad(9, attention_mask=torch.ones(2, 9)) == 9
+    assert pad_columns(torch.ones(2, 9), None).shape == (2, 9)

@@ -18,13 +18,14 @@ from torch.func import functional_call, vmap
 
 from imprint.compat import math_attention
 from imprint.model.draws import capture_draws, substitute_draws
+from imprint.model.replica import Host
 from imprint.recording.memory import give_memory, stack_memory
 from imprint.recording.records import Clipping, MicroBatch, Step, micro_seed
 from imprint.recording.seeding import seed_everything
 from imprint.simulation.engines.replay.optimisers import make_optimiser, set_settings
 from imprint.simulation.engines.replay.training import Repetition, compute_losses
 from imprint.sources import Members
-from imprint.task import Batch, Host, Parameters
+from imprint.task import Batch, Parameters
 
 
 @dataclass(frozen=True)

@@ -20,6 +20,7 @@ from imprint.compat import trains_batch_norm, users_attention
 from imprint.data import Data
 from imprint.errors import ImprintError, SimulationError, TaskError, first_line
 from imprint.model.draws import UncapturableDraws, capture_draws, substitute_draws
+from imprint.model.measures import require_one_each
 from imprint.model.replica import make_private
 from imprint.recording.memory import give_memory
 from imprint.recording.records import Circumstances, MicroBatch, Run, Settings, micro_seed
@@ -27,7 +28,7 @@ from imprint.recording.seeding import keep_random_state, seed_everything
 from imprint.recording.settings import describe_groups, find_changes
 from imprint.simulation.engines.replay.optimisers import make_optimiser, set_settings
 from imprint.simulation.engines.replay.routes import Names, Routes
-from imprint.task import Batch, Parameters, Task, require_one_each
+from imprint.task import Batch, Parameters, Task
 from imprint.tensors.vectors import total_norm
 
 logger = logging.getLogger(__name__)
