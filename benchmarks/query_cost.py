@@ -17,6 +17,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from imprint import Plan, Reader, Sources, simulate
 from imprint.batches import leaves, map_tensors
 from imprint.readout.kernels import difference_scores, forward_only, gradient_scores, jvp_scores, query_gradients
 from imprint.runtime.cuda_graphs import Recorder
@@ -124,6 +125,18 @@ def costs(case: Case, sources: int, queries: int, device: torch.device) -> dict[
     return found
 
 
+def ask_reader(device: torch.device, sources: int = 8) -> list[float]:
+    """Milliseconds that a query takes through a `Reader`, which also looks for changes: plain, and captured."""
+    torch.manual_seed(0)
+    task = Task.classifier(perceptron().to(device))
+    data = (torch.randn(2 * sources, WIDTH), torch.arange(2 * sources) % CLASSES)
+    plan = Plan(engine="trajectories", steps=1, lr=1e-3)
+    store = simulate(task, data, Sources.by_label([row % sources for row in range(2 * sources)]), plan, progress=False)
+    query = tuple(column[:1].to(device) for column in data)
+    readers = [Reader(task, store, capture=capture) for capture in (False, True)]
+    return [median_ms(lambda reader=reader: reader.scores(query), device) for reader in readers]  # type: ignore[misc]
+
+
 def crossover(rows: list[tuple[int, dict[str, float]]]) -> str:
     """From how many sources on a backward pass per query stays cheaper than jvp."""
     cheaper = [times["gradient"] < times["jvp"] for _, times in rows]
@@ -164,6 +177,9 @@ def main() -> None:
         if ("all layers", queries) in at_32:
             share = at_32["last two layers", queries]["jvp"] / at_32["all layers", queries]["jvp"]
             print(f"\n32 sources, {queries} queries: jvp on the last two layers takes {share:.2f} of the time for all.")
+    if device.type == "cuda":
+        plain, by_graph = ask_reader(device)
+        print(f"\nThrough a Reader, 8 sources, all layers: {plain:.3f} ms plain, {by_graph:.3f} ms captured.")
 
 
 if __name__ == "__main__":

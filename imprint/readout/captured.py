@@ -80,12 +80,12 @@ class Captured:
     """
 
     def __init__(self, task: Task, room: int, *, capture: bool | None, own: bool) -> None:
-        self._task, self._any = task, bool(capture)
+        self._task, self._device, self._any = task, task.device, bool(capture)
         self._blocks = OrderedDict[Hashable, _Block]()
         self._unchecked = 0  # repetitions of dropped graphs
         self.warnings: tuple[str, ...] = ()
         may = own and os.environ.get(SWITCH) != "0" if capture is None else capture
-        self._recorder = recorder_for(task.device) if may else None
+        self._recorder = recorder_for(self._device) if may else None
         self.room = room if self.is_on else 0
 
     @property
@@ -108,8 +108,8 @@ class Captured:
         prepare: returns what computes the scores of a batch; it may read values of imprints.
         activations: tells what reading a batch computes: there must be room for it for as long as there is a graph.
         """
-        (batch, count), device = queries, self._task.device
-        if torch.is_autocast_enabled(device.type) or not _is_on(batch, device):
+        batch, count = queries
+        if torch.is_autocast_enabled(self._device.type) or not _is_on(batch, self._device):
             return None
         padded = self._task.pad_batch(batch)
         key = (*place, count, _describe(padded), _settings())

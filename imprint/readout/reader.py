@@ -73,12 +73,12 @@ class Reader:
         settle_child()
         store.check_task(task)
         refuse_readout(store, readout)
-        self.task, self.store = task, store
+        self.task, self.store, self._device = task, store, task.device
         self.readout: ReadoutName = readout
         self.details: dict[str, float | str] = {}
         self.observed = Observed()
         self._step = step
-        self._budget = budget(memory, task.device)
+        self._budget = budget(memory, self._device)
         self._captured = Captured(task, self._budget // 4, capture=capture, own=measure is None)
         self._working = self._budget - self._captured.room
         self._vectorise = True
@@ -121,7 +121,7 @@ class Reader:
     def _read_chunks(self, batch: Batch, count: int | None) -> Iterator[tuple[Tensor, list[Tensor]]]:
         """Read the queries of a batch against all sources, chunk by chunk."""
         count = length(batch) if count is None else count
-        batch = map_tensors(lambda t: t.to(self.task.device), batch)
+        batch = map_tensors(lambda t: t.to(self._device), batch)
         self._gradients.clear()  # the caller may have changed a batch in place
         for factored in self._factored.values():
             factored.forget()
@@ -141,7 +141,7 @@ class Reader:
         """Return how many queries of a batch may be read at once within the memory budget; 0 if one does not fit."""
         peak, room = self._peaks.recall(batch, count), self._working - self._budget // 2  # half keeps imprints
         if peak is None:
-            batch = map_tensors(lambda t: t.to(self.task.device), batch)
+            batch = map_tensors(lambda t: t.to(self._device), batch)
             with forward_only(self.task):
                 self._prepare(*take_some(batch, count))
                 peak = find_peak(self._peaks, batch, count, room)
@@ -171,7 +171,7 @@ class Reader:
             self._check_unchanged(start, stop)
             for read in (self._read, self._scores):  # a graph also computes what does not count, and that may be NaN
                 each = [read(base, start, stop, batch, count) for base in self._bases]
-                total = torch.zeros(count, stop - start, device=self.task.device, dtype=torch.float64)
+                total = torch.zeros(count, stop - start, device=self._device, dtype=torch.float64)
                 for base, scores in zip(self._bases, each, strict=True):
                     total += base.share * scores.T
                 largest = float(total.abs().amax())  # not finite if one of them is not
@@ -209,11 +209,11 @@ class Reader:
         if self.store.checkpoints[base.index].noise is None:
             return None
         count = length(batch) if count is None else count
-        batch = map_tensors(lambda t: t.to(self.task.device), batch)
+        batch = map_tensors(lambda t: t.to(self._device), batch)
         with forward_only(self.task):
             self._prepare(batch, count)
             self.store.check_unchanged(base.index, 0, 0)
-            rows = self.store.noise(base.index, self.task.device)
+            rows = self.store.noise(base.index, self._device)
             assert rows is not None
             changes = base.removed(rows, self.store.n, batch, count, vectorise=self._vectorise).double() / -self.store.n
         if not bool(changes.isfinite().all()):
@@ -232,7 +232,7 @@ class Reader:
             self._check_unchanged(start, stop)
             if self.readout not in ("jvp", "central", "removed"):
                 raise ReadoutError(f'a diagonal is read out by "jvp" or "central", not by {self.readout!r}.')
-            total = torch.zeros(count, device=self.task.device, dtype=torch.float64)
+            total = torch.zeros(count, device=self._device, dtype=torch.float64)
             single = map_tensors(lambda t: t.unsqueeze(1), batch)
             for base in self._bases:
                 total += base.share * self._pair_up(base, self._imprints.get(base.index, start, stop)[0], single)
@@ -326,10 +326,10 @@ class Reader:
         """Read imprints from the store, with the midpoints where the readout wants them."""
         if checkpoint in self._factored:
             return self._factored[checkpoint].multiplied_out(start, stop), None
-        imprints = self.store.imprints(checkpoint, start, stop, self.task.device)
+        imprints = self.store.imprints(checkpoint, start, stop, self._device)
         if self.readout != "literal" or not self.store.checkpoints[checkpoint].midpoints:
             return imprints, None
-        return imprints, self.store.midpoints(checkpoint, start, stop, self.task.device)
+        return imprints, self.store.midpoints(checkpoint, start, stop, self._device)
 
     def _prepare(self, batch: Batch, count: int) -> None:
         """Settle on the first queries what works for this model: vmap or a loop, forward mode or differences."""
