@@ -29,22 +29,8 @@ from imprint import Attribution, Plan, Sources, attribute, simulate
 from imprint.evaluation import Subsets, Truth, replay_run, replay_seeds
 from imprint.tensors.vectors import root_mean_square
 
-STAGES = (
-    *(
-        "tune",
-        "removals",
-        "story",
-        "retrained",
-        "validation",
-        "sets",
-        "rivals",
-        "ekfac",
-        "embeddings",
-        "expected",
-        "path",
-    ),
-    *("derivative", "bergson"),
-)
+MAIN = ("tune", "removals", "story", "retrained", "validation", "sets", "rivals", "ekfac", "embeddings", "expected")
+STAGES = (*MAIN, "path", "derivative", "bergson", "served")
 
 
 def tune(case: Case, results: Results) -> None:
