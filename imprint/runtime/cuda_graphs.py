@@ -11,6 +11,7 @@ from weakref import WeakSet
 
 import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
 from imprint.compat import TorchDispatchMode, abandon_capture, without_values
 from imprint.errors import ReadoutError
@@ -37,7 +38,7 @@ class Recorder:
         """
         with torch.cuda.device(self._device):
             torch.cuda.synchronize()
-            with torch.cuda.stream(self._stream), without_values(), Unrepeatable(self._device):
+            with torch.cuda.stream(self._stream), without_values(), Unrepeatable(self._device), MadeInPlace():
                 found = compute()
             torch.cuda.synchronize()
         return found
@@ -48,7 +49,7 @@ class Recorder:
         if not self._graphs:  # torch refuses a pool again that all graphs have left
             self._pool = torch.cuda.graph_pool_handle()
         into = torch.cuda.graph(graph, self._pool, self._stream, capture_error_mode="thread_local")
-        with torch.cuda.device(self._device), self._abandoned_on_failure(), without_values(), into:
+        with torch.cuda.device(self._device), self._abandoned_on_failure(), without_values(), into, MadeInPlace():
             found = compute()
         self._graphs.add(graph)
 
@@ -71,6 +72,18 @@ class Recorder:
 def recorder_for(device: torch.device) -> Recorder | None:
     """Return a recorder for a device, if it has graphs."""
     return Recorder(device) if device.type == "cuda" else None
+
+
+class MadeInPlace(TorchFunctionMode):
+    """Has `torch.tensor` of one number fill a tensor where it lies: by itself it copies it from the CPU."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        named = kwargs or {}
+        if func is torch.tensor and len(args) == 1 and isinstance(args[0], bool | int | float):
+            return torch.full((), args[0], **named)
+        return func(*args, **named)
 
 
 class Unrepeatable(TorchDispatchMode):

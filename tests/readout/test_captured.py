@@ -14,7 +14,7 @@ from imprint.compat import without_values
 from imprint.data import Data
 from imprint.readout import captured
 from imprint.readout.kernels import ReadoutName
-from imprint.runtime.cuda_graphs import Recorder, Unrepeatable
+from imprint.runtime.cuda_graphs import MadeInPlace, Recorder, Unrepeatable
 from imprint.task import Batch
 from tests.readout.reading import columns, new_model, simulated
 from tests.simulation.removals import SOURCES, HandMadeRun, make_data, make_model, make_plan, make_task, removing_engine
@@ -34,7 +34,7 @@ class Fake:
 
     def rehearse(self, compute: Compute) -> Tensor:
         self.rehearsed += 1
-        with without_values(), Unrepeatable(torch.device("cpu")):
+        with without_values(), Unrepeatable(torch.device("cpu")), MadeInPlace():
             return compute()
 
     def record(self, compute: Compute) -> Compute:
@@ -278,6 +278,30 @@ class Masks(Reads):
         return found + x[x > 1e9].sum()
 
 
+class Constant(Reads):
+    """A model that makes a tensor of a number, as transformers do for masks."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        found: Tensor = self.inner(x)
+        return torch.where(found > 1e9, torch.tensor(0.5, device=x.device, dtype=x.dtype), found)
+
+
+def test_a_model_that_makes_a_tensor_of_a_number_is_captured(fake: Fake) -> None:
+    task = Task.classifier(Constant())
+    reader = Reader(task, simulated(task, Plan(engine="trajectories", steps=2, lr=0.1)))
+    for _ in range(3):
+        reader.scores(columns(5, 1))
+    assert (fake.recorded, fake.repeated) == (1, 2) and not reader.warnings
+
+
+def test_a_tensor_made_in_place_is_the_same_tensor() -> None:
+    for number in (0.5, 2, True):
+        for dtype in (None, torch.float64):
+            with MadeInPlace(), Unrepeatable(torch.device("cpu")):
+                found = torch.tensor(number, dtype=dtype)
+            assert found.dtype == torch.tensor(number, dtype=dtype).dtype and found.item() == number
+
+
 @pytest.mark.parametrize(("kind", "operation"), [(Reads, "_local_scalar_dense"), (Masks, "index")])
 def test_a_model_that_looks_at_values_is_read_plainly_for_good(
     kind: type[nn.Module], operation: str, fake: Fake, caplog: pytest.LogCaptureFixture
@@ -462,6 +486,13 @@ def test_removals_on_a_gpu(cuda: torch.device) -> None:
         store = simulate(make_task(), make_data(), SOURCES, make_plan(), run=run, progress=False)
         task = make_task(make_model().to(cuda))
         check_on_a_gpu(task, store, [columns(7, seed, torch.float64) for seed in range(6)])
+
+
+@on_a_gpu
+def test_a_tensor_of_a_number_on_a_gpu(cuda: torch.device) -> None:
+    task = Task.classifier(Constant().to(cuda))
+    store = simulated(task, Plan(engine="trajectories", steps=2, lr=0.1))
+    check_on_a_gpu(task, store, [columns(5, seed) for seed in range(4)])
 
 
 @on_a_gpu
