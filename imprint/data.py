@@ -276,6 +276,15 @@ def _describe_type(dataset: object) -> str:
     return type(dataset).__name__ + hint
 
 
+def read_texts(queries: Any, count: int) -> tuple[str, ...]:
+    """Return the text of each query, where the queries have columns and `texts`, as those of imprint.language do."""
+    if not isinstance(getattr(queries, "columns", None), dict):
+        return ()
+    texts = getattr(queries, "texts", ())
+    known = isinstance(texts, list | tuple) and len(texts) == count and all(isinstance(each, str) for each in texts)
+    return tuple(texts) if known else ()
+
+
 def is_columns(dataset: Any) -> bool:
     """Tell whether a dataset is a tuple or mapping of tensors with one row per example."""
     if not isinstance(dataset, tuple | Mapping) or not dataset:

@@ -1,6 +1,6 @@
 """What scores are about: sources, queries, the question they answer, and the measurement with its unit."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from imprint.about import NOTHING, About
-from imprint.display import count_of
+from imprint.display import count_of, shorten
 from imprint.errors import ReadoutError
 from imprint.plan import Question, Steps
 from imprint.store.checkpoint import Measured
@@ -51,6 +51,7 @@ class Labels:
     source_about: each source's owner, licence and address; empty where nothing is known of any.
     validation: how predicted effects compare with removals that were really made; None where none was. With enough
         queries it is about these, `store_validation` is about those that the store was validated on.
+    query_texts: what each query asks, by its number, where the queries came with texts; not written to files.
     """
 
     n: int
@@ -69,6 +70,7 @@ class Labels:
     validation: Verdict | None = None
     store_validation: Verdict | None = None
     source_about: tuple[About, ...] = ()
+    query_texts: tuple[str, ...] = ()
 
     @property
     def unit(self) -> str:
@@ -100,10 +102,11 @@ class Labels:
         return torch.tensor(self.summed or (1,) * len(self.source_ids))
 
     def to_json(self) -> dict[str, Any]:
-        """Return plain JSON values, for a file."""
+        """Return plain JSON values, for a file, which does not have the texts of queries: they may be private."""
         verdicts = {"validation": self.validation, "store_validation": self.store_validation}
         plain = {name: None if each is None else asdict(each) for name, each in verdicts.items()}
-        return {**vars(self), **plain, "source_about": [asdict(each) for each in self.source_about]}
+        about = {**vars(self), **plain, "source_about": [asdict(each) for each in self.source_about]}
+        return {name: value for name, value in about.items() if name != "query_texts"}
 
     @classmethod
     def from_json(cls, about: dict[str, Any]) -> "Labels":
@@ -155,6 +158,12 @@ def describe_groups(labels: Labels) -> list[str]:
     ]
 
 
-def describe_query(query: Query) -> str:
-    """Name a query in words."""
-    return "mean over queries" if query == "mean" else f"query {query}"
+def describe_query(query: Query, texts: Sequence[str] = ()) -> str:
+    """Name a query in words, with what it asks if that is known: the texts of all queries by number.
+
+    >>> describe_query(1), describe_query(1, ["the ship sails", "the dog barks"])
+    ('query 1', 'query 1 (the dog barks)')
+    """
+    if query == "mean":
+        return "mean over queries"
+    return f"query {query}" + (f" ({shorten(texts[query])})" if texts else "")

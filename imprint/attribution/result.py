@@ -38,7 +38,7 @@ from imprint.attribution.uncertainty import (
     require_errors,
     require_level,
 )
-from imprint.display import count_of, for_html, for_terminal
+from imprint.display import count_of, for_html, for_picture, for_terminal
 from imprint.errors import ReadoutError
 from imprint.plan import Question
 from imprint.tensors.vectors import root_mean_square, root_mean_squares
@@ -253,17 +253,19 @@ class Attribution:
         credits = self.mean().top(min(5, sources))[0]
         mean = ", ".join(f"{for_terminal(credit.name)} {credit.format_effect()}" for credit in credits)
         lines = self.top(min(3, sources)).describe(earlier=credits)
+        head += ", largest effects of either sign first"
         return "\n".join([head, f"  mean over queries: {mean}", *lines, *describe_warnings(self.labels)])
 
     def _repr_html_(self) -> str:
-        sources, shown, rows = self.scores.shape[1], list[Credit](), []
+        sources, texts, shown, rows = self.scores.shape[1], self.labels.query_texts, list[Credit](), []
         for credits in self[: min(10, len(self))].top(min(5, sources)):
             cells = "".join(
-                f"<td>{link_source(c)} <b>{c.format_effect()}</b>{c.format_error(' ± ')}</td>" for c in credits
+                f"<td>{link_source(c)} <b>{c.format_effect()}</b>{c.format_error(' ± standard error ')}</td>"
+                for c in credits
             )
-            rows.append(f"<tr><th>{for_html(describe_query(credits[0].query))}</th>{cells}</tr>")
+            rows.append(f"<tr><th>{for_html(describe_query(credits[0].query, texts))}</th>{cells}</tr>")
             shown += credits
-        more = [f"{len(self) - 10} more queries"] if len(self) > 10 else []
+        more = [f"{len(self) - 10} more queries: to_pandas() has all of them"] if len(self) > 10 else []
         notes = [*more, *explain_marks(shown), *describe_error(self.labels), *describe_groups(self.labels)]
         under = "".join(f"<p>{for_html(note)}</p>" for note in notes)
         warned = "".join(f"<p><b>warning:</b> {for_html(message)}</p>" for message in self.warnings)
@@ -298,7 +300,7 @@ class Attribution:
         shown = self.mean() if query is None else self[self.queries.index(query)]
         marks = None if shown.distinguishable is None else shown.distinguishable[0]
         ends = None if shown.standard_error is None else torch.cat(shown.interval())
-        title = describe_query(shown.queries[0])
+        title = for_picture(describe_query(shown.queries[0], self.labels.query_texts))
         return draw_effects(self.labels, shown.removal_effect[0], marks, ends, title, k, ax)
 
     def save(self, path: str | os.PathLike[str]) -> None:

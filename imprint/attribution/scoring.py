@@ -21,7 +21,7 @@ from imprint.attribution.result import Attribution
 from imprint.attribution.top import Order, Top, limit_top, rank_scores
 from imprint.attribution.uncertainty import ERROR, LACKING, explain_errors
 from imprint.batches import is_columnar
-from imprint.data import Collate, Data, query_batches
+from imprint.data import Collate, Data, query_batches, read_texts
 from imprint.errors import ReadoutError, TooLarge
 from imprint.readout.kernels import ReadoutName
 from imprint.readout.reader import Reader
@@ -82,7 +82,8 @@ def attribute(
     """Score every query against every source of a store, with forward passes only.
 
     store: what `simulate` returned, or its folder.
-    queries: a map-style dataset, a tuple or mapping of tensors with one row per query, or a generator of batches.
+    queries: a map-style dataset, a tuple or mapping of tensors with one row per query, or a generator of batches. The
+        result names the queries of `imprint.language.Completions` by their texts.
     readout: "jvp", "central", "literal" or "gradient", and "removed" for stores of a repeated run; see
         `imprint.readout.kernels`. By default "jvp", or "removed" for those.
     top: keep only this many sources per query, without ever holding all scores; `by` orders them.
@@ -114,7 +115,7 @@ def attribute(
     noise, scores, replicates = _read_noise(reader, batches), found.scores, found.replicates
     effect = (found.squares / (firsts[-1] * len(store))) ** 0.5 / store.n
     asked = {"queries": of_batches(batches), "measures": probe_measures(task, batches)}
-    labels = _make_labels(task, reader, noise, effect, asked)
+    labels = replace(_make_labels(task, reader, noise, effect, asked), query_texts=read_texts(queries, firsts[-1]))
     labels.details[ERROR] = explain_errors(noise, replicates, lacking)
     if k is None:
         result = Attribution(labels, scores, noise_changes=noise, replicates=replicates)

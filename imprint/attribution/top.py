@@ -13,7 +13,7 @@ from imprint.attribution.labels import Labels, Query, describe_groups, describe_
 from imprint.attribution.noise import INDISTINGUISHABLE
 from imprint.attribution.replicates import Replicates
 from imprint.attribution.uncertainty import describe_error, find_distinguishable, find_errors
-from imprint.display import for_html, for_terminal
+from imprint.display import count_of, for_html, for_terminal
 from imprint.errors import MissingExtra, ReadoutError
 from imprint.plan import Question
 
@@ -136,13 +136,15 @@ class Top:
         lines += describe_error(self.labels)
         for query in range(min(5, len(self))):
             credits = self[query]
-            head = f"  {for_terminal(describe_query(credits[0].query))}: "
+            head = f"  {for_terminal(describe_query(credits[0].query, self.labels.query_texts))}: "
             texts = [f"{for_terminal(credit.name)} {credit.format_effect()}" for credit in credits]
             ends = accumulate(len(each) + len(", ") for each in texts)
             fit = max(1, sum(len(head) + end <= 120 for end in ends))
             lines.append(head + ", ".join(texts[:fit] + ["…"] * (fit < len(texts))))
             shown += credits[:fit]
-        return [*lines, *["  …"] * (len(self) > 5), *explain_marks(shown)]
+        more = count_of(len(self) - 5, "more query", "more queries")
+        left = [f"  … and {more}: to_pandas() has all of them"] * (len(self) > 5)
+        return [*lines, *left, *explain_marks(shown)]
 
     def to_json(self) -> dict[str, Any]:
         """Return plain JSON values: what was measured, and for each query its sources."""

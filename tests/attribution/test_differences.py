@@ -26,7 +26,7 @@ def test_sources_are_paired_by_their_ids() -> None:
 
 def test_a_difference_says_that_it_is_one(tmp_path: Path) -> None:
     found = make_result(warnings=("take care",)) - make_result(fingerprints={"store": "other", "queries": "q"})
-    assert repr(found).startswith("Attribution: difference of two results, 2 queries × 3 sources\n")
+    assert repr(found).startswith("Attribution: difference of two results, 2 queries × 3 sources, ")
     unit = "change of loss if the source were removed, first result minus second: + means the source helps the first"
     assert unit in repr(found) and unit in found._repr_html_() and unit in found.top(1).to_json()["unit"]
     assert found.details["first"]["store"] == "s" and found.details["second"]["store"] == "other"

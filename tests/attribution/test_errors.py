@@ -172,7 +172,7 @@ def test_every_form_of_a_result_shows_errors_and_marks() -> None:
     for text in (repr(result), repr(result.top(3))):
         assert f"\n{OVER_RUNS}\n" in text and f"\n~ {MARK}" in text and "Cid -0.05~" in text
     page = result._repr_html_()
-    assert f"Cid <b>-0.05~</b> ± {marked.format_error()}</td>" in page
+    assert f"Cid <b>-0.05~</b> ± standard error {marked.format_error()}</td>" in page
     assert f"<p>{OVER_RUNS}</p>" in page and f"<p>~ {MARK}</p>" in page
     assert result.to_pandas("standard_error").loc[0, "ann"] == pytest.approx(float(error_of(result)[0, 0]))
     assert result.top(1).to_pandas()["standard_error"].tolist() == pytest.approx([0.1, 0.1528], abs=1e-4)

@@ -166,15 +166,31 @@ def test_some_of_the_queries_can_be_taken() -> None:
 
 def test_the_text_shows_effects_with_their_unit() -> None:
     shown = repr(_attribution())
-    assert "2 queries × 3 sources" in shown
+    assert "2 queries × 3 sources, largest effects of either sign first\n" in shown
     assert "change of loss if the source were removed: + means the source helps" in shown
     assert "query 0: Bob <b> +0.6, Ann -0.3, Cid -0.05" in shown
+
+
+def test_queries_that_came_with_texts_are_named_by_them(tmp_path: Path) -> None:
+    long = "what is <this>, " * 9
+    named = Attribution(_labels(query_texts=("who?", long)), SCORES)
+    for result in (named, named[[1, 0]], named - named, named.top(2)):
+        assert "\n  query 0 (who?): " in repr(result) and long not in repr(result)
+        assert "\n  query 1 (what is <this>, what is …" in repr(result)
+    assert "query 1 (what is &lt;this&gt;, what" in named._repr_html_()
+    assert named[1:].plot(1).get_title().startswith("query 1 (what is <this>") and "who" not in repr(named[1:])
+    assert "who" not in repr(named.mean())
+    named.save(tmp_path / "named.safetensors")
+    assert b"who?" not in (tmp_path / "named.safetensors").read_bytes()
+    assert Attribution.load(tmp_path / "named.safetensors").labels == _labels()
 
 
 def test_the_text_of_many_queries_is_short() -> None:
     many = Attribution(_labels(), SCORES.repeat(50, 1))
     assert "100 queries" in repr(many)
-    assert repr(many).endswith("…")
+    for text in (repr(many), repr(many.top(2))):
+        assert text.endswith("\n  … and 95 more queries: to_pandas() has all of them")
+    assert "90 more queries: to_pandas() has all of them" in many._repr_html_()
     assert len(repr(many).splitlines()) <= 11
     assert len(repr(many.top(2)).splitlines()) < 10
 
@@ -337,7 +353,7 @@ def test_only_all_queries_in_their_order_keep_their_fingerprint() -> None:
 
 
 def test_a_file_of_an_earlier_version_has_no_fingerprints(tmp_path: Path) -> None:
-    labels = {name: value for name, value in vars(_labels()).items() if name != "fingerprints"}
+    labels = {name: value for name, value in _labels().to_json().items() if name != "fingerprints"}
     metadata = {"imprint": json.dumps({"labels": labels, "queries": [0, 1]})}
     save_file({"scores": SCORES}, tmp_path / "old.safetensors", metadata)
     loaded = Attribution.load(tmp_path / "old.safetensors")

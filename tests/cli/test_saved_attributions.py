@@ -131,7 +131,7 @@ def test_a_file_without_a_checksum_is_read_and_the_log_says_so(
 ) -> None:
     from safetensors.torch import save_file
 
-    labels = vars(Labels(10, ("a", "b"), ("A", "B"), (4, 5), "loss", "lower"))
+    labels = Labels(10, ("a", "b"), ("A", "B"), (4, 5), "loss", "lower").to_json()
     about = json.dumps({"labels": labels, "queries": [0, 1]})
     save_file({"scores": SCORES}, tmp_path / "old.safetensors", {"imprint": about})
     assert torch.equal(Attribution.load(tmp_path / "old.safetensors").scores, SCORES)
