@@ -77,5 +77,8 @@ def explain_errors(noise: Tensor | None, replicates: Sequence[Replicates], lacki
 
 
 def describe_error(labels: Labels) -> list[str]:
-    """Return the line about standard errors, if the result has one."""
-    return [for_terminal(labels.details[ERROR])] if ERROR in labels.details else []
+    """Return the line about standard errors, if the result has one; of this run, with what they say nothing about."""
+    if ERROR not in labels.details:
+        return []
+    known = labels.question == "this_run" and "unknown" not in labels.details[ERROR]
+    return [for_terminal(labels.details[ERROR]) + "; they say nothing about another seed" * known]

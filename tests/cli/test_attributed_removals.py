@@ -37,6 +37,7 @@ def test_the_command_shows_and_writes_which_effects_stand_out(command: Command, 
         assert row["distinguishable"] == str(bool(marks[int(row["query"]), column]))
         assert (row["question"], row["estimate"]) == ("this_run", "False")
         assert float(row["standard_error"]) == pytest.approx(float(result.standard_error[int(row["query"]), column]))
-    assert "\nstandard errors from 2 repetitions of the run with a tiny change of its start\n" in shown.out
+    errors = "standard errors from 2 repetitions of the run with a tiny change of its start"
+    assert f"\n{errors}; they say nothing about another seed\n" in shown.out and result.details["error"] == errors
     assert "│ effect of removal │ ± standard error │" in shown.out.replace("┃", "│")
     assert values["question"] == "this_run" and len(values["noise"]) == len(result)
