@@ -232,20 +232,22 @@ def render_check(check: Check) -> RenderableType:
 
 def render_attribution(mean: Top, top: Top, names: Sequence[str] = ()) -> RenderableType:
     """Render the top sources of the mean over queries, then those of each query, with its name if it has one."""
-    unit = top.labels.unit[0].upper() + top.labels.unit[1:]
     shown = list(islice(top, _MOST_QUERIES))
     more = len(top) - _MOST_QUERIES
     return Group(
         _render_mean(mean[0]),
-        cell(unit, "italic"),
-        cell(top.labels.meaning, "italic"),
-        _render_standing(top.labels),
-        *(cell(line, "italic") for line in describe_error(top.labels)),
+        *_render_about(top.labels),
         _render_queries(shown, names),
         *map(cell, explain_marks([*mean[0], *chain.from_iterable(shown)])),
         *([Text(f"… and {more:,} more queries: write all of them with --out.")] if more > 0 else []),
         *_render_warnings(top.warnings),
     )
+
+
+def _render_about(labels: Labels) -> list[Text]:
+    """Render what effects are measured in, what they answer, whether they were validated, and what errors are from."""
+    about = [cell(line, "italic") for line in (labels.unit[0].upper() + labels.unit[1:], labels.meaning)]
+    return [*about, _render_standing(labels), *(cell(line, "italic") for line in describe_error(labels))]
 
 
 def _render_standing(labels: Labels) -> Text:
@@ -283,17 +285,15 @@ def render_words(words: "TokenAttribution", source: str | None, top: Top) -> Ren
     """Render the first sources of a completion, and its words shaded by what one of them contributes."""
     from imprint.language.words import explain_words
 
-    rated = words.rate_words(source or words.strongest)
+    labels, rated = words.labels, words.rate_words(source or words.most_helpful)
+    shown = (*rated, *words.credited(source=source).totals)
     return Group(
         _render_mean(top[0], "effect of removal, whole completion"),
-        cell(words.labels.unit[0].upper() + words.labels.unit[1:], "italic"),
-        cell(words.labels.meaning, "italic"),
-        _render_standing(words.labels),
-        *(cell(line, "italic") for line in describe_error(words.labels)),
+        *_render_about(labels),
         words.shade(source),
         cell("Word by word: " + ", ".join(f"{word.text.strip()} {word.format()}" for word in rated)),
-        *map(cell, dict.fromkeys([*explain_marks(top[0]), *explain_words(words.labels, rated)])),
-        *_render_warnings(words.labels.warnings),
+        *map(cell, dict.fromkeys([*explain_marks(top[0]), *explain_words(labels, shown)])),
+        *_render_warnings(labels.warnings),
     )
 
 
@@ -312,9 +312,7 @@ def render_documents(found: "Inside", most: int) -> RenderableType:
             table.add_row(*first, *last, end_section=position == len(listed) - 1)
     return Group(
         cell(f"Inside {found.source}: {len(labels.source_ids):,} documents", "bold"),
-        *(cell(line, "italic") for line in (labels.unit[0].upper() + labels.unit[1:], labels.meaning)),
-        _render_standing(labels),
-        *(cell(line, "italic") for line in describe_error(labels)),
+        *_render_about(labels),
         table,
         *map(cell, explain_marks(credits)),
         *([Text(f"… and {more:,} more queries: --out writes a page of all of them.")] if more > 0 else []),

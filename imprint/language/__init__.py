@@ -8,7 +8,7 @@ from imprint.language.chats import Conversations, Instructions
 from imprint.language.data import Completions, Documents
 from imprint.language.packed import Packed, PackedRun
 from imprint.language.tokens import TokenAttribution, token_scores
-from imprint.language.words import Credited, Word
+from imprint.language.words import Credited, Opponent, Word, describe_credits
 from imprint.language.words_page import render_page
 
 __all__ = [
@@ -19,11 +19,13 @@ __all__ = [
     "Documents",
     "Instructions",
     "LanguageTask",
+    "Opponent",
     "Packed",
     "PackedRun",
     "TokenAttribution",
     "Word",
     "aim",
+    "describe_credits",
     "recording",
     "render_page",
     "task",

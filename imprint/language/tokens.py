@@ -14,12 +14,12 @@ from imprint.attribution.noise import assess_noise
 from imprint.attribution.replicates import Replicates, replicate
 from imprint.attribution.result import Attribution
 from imprint.attribution.top import describe_warnings, explain_marks
-from imprint.attribution.uncertainty import ERROR, LACKING, describe_error, explain_errors
+from imprint.attribution.uncertainty import ERROR, LACKING, explain_errors
 from imprint.display import for_terminal
 from imprint.errors import ReadoutError, TaskError
 from imprint.language.causal import LanguageTask
 from imprint.language.data import Completions, Tokenizer
-from imprint.language.words import Credited, Word, describe_total, explain_words, find_words
+from imprint.language.words import Credited, Opponent, Word, find_words
 from imprint.language.words_page import explain_shades, find_largest, render_page, shade
 from imprint.readout.reader import Reader
 from imprint.sources import find_source
@@ -38,6 +38,7 @@ class TokenAttribution:
     tokens: the text that each token adds; "" for one that only begins a character, whose text the next one has.
     noise_changes: what a tiny change of the run's start changes of each token, (runs, tokens); None where unknown.
     replicates: how the scores of several runs deviate from their mean, as in an `Attribution`.
+    log_probs: log p of each token under the model itself, the mean over checkpoints, (tokens,); None where unknown.
     """
 
     labels: Labels
@@ -46,6 +47,7 @@ class TokenAttribution:
     scores: Tensor
     noise_changes: Tensor | None = None
     replicates: tuple[Replicates, ...] = ()
+    log_probs: Tensor | None = None
 
     @property
     def removal_effect(self) -> Tensor:
@@ -103,28 +105,43 @@ class TokenAttribution:
         if k < 1:
             raise ReadoutError(f"credited lists at least 1 word, got k={k}.")
         chosen = self.most_helpful if source is None else source
-        total = self.total(chosen)
-        helps = source is not None or total.contribution > 0
-        words = [word for word in self.rate_words(chosen) if word.contribution > 0 and helps]
+        any_helps = bool((self.scores.sum(0) > 0).any())
+        words = [word for word in self.rate_words(chosen) if word.contribution > 0 and (any_helps or source)]
         first = sorted(words, key=lambda word: -word.contribution)[:k]
-        return Credited(self.labels, self.name_source(chosen), total, tuple(first))
+        given = (self.labels, self.name_source(chosen), self.total(chosen), tuple(first))
+        return Credited(*given, self.find_opponent(chosen), any_helps)
+
+    def find_opponent(self, source: str | None = None) -> Opponent | None:
+        """Return the source that moves the completion most the other way, if it moves it further than a source does.
+
+        source: an id or a name; by default the source that helps the completion most.
+        """
+        contributions = self.scores.sum(0)
+        own = contributions[self._index(source or self.most_helpful)]
+        against = -own.sign() * contributions
+        if not float(against.max()) > float(own.abs()) > 0:
+            return None
+        place = int(against.argmax())
+        return Opponent(self.labels.source_names[place], self.total(self.labels.source_ids[place]))
 
     def total(self, source: str) -> Word:
         """Return the whole completion with what a source contributes to it."""
-        return self._rate(self.completion, ["".join(self.tokens)], source)[0]
+        return self._rate([(0, len(self.tokens))], source)[0]
 
     def rate_words(self, source: str) -> list[Word]:
         """Return the completion in words, each with what a source contributes, and how sure that is."""
-        texts = ["".join(self.tokens[begin:end]) for begin, end in find_words(self.tokens)]
-        return self._rate(self.of_words, texts, source)
+        return self._rate(find_words(self.tokens), source)
 
-    def _rate(self, result: Attribution, texts: Sequence[str], source: str) -> list[Word]:
-        place = self._index(source)
+    def _rate(self, spans: Sequence[tuple[int, int]], source: str) -> list[Word]:
+        place, result = self._index(source), self._add_up(spans)
         errors, marks = result.standard_error, result.distinguishable
         contributions = (result.scores[:, place] / self.labels.n).tolist()
-        sure = [None] * len(texts) if errors is None else errors[:, place].tolist()
-        distinct = [None] * len(texts) if marks is None else marks[:, place].tolist()
-        return list(map(Word, texts, contributions, sure, distinct))
+        sure = [None] * len(spans) if errors is None else errors[:, place].tolist()
+        distinct = [None] * len(spans) if marks is None else marks[:, place].tolist()
+        texts = ["".join(self.tokens[begin:end]) for begin, end in spans]
+        own = None if self.log_probs is None else self.log_probs.double()
+        likely = [None if own is None else float(own[begin:end].sum()) for begin, end in spans]
+        return list(map(Word, texts, contributions, sure, distinct, likely))
 
     def words(self, source: str | None = None) -> list[tuple[str, float]]:
         """Return the completion in words, each with what the source contributes to its log-probability.
@@ -135,8 +152,8 @@ class TokenAttribution:
         return [(word.text, word.contribution) for word in self.rate_words(source or self.most_helpful)]
 
     def name_source(self, source: str | None = None) -> str:
-        """Return the name of a source, by its id or name; by default of the one that moves the completion most."""
-        return self.labels.source_names[self._index(source or self.strongest)]
+        """Return the name of a source, by its id or name; by default of the one that helps the completion most."""
+        return self.labels.source_names[self._index(source or self.most_helpful)]
 
     def _index(self, source: str) -> int:
         return find_source(source, self.labels.source_ids, self.labels.source_names)
@@ -148,31 +165,31 @@ class TokenAttribution:
         words = ", ".join(f"{for_terminal(word.text.strip())} {word.format()}" for word in credited)
         likelier = [f"  likelier because of {for_terminal(credited.name)}: {words}"] * bool(words)
         head = f"TokenAttribution: {tokens} tokens × {sources} sources"
-        labels, marks = self.labels, [*explain_marks(credits), *explain_words(self.labels, credited.words)]
-        about = (for_terminal(labels.unit), labels.meaning, labels.standing, *describe_error(labels))
-        notes = (*dict.fromkeys(marks), *describe_warnings(labels))
-        return "\n".join((head, *about, f"  completion: {top}", *likelier, *notes))
+        notes = dict.fromkeys([for_terminal(self.labels.unit), *credited.notes, *explain_marks(credits)])
+        told = [f"  effect of removal: {top}", *likelier, *(f"  {for_terminal(each)}" for each in credited.caveats)]
+        return "\n".join((head, *told, *notes, *describe_warnings(self.labels)))
 
     def __rich_console__(self, console: "Console", options: "ConsoleOptions") -> "RenderResult":
         from rich.text import Text
 
         yield self.shade()
-        yield Text(for_terminal(self.labels.standing), style="italic")
+        yield from (Text(for_terminal(note), style="italic") for note in self.credited().notes)
 
     def shade(self, source: str | None = None) -> "Group":
         """Return the completion for a terminal, its words shaded by what a source contributes.
 
-        source: an id or a name; by default the source that moves the completion most, whichever way: the first line
-            says whether it makes the completion likelier.
+        source: an id or a name; by default the source that helps the completion most, which `credited` names too. The
+            first lines say which way it moves the completion, and which source moves it further the other way.
+            `strongest` is the one that moves it most, whichever way.
         """
         from rich.console import Group
         from rich.text import Text
 
-        chosen = source or self.strongest
-        words = self.rate_words(chosen)
+        chosen = source or self.most_helpful
+        credited, words = self.credited(source=chosen), self.rate_words(chosen)
         largest = find_largest(words)
-        told = f"{self.name_source(chosen)} {describe_total(self.total(chosen))}. {explain_shades(largest)}"
-        legend = Text(for_terminal(told), style="italic")
+        told = [credited.headline, *credited.caveats, explain_shades(credited.name, largest)]
+        legend = Text("\n".join(map(for_terminal, told)), style="italic")
         shown = Text("\n".join(map(for_terminal, self.prompt.split("\n"))), style="dim")
         for word in words:
             red, green, blue = shade(word.contribution, largest)
@@ -184,8 +201,8 @@ class TokenAttribution:
     def to_html(self, source: str | None = None) -> str:
         """Return a page: the completion shaded by what a source contributes, and the first sources in a table.
 
-        source: an id or a name; by default the source that moves the completion most, whichever way: the heading says
-            whether it makes the completion likelier. `render_page` shows several completions.
+        source: an id or a name; by default the source that helps the completion most, as for `shade`. `render_page`
+            shows several completions.
         """
         return render_page([self], source)
 
@@ -214,6 +231,7 @@ def token_scores(
     reader = Reader(task, store, measure=last, **options)
     found, deviations = reader.scores_with_deviations(columns, count)
     scores, replicates = found.cpu(), replicate(reader.units, deviations)
+    log_probs = reader.values(columns, count).cpu()
     changes = reader.noise_changes(columns, count)
     noise = None if changes is None else changes.cpu()
     whole = None if noise is None else noise.sum(1, keepdim=True)  # chaotic is a run for the completion as one query
@@ -234,7 +252,8 @@ def token_scores(
         source_about=store.about,
     )
     texts = _texts(tokenizer, columns["input_ids"][0].tolist())
-    return TokenAttribution(labels, "".join(texts[:-count]), tuple(texts[-count:]), scores, noise, replicates)
+    prompt, tokens = "".join(texts[:-count]), tuple(texts[-count:])
+    return TokenAttribution(labels, prompt, tokens, scores, noise, replicates, log_probs)
 
 
 def _refuse_other_tokenizer(task: LanguageTask, tokenizer: Tokenizer, text: str) -> None:

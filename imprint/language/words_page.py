@@ -4,10 +4,9 @@ from collections.abc import Sequence
 from html import escape
 from typing import TYPE_CHECKING
 
-from imprint.attribution.top import describe_warnings, explain_marks
-from imprint.attribution.uncertainty import describe_error
+from imprint.attribution.top import Credit, describe_warnings, explain_marks
 from imprint.errors import DataError
-from imprint.language.words import Word, describe_total, explain_words
+from imprint.language.words import Word, explain_words, split_notes
 
 if TYPE_CHECKING:
     from imprint.language.tokens import TokenAttribution
@@ -16,27 +15,36 @@ _RAISES, _LOWERS = (33, 102, 172), (178, 24, 43)  # what a source makes likelier
 _LISTED = 12  # sources in the table of a completion
 
 
-def render_page(results: "Sequence[TokenAttribution]", source: str | None = None) -> str:
+def render_page(results: "Sequence[TokenAttribution]", source: str | Sequence[str] | None = None) -> str:
     """Return one page for several completions: each shaded by what a source contributes, its first sources in a table.
 
-    source: an id or a name, the same for all; by default that which moves a completion most, whichever way. A heading
-        says which source it is and whether it makes the completion likelier.
+    source: an id or a name for all completions, or a list with one for each; by default the source that helps each
+        completion most, which `credited` names too. A heading says which way it moves the completion, and which source
+        moves it further the other way. `[each.strongest for each in results]` shades by those that move it most.
     """
     if not results:
         raise DataError("there are no completions to show: give a list of what token_scores returned.")
-    notes = [_list_notes(result, source) for result in results]
-    shared = [note for note in notes[0] if all(note in others for others in notes)]
-    sections = [
-        _render_section(result, source, [note for note in own if note not in shared])
-        for result, own in zip(results, notes, strict=True)
-    ]
-    title = results[0].name_source(source) if len(results) == 1 or source is not None else f"{len(results)} completions"
+    chosen = _choose_sources(results, source)
+    shared, rest = split_notes([_list_notes(*pair) for pair in zip(results, chosen, strict=True)])
+    sections = [_render_section(*each) for each in zip(results, chosen, rest, strict=True)]
+    alone = len(results) == 1 or isinstance(source, str)
+    title = results[0].name_source(chosen[0]) if alone else f"{len(results)} completions"
     return _PAGE.format(
         title=escape(title),
         bar=", ".join(f"rgb{shade(step, 1.0)}" for step in (-1.0, -0.5, 0.0, 0.5, 1.0)),
         sections="".join(sections),
         notes=_paragraphs(shared),
     )
+
+
+def _choose_sources(results: "Sequence[TokenAttribution]", source: str | Sequence[str] | None) -> list[str]:
+    """Return the source that each completion is shaded by."""
+    if source is None:
+        return [result.most_helpful for result in results]
+    chosen = [source] * len(results) if isinstance(source, str) else list(source)
+    if len(chosen) != len(results):
+        raise DataError(f"there must be one source for each completion: {len(results)} and {len(chosen)}.")
+    return chosen
 
 
 def shade(value: float, largest: float) -> tuple[int, int, int]:
@@ -51,48 +59,53 @@ def find_largest(words: Sequence[Word]) -> float:
     return max((abs(word.contribution) for word in words), default=0.0)
 
 
-def explain_shades(largest: float) -> str:
+def explain_shades(name: str, largest: float) -> str:
     """Say what the colours of words mean; the largest contribution has the strongest shade."""
     return (
-        "Words are shaded by what it contributes to their log-probability, in nats: blue is likelier because of it, "
-        f"red less likely; the strongest shade is ±{largest:.2g}."
+        f"Words are shaded by what {name} contributes to their log-probability, in nats: blue is likelier because of "
+        f"it, red less likely; the strongest shade is ±{largest:.2g}."
     )
 
 
-def _list_notes(result: "TokenAttribution", source: str | None) -> list[str]:
+def _list_notes(result: "TokenAttribution", source: str) -> list[str]:
     """Return what to know of a completion's numbers, one thing each."""
-    labels, credits = result.labels, result.completion.top(min(_LISTED, len(result.labels.source_ids)))[0]
-    marks = [*explain_marks(credits), *explain_words(labels, result.rate_words(source or result.strongest))]
-    about = [labels.meaning, labels.standing, *describe_error(labels)]
-    return [*about, *dict.fromkeys(marks), *describe_warnings(labels)]
+    marks = [*explain_marks(_list_credits(result)), *explain_words(result.labels, result.rate_words(source))]
+    return list(dict.fromkeys([*result.credited(source=source).notes, *marks, *describe_warnings(result.labels)]))
 
 
-def _render_section(result: "TokenAttribution", source: str | None, notes: Sequence[str]) -> str:
-    chosen = source or result.strongest
-    words = result.rate_words(chosen)
+def _list_credits(result: "TokenAttribution") -> list[Credit]:
+    return result.completion.top(min(_LISTED, len(result.labels.source_ids)))[0]
+
+
+def _render_section(result: "TokenAttribution", source: str, notes: Sequence[str]) -> str:
+    credited, words, credits = result.credited(source=source), result.rate_words(source), _list_credits(result)
     largest = find_largest(words)
-    credits = result.completion.top(min(_LISTED, len(result.labels.source_ids)))[0]
-    rows = "".join(
-        f"<tr><td>{escape(c.name)}</td><td>{c.format_effect()}{c.format_error(' ± ')}</td></tr>" for c in credits
-    )
+    known = any(credit.standard_error is not None for credit in credits)
     return _SECTION.format(
-        heading=escape(f"{result.name_source(chosen)} {describe_total(result.total(chosen))}"),
-        legend=escape(explain_shades(largest)),
+        heading=escape(credited.headline),
+        caveats="".join(f'<p class="caveat">{escape(text)}</p>\n' for text in credited.caveats),
+        legend=escape(explain_shades(credited.name, largest)),
         low=f"{-largest:+.2g}",
         high=f"{largest:+.2g}",
         prompt=escape(result.prompt),
         body="".join(_span(word, largest) for word in words),
         unit=escape(result.labels.unit),
-        rows=rows,
+        head=_row("th", "source", "effect of removal", *["± standard error"] * known),
+        rows="".join(_row("td", c.name, c.format_effect(), *[c.format_error("± ")] * known) for c in credits),
         notes=_paragraphs(notes),
     )
+
+
+def _row(tag: str, *cells: str) -> str:
+    return f"<tr>{''.join(f'<{tag}>{escape(cell)}</{tag}>' for cell in cells)}</tr>"
 
 
 def _span(word: Word, largest: float) -> str:
     text, lead = word.text, len(word.text) - len(word.text.lstrip())
     colour = "rgb({},{},{})".format(*shade(word.contribution, largest))
-    error = "" if word.standard_error is None else f" ± {word.standard_error:.2g}"
-    shaded = f'<span style="background:{colour}" title="{word.format(3)}{error}">{escape(text[lead:])}</span>'
+    error = "" if word.standard_error is None else f", standard error {word.standard_error:.2g}"
+    own = "" if word.log_prob is None else f"; its log-probability is {word.log_prob:.3g}"
+    shaded = f'<span style="background:{colour}" title="{word.format(3)}{error}{own}">{escape(text[lead:])}</span>'
     return escape(text[:lead]) + (shaded if text[lead:] else "")
 
 
@@ -102,11 +115,11 @@ def _paragraphs(notes: Sequence[str]) -> str:
 
 _SECTION = """<section>
 <h2>{heading}</h2>
-<p>{legend}</p>
+{caveats}<p>{legend}</p>
 <p class="scale"><span>{low}</span><i></i><span>{high} nats</span></p>
 <p class="text"><span class="prompt">{prompt}</span>{body}</p>
 <p class="unit">All of the completion: {unit}</p>
-<table>{rows}</table>
+<table>{head}{rows}</table>
 {notes}</section>
 """
 
@@ -128,8 +141,11 @@ h2 {{ font-size: 1.1rem; margin-top: 2.5rem }}
 table {{ border-collapse: collapse; font-size: .9rem }}
 .unit {{ margin: 1.5rem 0 .3rem; color: #666; font-size: .9rem }}
 .unit + .unit {{ margin-top: .3rem }}
-td {{ border-top: 1px solid #ddd; padding: .2rem .8rem .2rem 0 }}
-td + td {{ text-align: right; font-variant-numeric: tabular-nums }}
+th {{ color: #666; font-weight: normal; text-align: left }}
+th, td {{ padding: .2rem .8rem .2rem 0 }}
+td {{ border-top: 1px solid #ddd }}
+th + th, td + td {{ text-align: right; font-variant-numeric: tabular-nums }}
+.caveat {{ color: #8a5a00 }}
 </style>
 </head>
 <body>

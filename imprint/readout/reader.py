@@ -64,8 +64,7 @@ class Reader:
         measure: PerExample | None = None,
         capture: bool | None = None,
     ) -> None:
-        if readout is None:
-            readout = list_readouts(store)[0]
+        readout = list_readouts(store)[0] if readout is None else readout
         if readout not in get_args(ReadoutName):
             raise ReadoutError(f"readout {readout!r} is unknown: use one of {', '.join(get_args(ReadoutName))}.")
         if step is not None and not (step > 0 and math.isfinite(step)):
@@ -200,22 +199,27 @@ class Reader:
         own = (*self._derivative, *[SILENT] * self._silent, *self._captured.warnings, *map(str, found))
         return tuple(dict.fromkeys((*self.store.warnings, *own)))
 
+    def values(self, batch: Batch, count: int) -> Tensor:
+        """Return F of each query itself, the mean over checkpoints, shape (queries,)."""
+        batch = map_tensors(lambda t: t.to(self._device), batch)
+        with forward_only(self.task):
+            return torch.stack([base.share * base.measure(batch, count)(base.theta) for base in self._bases]).sum(0)
+
     def noise_changes(self, batch: Batch, count: int | None = None) -> Tensor | None:
         """Return how F of each query changes in the runs whose start was perturbed, shape (runs, queries).
 
         None where the store has no such runs. Effects of this size say nothing about their source.
         """
-        base = self._bases[0]
-        if self.store.checkpoints[base.index].noise is None:
+        if self.store.checkpoints[self.base.index].noise is None:
             return None
         count = length(batch) if count is None else count
         batch = map_tensors(lambda t: t.to(self._device), batch)
         with forward_only(self.task):
             self._prepare(batch, count)
-            self.store.check_unchanged(base.index, 0, 0)
-            rows = self.store.noise(base.index, self._device)
+            self.store.check_unchanged(self.base.index, 0, 0)
+            rows, n = self.store.noise(self.base.index, self._device), self.store.n
             assert rows is not None
-            changes = base.removed(rows, self.store.n, batch, count, vectorise=self._vectorise).double() / -self.store.n
+            changes = self.base.removed(rows, n, batch, count, vectorise=self._vectorise).double() / -n
         if not bool(changes.isfinite().all()):
             raise UndefinedScore("a run with a perturbed start gives queries a value that is no finite number.")
         return changes

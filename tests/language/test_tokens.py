@@ -2,6 +2,7 @@
 
 import re
 from dataclasses import replace
+from html import escape
 from html.parser import HTMLParser
 from io import StringIO
 from pathlib import Path
@@ -13,7 +14,17 @@ from rich.console import Console
 
 from imprint import DataError, ReadoutError, SourcesError, Store, TaskError, attribute
 from imprint.attribution.labels import Labels
-from imprint.language import Completions, LanguageTask, TokenAttribution, render_page, task, token_scores
+from imprint.attribution.noise import describe_noise
+from imprint.language import (
+    Completions,
+    LanguageTask,
+    TokenAttribution,
+    describe_credits,
+    render_page,
+    task,
+    token_scores,
+)
+from imprint.readout.reader import Reader
 from tests.language.models import documents, gpt2, tokenizer
 from tests.language.test_task import simulated
 
@@ -112,7 +123,9 @@ def test_a_completion_has_the_error_of_its_sum_over_tokens(made: tuple[LanguageT
     whole = attribute(language, several, Completions([PROMPT], [COMPLETION], tokenizer()).columns, progress=False)
     torch.testing.assert_close(found.completion.standard_error, whole.standard_error, rtol=1e-3, atol=1e-7)
     assert "standard errors over 2 runs" in repr(found)
-    assert " ± " in found.to_html() and "standard errors over 2 runs" in found.to_html()
+    for text in ("<th>± standard error</th>", "<td>± ", ", standard error ", "standard errors over 2 runs"):
+        assert text in found.to_html() and text not in alone.to_html()
+    assert "they say nothing about another seed" not in repr(found) + repr(alone) + found.to_html()
 
 
 def test_signs_have_their_colours_and_size_their_strength() -> None:
@@ -121,7 +134,7 @@ def test_signs_have_their_colours_and_size_their_strength() -> None:
         assert match is not None
         return tuple(map(int, match.groups()))
 
-    alpha, beta = shown().to_html(), shown().to_html("Beta")
+    alpha, beta = shown().to_html("a"), shown().to_html("Beta")
     red, _, blue = shade(alpha, "two")
     assert blue > red
     red, _, blue = shade(beta, "two")
@@ -212,8 +225,13 @@ def test_all_that_is_shown_says_whether_it_was_validated_and_which_way_a_source_
     for text in (repr(hurts), console.export_text(), hurts.to_html(), repr(hurts.credited())):
         assert "not validated: these effects were not compared" in text
     console.print(hurts)
-    for text in (console.export_text(), hurts.to_html()):
-        assert re.search(r"Alpha(>|&gt;) (&|&amp;) co makes this completion less likely \(-2 nats\)", text)
+    for text in (console.export_text(), hurts.to_html(), repr(hurts.credited())):
+        assert "Beta makes this completion likelier (+0.1 nats)" in text
+        assert re.search(
+            r"Alpha(>|&gt;) (&|&amp;) co moves the completion further the other way \(-2 nats\): Beta", text
+        )
+        assert ": Beta does not stand out as helping" in text
+    assert re.search("co moves the completion further the other way", repr(hurts))
     assert "makes this completion likelier (+2 nats)" in shown().to_html()
 
 
@@ -235,7 +253,8 @@ class _Tags(HTMLParser):
 
 
 def test_several_completions_are_one_valid_page_that_says_once_what_they_share() -> None:
-    page = render_page([shown(), replace(shown(), prompt="Another", scores=-shown().scores), shown()])
+    several = [shown(), replace(shown(), prompt="Another", scores=-shown().scores), shown()]
+    page = render_page(several, [each.strongest for each in several])
     tags = _Tags()
     tags.feed(page)
     tags.close()
@@ -249,3 +268,73 @@ def test_several_completions_are_one_valid_page_that_says_once_what_they_share()
     assert mixed.count("warning: take care") == 1 and mixed.index("take care") < mixed.rindex("</section>")
     with pytest.raises(DataError, match="there are no completions to show"):
         render_page([])
+    with pytest.raises(DataError, match="there must be one source for each completion: 3 and 1"):
+        render_page(several, ["a"])
+    assert render_page(several, "b").count("<h2>Beta ") == 3 and "<h1>Beta</h1>" in render_page(several, "b")
+
+
+def test_page_and_terminal_show_the_source_that_is_credited() -> None:
+    """Alpha helps one completion most; of the other it is the opponent, which moves it further."""
+    several = [shown(), replace(shown(), prompt="Another", scores=-shown().scores)]
+    headings = re.findall("<h2>(.*?)</h2>", render_page(several))
+    assert headings == [escape(each.credited().headline) for each in several]
+    assert [heading.split(" makes ")[0] for heading in headings] == ["&lt;Alpha&gt; &amp; co", "Beta"]
+    for each in several:
+        console = Console(record=True, width=200, file=StringIO())
+        console.print(each)
+        text = console.export_text()
+        assert text.splitlines()[: len(each.credited().caveats) + 1] == [
+            *(each.credited().headline, *each.credited().caveats)
+        ]
+        assert f"shaded by what {each.credited().name} contributes" in text
+
+
+def test_an_opponent_moves_further_and_the_other_way() -> None:
+    helped, hurt = shown(), replace(shown(), scores=-shown().scores)
+    assert helped.find_opponent() is None and helped.credited().caveats == []
+    for found, other in ((helped, ("b", "a")), (hurt, (None, "a"))):
+        opponent = found.find_opponent(other[0])
+        assert opponent is not None and opponent.name == found.name_source(other[1])
+        assert opponent.total == found.total(other[1]) and found.find_opponent(other[1]) is None
+    assert helped.credited(source="b").caveats == ["<Alpha> & co moves the completion further the other way (+2 nats)"]
+    still = TokenAttribution(shown().labels, "", ("a",), torch.zeros(1, 2))
+    assert still.find_opponent() is None and still.credited().caveats == ["no source makes this completion likelier"]
+    unsure = replace(
+        shown(question="this_run"), scores=-shown().scores, noise_changes=torch.tensor([[0.0, 3.0, 0.0, 0.0]])
+    )
+    assert "(-2~ nats)" in repr(unsure.credited()) and "\n~ not distinguishable from 0" in repr(unsure.credited(1))
+
+
+def test_several_completions_are_described_with_what_they_share_once() -> None:
+    errors = {"error": describe_noise(2)}
+    run = replace(shown(question="this_run", details=errors), noise_changes=torch.full((2, 4), 1e-3))
+    text = describe_credits([run, replace(run, prompt="Another", scores=-run.scores)], k=1)
+    assert [line for line in text.splitlines() if not line.startswith("  ")] == [
+        *("Say <b> one two <i>", "Another one two <i>", run.labels.meaning, run.labels.standing),
+        f"{describe_noise(2)}; they say nothing about another seed",
+    ]
+    with pytest.raises(DataError, match="there are no completions to describe"):
+        describe_credits([])
+
+
+def test_contributions_stand_beside_the_log_likelihood_of_the_model_itself(made: tuple[LanguageTask, Store]) -> None:
+    language, store = made
+    found = token_scores(language, store, PROMPT, COMPLETION, tokenizer())
+    queries = Completions([PROMPT], [COMPLETION], tokenizer())
+    reader = Reader(language, store)
+    assert found.total("ships").log_prob == pytest.approx(float(reader.values(queries.columns, 1)), rel=1e-5)
+    words = found.rate_words("ships")
+    assert sum(word.log_prob or 0.0 for word in words) == pytest.approx(found.total("ships").log_prob, rel=1e-5)
+    assert f"nats; its log-likelihood is {found.total('ships').log_prob:.3g})" in repr(found.credited())
+    assert found.to_html().count("; its log-probability is ") == len(words)
+    assert "log-likelihood is" not in repr(shown().credited())
+
+
+def test_results_name_queries_by_their_texts(made: tuple[LanguageTask, Store]) -> None:
+    queries = Completions(["the cat", "a ship"], [" sat on", " sails"], tokenizer())
+    result = attribute(*made, queries, progress=False)
+    assert "\n  query 0 (the cat sat on): " in repr(result) and "query 1 (a ship sails): " in repr(result.top(2))
+    assert "query 1 (a ship sails): " in repr(attribute(*made, queries, top=1, progress=False))
+    plain = attribute(*made, queries.columns, progress=False)
+    assert torch.equal(plain.scores, result.scores) and "\n  query 0: " in repr(plain)
+    assert plain.labels.fingerprints == result.labels.fingerprints

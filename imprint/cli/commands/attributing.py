@@ -58,7 +58,7 @@ def attribute(
     source: Annotated[
         str | None,
         typer.Option(
-            "--source", "-s", help="The source to shade words by, with --tokens. Default: the one with the most effect."
+            "--source", "-s", help="The source to shade words by, with --tokens. Default: the most helpful one."
         ),
     ] = None,
     collate: CollateString = None,
@@ -177,7 +177,7 @@ def _show_words(
     """Show or write the words of each completion, and its first sources."""
     from imprint.language import render_page
 
-    shaded = [each.words(source or each.strongest) for each in words]
+    shaded = [each.words(source) for each in words]
     if out is not None:
         write(out, lambda path: path.write_text(render_page(words, source), encoding="utf-8"))
         errors.print(f"written to [bold]{escape_markup(out)}[/bold]")
