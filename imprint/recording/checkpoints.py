@@ -34,8 +34,8 @@ def write_checkpoint(folder: Path, step: int, model: nn.Module, optimiser: Optim
     trained = {name: parameters[name] for group in groups for name in group}
     tensors, about = pack_memory(take_memory(optimiser, trained))
     beside = folder / f"checkpoint-{step:06}.optimiser.safetensors"
-    moments = second_moments(model, optimiser) if _has_moments(optimiser) else {}
-    if moments:
+    known = second_moments(model, optimiser) if _has_moments(optimiser) else {}
+    if moments := {name: moment for name, moment in known.items() if name in trained}:
         write_tensors(moments_beside(place), moments)
     write_tensors(beside, tensors, {_ABOUT: about})
     write_tensors(place, {**trained, **persistent_buffers(model)})

@@ -60,7 +60,8 @@ class Header:
     every: after how many steps a checkpoint was asked for; None where the recorder chose.
     optimiser: the name of its class; `groups` are the parameters that it trains.
     buffers: the persistent buffers.
-    frozen: the other parameters, of which only a hash is kept.
+    frozen: the other parameters, whether the optimiser has them or not, of which only a hash is kept. Recordings of
+        earlier versions have those of the optimiser in `groups`.
     settings, schedule: of the optimiser's groups and of a scheduler at the latest checkpoint, for resuming.
     """
 

@@ -22,7 +22,7 @@ _COUNT = "step"  # of each parameter, a tensor that torch keeps on the CPU unles
 def take_memory(optimiser: Optimizer, parameters: Mapping[str, Tensor]) -> OptimiserState:
     """Return what an optimiser remembers about each of some parameters, in their order. Tensors are its own."""
     found = {id(parameter): state for parameter, state in optimiser.state.items()}
-    known = {id(parameter) for parameter in parameters.values()}
+    known = {id(parameter) for group in optimiser.param_groups for parameter in group["params"]}
     if not found.keys() <= known or not all(isinstance(key, str) for state in found.values() for key in state):
         raise PlanError(
             f"the optimiser, {type(optimiser).__name__}, remembers something that belongs to no parameter, which a "

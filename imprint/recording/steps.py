@@ -61,7 +61,7 @@ class RunStep:
 
     # --- what the training loop says
 
-    def batch(self, indices: Indices, normaliser: float | None = None) -> None:
+    def batch(self, indices: Indices, normaliser: float | Tensor | None = None) -> None:
         """Begin a micro-batch of these examples and seed all random numbers for it.
 
         normaliser: what the sum of the examples' losses is divided by; by default the number of examples times the

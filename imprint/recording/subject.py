@@ -1,6 +1,7 @@
 """The model and the optimiser of a run that is recorded: what is known of them, and whether they were changed."""
 
 import platform
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from imprint.compat import uncompiled, version_of
+from imprint.display import name_some
 from imprint.errors import PlanError, StoreError
 from imprint.recording.checkpoints import (
     load_state,
@@ -26,7 +28,7 @@ from imprint.store.fingerprint import DataPrint, of_tensors
 class Subject:
     """A model with the optimiser that trains it, and perhaps a scheduler of the learning rate.
 
-    groups: the names of the parameters in each group of the optimiser.
+    groups: the names of the parameters that each group of the optimiser trains: those that are not frozen at first.
     parameters: these by name, in the model's order, in which norms are summed.
     """
 
@@ -46,6 +48,9 @@ class Subject:
         trained = {name for group in self.groups for name in group}
         self.parameters = {name: parameter for name, parameter in own.items() if name in trained}
         self._frozen = {name: parameter for name, parameter in own.items() if name not in self.parameters}
+        self._division = _list_groups(optimiser)
+        optimised = set(chain.from_iterable(self._division))
+        self._resting = {name: p for name, p in self._frozen.items() if id(p) in optimised}
         self._persistent = persistent_buffers(model).keys()
         self._stamps: dict[str, Stamp] | None = None
         self._versions: dict[str, int] | None = None  # of the frozen parameters before the first step
@@ -95,14 +100,28 @@ class Subject:
 
     def refuse_regrouping(self) -> None:
         """Refuse an optimiser that trains other parameters than when the recording began."""
-        now = [[id(parameter) for parameter in group["params"]] for group in self.optimiser.param_groups]
-        if now != [[id(self.parameters[name]) for name in names] for names in self.groups]:
+        if _list_groups(self.optimiser) != self._division:
             raise PlanError("the optimiser's parameter groups changed during the run: a recording has one division.")
 
     def refuse_untrained(self) -> None:
         """Refuse parameters that require gradients and are not the optimiser's."""
         if any(parameter.requires_grad for parameter in self._frozen.values()):
-            refuse_untrained(self.model, self.parameters.keys())
+            refuse_untrained(self.model, self.parameters.keys() | self._resting.keys())
+
+    def clear_frozen(self) -> None:
+        """Clear what gradients frozen parameters have left from before, as a step clears those of trained ones."""
+        for parameter in self._resting.values():
+            parameter.grad = None
+
+    def refuse_unfrozen(self, step: int) -> None:
+        """Refuse to train what was frozen when the recorder was made: the recording has nothing but a hash of it."""
+        moved = [name for name, p in self._resting.items() if p.requires_grad or p.grad is not None]
+        if moved:
+            raise PlanError(
+                f"step {step} trains {name_some(moved)}, which the recording leaves out because requires_grad was "
+                "False when the recorder was made. Record in a new folder, with a RunRecorder that is made while "
+                "everything that the run ever trains requires gradients, and freeze parts of it after that."
+            )
 
     def _kept(self) -> dict[str, Tensor]:
         return {**self.parameters, **self._buffers()}
@@ -172,6 +191,11 @@ class Subject:
     def _describe_frozen(self) -> tuple[tuple[str, ...], str]:
         """Return the names of the parameters that are not trained, and a hash of their values."""
         return tuple(self._frozen), of_tensors(self._frozen)
+
+
+def _list_groups(optimiser: Optimizer) -> list[list[int]]:
+    """Return which parameters an optimiser has in each group."""
+    return [[id(parameter) for parameter in group["params"]] for group in optimiser.param_groups]
 
 
 def refuse_several_processes() -> None:

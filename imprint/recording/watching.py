@@ -26,7 +26,10 @@ def stamp(tensor: Tensor) -> Stamp:
 
 
 def name_groups(model: nn.Module, optimiser: Optimizer) -> tuple[tuple[str, ...], ...]:
-    """Return the names of the parameters in each group; refuse an optimiser that does not train this model alone."""
+    """Return the names of the parameters that each group trains; refuse an optimiser of other models' parameters.
+
+    What is frozen is left out: an optimiser passes over a parameter without a gradient, its weight decay too.
+    """
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     groups: list[tuple[str, ...]] = []
     for index, group in enumerate(optimiser.param_groups):
@@ -37,10 +40,15 @@ def name_groups(model: nn.Module, optimiser: Optimizer) -> tuple[tuple[str, ...]
                     "no parameter of the model: record the module that has all of them (an nn.ModuleList of several "
                     "will do), and build the optimiser after moving the model to its device."
                 )
-        groups.append(tuple(names[id(parameter)] for parameter in group["params"]))
+        groups.append(tuple(names[id(parameter)] for parameter in group["params"] if parameter.requires_grad))
     trained = {name for group in groups for name in group}
     if not trained:
-        raise PlanError("the optimiser has no parameters to train.")
+        raise PlanError("the optimiser has no parameters to train: none of those it was given requires gradients.")
+    if isinstance(optimiser, torch.optim.LBFGS) and len(trained) < len(optimiser.param_groups[0]["params"]):
+        raise PlanError(
+            "LBFGS moves all its parameters as one, and some of them are frozen: give it those alone that require "
+            "gradients."
+        )
     refuse_untrained(model, trained)
     return tuple(groups)
 

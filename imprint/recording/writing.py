@@ -203,7 +203,7 @@ class RunRecorder:
 
     # --- steps
 
-    def step(self, indices: Indices | None = None, *, normaliser: float | None = None) -> RunStep:
+    def step(self, indices: Indices | None = None, *, normaliser: float | Tensor | None = None) -> RunStep:
         """Begin a step of the optimiser, with the examples of its batch; use it as `with run.step(indices) as step:`.
 
         Gradients of earlier steps are cleared (set to None), whatever the loop does.
@@ -235,6 +235,8 @@ class RunRecorder:
                 "run.batches or run.loader."
             )
         self._subject.refuse_untrained()
+        self._subject.clear_frozen()
+        self._subject.refuse_unfrozen(self.steps + 1)
         self._subject.refuse_changed_frozen()
         if self._gradients.stray is not None:
             raise PlanError(
@@ -314,6 +316,7 @@ class RunRecorder:
         if self._step is None:
             raise PlanError("the optimiser stepped outside of run.step(): such a step cannot be replayed.")
         self._subject.refuse_regrouping()
+        self._subject.refuse_unfrozen(self._step.number)
         self._subject.refuse_changes("before the optimiser stepped", buffers=False)
         if not closure:
             self._forwards.notice_late(self._step.number)

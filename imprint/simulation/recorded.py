@@ -84,7 +84,7 @@ def check_run(run: Run, task: Task, n: int, plan: Plan) -> None:
     if lacking := sorted(set(optimised) - set(task.names)):
         raise TaskError(
             f"the recorded run trained {name_some(lacking)}, which the task does not select: "
-            f"{_explain_lack(lacking, task)}"
+            f"{_explain_lack(lacking, run, task)}"
         )
     if plan.start >= len(run.steps):
         raise PlanError(
@@ -93,13 +93,19 @@ def check_run(run: Run, task: Task, n: int, plan: Plan) -> None:
         )
 
 
-def _explain_lack(lacking: Sequence[str], task: Task) -> str:
+def _explain_lack(lacking: Sequence[str], run: Run, task: Task) -> str:
     """Say why a task may not have parameters that a run trained, and what to do."""
     own = dict(task.model.named_parameters())
     if uncompiled(task.model) is not task.model:
         return (
             "its model is a compiled one, whose parameters have other names. Build the task from the model that was "
             "compiled, model._orig_mod."
+        )
+    if rested := [name for name in lacking if all(name in step.missing for step in run.steps)]:
+        return (
+            f"{name_some(rested)} had no gradient in any step, and the recording has them as trained. Record the run "
+            "again with a RunRecorder that is made when they are frozen, which leaves them out; or select them too: "
+            'model.requires_grad_(True), and parameters="*".'
         )
     if frozen := [name for name in lacking if name in own and not own[name].requires_grad]:
         return (

@@ -11,12 +11,12 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from imprint import Recording, RunRecorder, StoreError, Task, TaskError
+from imprint import Recording, RunRecorder, StoreError
 from imprint.recording import journal
 from imprint.store.files import sha256
 from imprint.store.folder import write_sealed
 from imprint.store.values import read_json
-from tests.recording.runs import N, assert_same, make_model, mean_loss, repeat, train
+from tests.recording.runs import N, assert_same, make_model, repeat, train
 
 
 @pytest.fixture(scope="module")
@@ -254,96 +254,3 @@ def test_steps_of_versions_that_did_not_look_for_settings_of_the_optimisers_own_
     for line in range(8):
         rewrite_steps(folder, lambda step: step.pop("left"), line)
     assert [step.left for step in Recording(folder).steps] == [None] * 8
-
-
-# --- frozen parameters
-
-
-class Adapted(nn.Module):
-    """A frozen linear layer with a low-rank adapter that is trained."""
-
-    def __init__(self, seed: int = 0) -> None:
-        super().__init__()
-        torch.manual_seed(seed)
-        self.base = nn.Linear(4, 3).requires_grad_(False)
-        self.down, self.up = nn.Linear(4, 2, bias=False), nn.Linear(2, 3, bias=False)
-        nn.init.zeros_(self.up.weight)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        out: torch.Tensor = self.base(x) + self.up(self.down(x))
-        return out
-
-
-def record_adapted(folder: Path, given: str) -> tuple[Adapted, Recording]:
-    """Train an adapter; the optimiser has all parameters, or only those that are trained."""
-    model = Adapted()
-    parameters = model.parameters() if given == "all" else [p for p in model.parameters() if p.requires_grad]
-    optimiser = torch.optim.AdamW(parameters, lr=0.1)
-    run = RunRecorder(folder, model, optimiser)
-    for indices in run.batches(N, 6):
-        with run.step(indices) as step:
-            run.optimiser.zero_grad()
-            step.backward(mean_loss(model, indices))
-            optimiser.step()
-    return model, run.finish()
-
-
-def test_of_a_fine_tune_the_adapter_is_kept_and_a_hash_of_what_is_frozen(tmp_path: Path) -> None:
-    model, recording = record_adapted(tmp_path / "run", "trained")
-    assert recording.frozen == ("base.weight", "base.bias")
-    assert recording.state(4).keys() == {"down.weight", "up.weight"}
-    task = Task.classifier(Adapted())
-    (whole,) = recording.complete(task, 4)
-    assert all(torch.equal(tensor, whole[name]) for name, tensor in model.state_dict().items())
-    assert_same(repeat(recording, Adapted()), model)
-    with pytest.raises(TaskError, match="other values of the 2 frozen parameters"):
-        recording.complete(Task.classifier(Adapted(1)), 4)
-    with pytest.raises(TaskError, match=r"another model: the recording lacks 0\.bias.*the model lacks base\.bias"):
-        recording.complete(Task.classifier(make_model()), 4)
-
-
-def test_a_model_in_another_precision_is_refused(tmp_path: Path) -> None:
-    _, recording = record_adapted(tmp_path / "run", "all")
-    with pytest.raises(TaskError, match=r"another precision: 'base\.bias' is torch\.float32 there and torch\.bfloat16"):
-        recording.complete(Task.classifier(Adapted().bfloat16()), 4)
-    _, recording = record_adapted(tmp_path / "adapter", "trained")
-    with pytest.raises(
-        TaskError, match=r"another precision: 'down\.weight' is torch\.float32 there and torch\.float64"
-    ):
-        recording.complete(Task.classifier(Adapted().double()), 4)
-    model = Adapted()
-    model.base.bfloat16()
-    with pytest.raises(TaskError, match=r"other values of the 2 frozen parameters .*, or with the same in another pre"):
-        recording.complete(Task.classifier(model), 4)
-
-
-def test_frozen_parameters_in_the_optimiser_are_kept_and_have_no_gradient(tmp_path: Path) -> None:
-    _, recording = record_adapted(tmp_path / "run", "all")
-    assert recording.frozen == () and "base.weight" in recording.state(4)
-    assert recording.steps[0].missing == {"base.weight", "base.bias"}
-
-
-@pytest.mark.wide
-def test_a_fine_tune_by_peft_is_recorded(tmp_path: Path) -> None:
-    peft, transformers = pytest.importorskip("peft"), pytest.importorskip("transformers")
-    torch.manual_seed(0)
-    config = transformers.GPT2Config(n_layer=1, n_head=2, n_embd=8, n_positions=16, vocab_size=20)
-    base = transformers.GPT2LMHeadModel(config)
-    lora = peft.LoraConfig(r=2, target_modules=["c_attn"], fan_in_fan_out=True, task_type="CAUSAL_LM")
-    model = peft.get_peft_model(base, lora)
-    optimiser = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.01)
-    tokens = torch.randint(0, 20, (8, 10))
-    run = RunRecorder(tmp_path / "run", model, optimiser)
-    for indices in run.batches(8, 4, epochs=2):
-        with run.step(indices) as step:
-            run.optimiser.zero_grad()
-            step.backward(model(input_ids=tokens[indices], labels=tokens[indices]).loss)
-            optimiser.step()
-    recording = run.finish()
-    assert all("lora_" in name for name in recording.groups[0])
-    assert len(recording.frozen) > 10
-    size = sum(path.stat().st_size for path in recording.paths)
-    assert size < 10_000
-    task = Task(model, loss=lambda model, batch: model(input_ids=batch).logits.mean((1, 2)))
-    (whole,) = recording.complete(task, 4)
-    assert all(torch.equal(tensor, whole[name]) for name, tensor in task.state().items())

@@ -195,6 +195,49 @@ def test_parameters_outside_the_optimiser_and_of_other_models_are_refused(tmp_pa
         run.step(INDICES)
 
 
+def make_frozen(folder: Path) -> Recorded:
+    """A recording whose optimiser has a frozen layer beside the one it trains."""
+    model = nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.3), nn.Linear(8, 3))
+    model[0].requires_grad_(False)
+    return Recorded(folder, model)
+
+
+def unfreeze(recorded: Recorded) -> None:
+    recorded.model[0].requires_grad_(True)
+
+
+def give_gradient(recorded: Recorded) -> None:
+    weight = recorded.model.get_parameter("0.weight")
+    weight.grad = torch.ones_like(weight)
+
+
+@pytest.mark.parametrize("change", [unfreeze, give_gradient])
+def test_training_what_was_frozen_at_first_is_refused_at_that_step(
+    change: Callable[[Recorded], None], tmp_path: Path
+) -> None:
+    recorded = make_frozen(tmp_path)
+    recorded.make_step()
+    before = recorded.model.get_parameter("0.weight").clone()
+    with pytest.raises(PlanError, match=r"step 2 trains 0\.weight.* leaves out because .* in a new folder"):
+        recorded.make_step(lambda recorded, step: change(recorded))
+    assert torch.equal(recorded.model.get_parameter("0.weight"), before)
+    recorded.model[0].requires_grad_(False)
+    recorded.make_step()  # nothing has moved: the run goes on
+    unfreeze(recorded)
+    with pytest.raises(PlanError, match=r"step 3 trains 0\.weight, 0\.bias, which"):
+        recorded.make_step()
+
+
+def test_optimisers_that_do_not_pass_over_frozen_parameters_are_refused(tmp_path: Path) -> None:
+    model = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 3))
+    model[0].requires_grad_(False)
+    with pytest.raises(PlanError, match="LBFGS moves all its parameters as one, and some of them are frozen"):
+        RunRecorder(tmp_path / "run", model, torch.optim.LBFGS(model.parameters()))
+    model.requires_grad_(False)
+    with pytest.raises(PlanError, match="no parameters to train: none of those it was given requires gradients"):
+        RunRecorder(tmp_path / "run", model, torch.optim.SGD(model.parameters(), lr=0.1))
+
+
 def test_another_optimiser_and_other_changes_of_the_model_are_refused(tmp_path: Path) -> None:
     recorded = Recorded(tmp_path)
     recorded.make_step()

@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 
 from imprint import DataError, Recording, RunRecorder, Sources, Task, TaskError, attribute, simulate
 from tests.recording.runs import N, X, Y
-from tests.recording.test_reading import Adapted
+from tests.recording.test_frozen import Adapted
 from tests.simulation.engines.trainings import Adapting
 
 SOURCES = Sources.groups({"first": range(8), "second": range(8, 16), "third": range(16, N)})
