@@ -322,6 +322,9 @@ class Task:
     def check_batch(self, batch: Batch) -> None:
         """Refuse a batch whose values do not fit the model; subclasses override this. A CUDA graph looks at none."""
 
+    def count_terms(self, batch: Batch) -> float | None:
+        """Count the terms, such as tokens, that the losses of a batch add up; None: unknown. Subclasses override it."""
+
     def pad_batch(self, batch: Batch) -> Batch:
         """Pad a batch to a common size where only rounding changes, for CUDA graphs; subclasses override this."""
         return batch

@@ -89,10 +89,8 @@ class LanguageTask(Task):
     ) -> None:
         if compute not in (None, "bfloat16"):
             raise TaskError(f'compute is None or "bfloat16", got {compute!r}.')
-        self.adapter = adapter
-        self.tokenizer = tokenizer
-        self._under = under
-        self.compute = compute
+        self.adapter, self.tokenizer = adapter, tokenizer
+        self._under, self.compute = under, compute
         self._adapter_names = adapter_names(model)
         if adapter is None and self._adapter_names:
             self.fixed = [name for name, parameter in model.named_parameters() if not parameter.requires_grad]
@@ -223,6 +221,9 @@ class LanguageTask(Task):
     def check_batch(self, batch: Batch) -> None:
         """Refuse columns that do not fit the model, or each other."""
         self._read(batch)
+
+    def count_terms(self, batch: Batch) -> float:
+        return float(self._read(batch)[1][:, 1:].sum())
 
     def pad_batch(self, batch: Batch) -> Batch:
         """Pad queries on the right, with weight 0, to one of few lengths: a causal model does not look ahead."""

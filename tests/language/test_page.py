@@ -13,7 +13,7 @@ PAGE = Path(__file__).parents[2] / "docs" / "language.md"
 def test_the_quickstarts_are_short_and_credit_who_wrote_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     blocks = re.findall(r"```python\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.S)
-    completion, words, credited, fine_tune, replayed, tomorrow, validated, aimed, chats, packed = blocks
+    completion, words, credited, fine_tune, replayed, tomorrow, validated, looped, aimed, chats, packed = blocks
     page: dict[str, Any] = {}
     for code in (completion, fine_tune):
         assert len(code.splitlines()) < 40
@@ -38,6 +38,9 @@ def test_the_quickstarts_are_short_and_credit_who_wrote_it(tmp_path: Path, monke
     assert all(torch.equal(tensor, trained[name]) for name, tensor in page["tuned"].state_dict().items())
     exec(validated, page)
     assert page["comparison"].outcome in ("ranks validated", "sizes validated")
+    exec(looped, page)
+    assert [query[0].name for query in page["result"].top(1, by="lowers")] == ["ann", "ben"]
+    assert page["result"].question == "this_run"
     exec(aimed, page)
     again = page["imprint"].attribute(page["task"], page["store"], page["queries"])
     assert [query[0].name for query in again.top(1, by="lowers")] == ["ann", "ben"]

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from imprint.errors import SimulationError
-from imprint.recording.records import Step
+from imprint.recording.records import MicroBatch, Step
 from imprint.simulation.engines.replay.training import Repetition, Seen
 from imprint.task import Parameters
 from imprint.tensors.vectors import minus, norm
@@ -25,6 +25,7 @@ _JUMP = 30.0  # times more than any step before: no growth of rounding
 _SMALL = 1e-2  # of the largest value so far: values below count as that large
 _STEADY = 0.05  # relative spread of a ratio that is called constant, where it is larger than the next
 _LARGE = 1.5
+_EXPLAINED = 0.03  # of a figure: a cause that predicts it as closely is named as its cause
 _FOUND, _PARTING = "agreement", "parting"  # the names of what a snapshot keeps
 _FIGURES = ("loss", "gradient norm")
 _ASTRAY = 0.5  # of the distance the run travelled: by so much its end may be missed
@@ -150,12 +151,15 @@ class Agreement:
         begin = self._repetition.begin
         said = (
             f"the replay differs from the recording at step {pair.step + 1}: the {pair.what} is {pair.replayed:.6g}, "
-            f"and was {pair.recorded:.6g} in training (a relative difference of {pair.deviation:.1g}). "
+            f"and was {pair.recorded:.6g} in training (a relative difference of {pair.deviation:.2g}). "
         )
+        told = any(other.what == "loss" for other in self._first)
+        if pair.step == begin and (pair.what == "loss" or not told) and (reason := self._explain_mean(pair)):
+            return said + reason
         if pair.step == begin and pair.what == "loss":
             return said + (self._explain_ratio() or _WRONG_LOSS)
         if pair.step == begin:
-            return said + (_WRONG_GRADIENT if any(other.what == "loss" for other in self._first) else self._guess(pair))
+            return said + (_WRONG_GRADIENT if told else self._guess(pair))
         if pair.step < begin + _FIRST:
             return said + (
                 f"Step {begin + 1} agrees, so the loss is right: the optimiser then moved differently, or this batch "
@@ -180,6 +184,29 @@ class Agreement:
             "changed before the step."
         )
 
+    def _explain_mean(self, pair: _Pair) -> str | None:
+        """Say that training divided by the number of tokens, not recorded, where that explains the first figure."""
+        repetition = self._repetition
+        batches = repetition.run.steps[pair.step].batches
+        counts = [repetition.task.count_terms(repetition.gather(batch)[1]) for batch in batches]
+        if None in counts or (pair.what != "loss" and len(batches) > 1):
+            return None
+        terms, parts, examples = sum(count or 0.0 for count in counts), len(batches), _count_examples(batches)
+        factors = [parts * (count or 0.0) / batch.normaliser for batch, count in zip(batches, counts, strict=True)]
+        shares = [batch.loss or 0.0 for batch in batches] if pair.what == "loss" else [pair.recorded]
+        expected = sum(share * factor for share, factor in zip(shares, factors, strict=True))
+        if not _is_near(expected, pair.replayed, _EXPLAINED) or _is_near(expected, pair.recorded, 2 * _EXPLAINED):
+            return None
+        tokens = "(labels[:, 1:] != -100).sum()"
+        call = f"run.step(indices, normaliser={tokens})"
+        if parts > 1:
+            call = f"step.batch(indices, normaliser={parts} * {tokens})"
+        return (
+            f"The first looks like a sum over tokens, the second like a mean over them, as transformers computes it: "
+            f"the {examples} examples of this step have {terms:.6g} predicted tokens, {terms / examples:.4g} each. "
+            f"Record what the loss was divided by: {call}."
+        )
+
     def _explain_ratio(self) -> str | None:
         """Say that all losses are wrong by one factor, if they are: the normaliser, or a mean for a sum."""
         losses = [pair for pair in self._first if pair.what == "loss"]
@@ -196,6 +223,15 @@ class Agreement:
             f"{batch.normaliser:g}. Look for a loss that is reduced or scaled in another way than in training (a sum "
             "over tokens against a mean), or tell the recorder its divisor: run.step(indices, normaliser=...)."
         )
+
+
+def _count_examples(batches: Sequence[MicroBatch]) -> int:
+    return sum(len(batch.examples) for batch in batches)
+
+
+def _is_near(one: float, other: float, within: float) -> bool:
+    """Tell whether two figures are the same to so many parts of the larger one."""
+    return abs(one - other) <= within * max(abs(one), abs(other))
 
 
 _WRONG_LOSS = (
