@@ -86,8 +86,8 @@ def assess_noise(changes: Tensor | None, effect: float) -> tuple[dict[str, float
 
 
 def describe_chaos(noise: float, effect: float) -> str | None:
-    """Explain that a run is chaotic, and what to do; None where it is not."""
-    if not noise > CHAOTIC * effect:
+    """Explain that a run is chaotic, and what to do; None where it is not, or where no source does anything."""
+    if effect == 0 or not noise > CHAOTIC * effect:
         return None
     return (
         f"this run is chaotic: a tiny change of its start moves these queries by {noise:.3g} (root mean square), the "

@@ -68,13 +68,6 @@ def _refuse_dependence(functional: Functional, theta: Parameters, batch: Batch, 
     )
 
 
-SILENT = (
-    "every score of some queries is exactly 0, because their measurement has no derivative with respect to the "
-    "selected parameters. Does it use the argument `model`? Accuracy, rounding and saturated losses are flat: measure "
-    "a margin or a log-probability instead."
-)
-
-
 def check_derivative(
     functional: Functional, theta: Parameters, batch: Batch, count: int, direction: Parameters, *, backward: bool
 ) -> tuple[str, ...]:

@@ -11,11 +11,29 @@ import torch
 from torch import Tensor
 
 from imprint.errors import ReliabilityWarning
+from imprint.store.checkpoint import Measured
 
 _BEYOND = 3.0  # times the range of F
 _FEWEST = 4  # values of F that make a range
 _OPPOSED = -0.2  # correlation of a checkpoint's scores with those of the others
 _SAMPLE = 16_384  # scores of a block on which checkpoints are compared
+_FLAT = (
+    "every score of some queries is exactly 0, because their measurement has no derivative with respect to the "
+    "selected parameters. Does it use the argument `model`? Accuracy, rounding and saturated losses are flat: measure "
+    "a margin or a log-probability instead."
+)
+_UNMOVED = (
+    "every score is exactly 0, because the recorded run did not move the weights: it ends where it began, with or "
+    "without a source. Was its learning rate 0, or too small for the precision of the weights?"
+)
+_UNTOUCHED = (
+    "every score is exactly 0, because removing a source changed no weight: the run learnt nothing from any of them in "
+    "the steps that were replayed. Were their examples in these steps, and had they a gradient?"
+)
+_UNMEASURED = (
+    "every score of some queries is exactly 0: removing a source changed the weights, and not what is measured there. "
+    "Accuracy, rounding and saturated losses are flat: measure a margin or a log-probability instead."
+)
 
 
 @dataclass
@@ -96,3 +114,16 @@ def warn_opposed(products: Tensor, checkpoints: Sequence[int], shares: Sequence[
         f"checkpoint {where} disagrees with the others: its scores correlate {worst:.2f} with theirs, so that the mean "
         f"over checkpoints hides two opposite answers. Leave checkpoint {where} out, or compare each with retraining."
     )
+
+
+def explain_silence(measured: Measured, *, removes: bool) -> str:
+    """Say why all scores of some queries are exactly 0.
+
+    measured: of the checkpoint that is read; `removes` says whether scores are those of removals that were made, which
+        take no derivative.
+    """
+    if not removes:
+        return _FLAT
+    if measured.drift == 0:
+        return _UNMOVED
+    return _UNTOUCHED if measured.norms is not None and measured.norms.largest == 0 else _UNMEASURED

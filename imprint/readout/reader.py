@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from imprint.batches import describe_batch, is_columnar, length, map_tensors
-from imprint.checks.measuring import SILENT, check_derivative, measure_first_queries, natural_scale
+from imprint.checks.measuring import check_derivative, measure_first_queries, natural_scale
 from imprint.errors import ReadoutError, UndefinedScore
 from imprint.readout.base import Base, load_bases
 from imprint.readout.budget import Activations, ImprintCache, Loaded, measure_activations, split_sources
@@ -23,7 +23,7 @@ from imprint.readout.calibration import TRIAL_STEP, calibrate_step, step_lengths
 from imprint.readout.captured import Captured
 from imprint.readout.choice import list_readouts, refuse_readout
 from imprint.readout.factored import FactoredReadout
-from imprint.readout.guards import Observed
+from imprint.readout.guards import Observed, explain_silence
 from imprint.readout.kernels import ReadoutName, difference, find_changed, forward_only, gradient_scores, removed_score
 from imprint.readout.sizes import BySize, find_peak, take_some
 from imprint.readout.units import find_units
@@ -196,7 +196,8 @@ class Reader:
         """What a reader of the scores must know: the store's warnings, then what the readout itself has found."""
         checkpoints, shares = [base.index for base in self._bases], [base.share for base in self._bases]
         found = self.observed.warnings(self.store.n, checkpoints, shares, predicted=not self.store.removes)
-        own = (*self._derivative, *[SILENT] * self._silent, *self._captured.warnings, *map(str, found))
+        silent = explain_silence(self.store.checkpoints[self.base.index].measured, removes=self.store.removes)
+        own = (*self._derivative, *[silent] * self._silent, *self._captured.warnings, *map(str, found))
         return tuple(dict.fromkeys((*self.store.warnings, *own)))
 
     def values(self, batch: Batch, count: int) -> Tensor:

@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import torch
 
+from imprint.display import format_size
 from imprint.runtime.memory import Peak, activation_bytes, budget, most_that_fit, tensor_bytes
 from imprint.simulation.derivatives import Weighted
 from imprint.simulation.descent import Descent
@@ -71,7 +72,7 @@ def rows_that_fit(
         rows = min(most, allowed // _bound_bytes(descent, rows_per_source))
     if rows < 1:
         logger.warning(
-            "one source needs more than the memory budget of %d bytes: simulating one source at a time", allowed
+            "one source needs more than the memory budget of %s: simulating one source at a time", format_size(allowed)
         )
     return max(1, rows)
 

@@ -246,7 +246,9 @@ def test_a_replay_names_what_it_does_while_no_source_makes_a_step(stacked: bool,
     training, heard = replace(TRAININGS["stacked"](), steps=8), Listener()
     _, run = training.run()
     replay(training, run, Plan(engine="replay", stacked=stacked), progress=heard)
-    assert heard.phases[0] == "trying whether runs can be replayed together"
+    tried = "runs can be replayed together" if stacked else "examples of a batch see each other"
+    assert heard.phases[0] == f"trying whether {tried}"
+    assert sum(phase.startswith("trying ") for phase in heard.phases) == 1
     repeated = [phase for phase in heard.phases if phase.startswith("repeating the run as it was")]
     assert repeated == [f"repeating the run as it was, step {step} of 8" for step in range(1, 9)]
     assert heard.phases[9] == "measuring how many sources fit into memory"

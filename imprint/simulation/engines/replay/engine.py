@@ -19,11 +19,11 @@ from typing import ClassVar
 
 import torch
 
-from imprint.display import count_of
+from imprint.display import count_of, format_size
 from imprint.errors import SimulationError
 from imprint.plan import EngineRules, Plan, Settings
 from imprint.recording.records import Run
-from imprint.runtime.memory import Peak, activation_bytes, budget, most_that_fit, tensor_bytes
+from imprint.runtime.memory import Peak, budget, most_that_fit, tensor_bytes
 from imprint.runtime.timing import measure_seconds
 from imprint.simulation.descent import Descent
 from imprint.simulation.engines.protocol import Chunk, Cost, Engine, Simulated, Work
@@ -40,12 +40,11 @@ from imprint.simulation.engines.replay.deviation import (
 )
 from imprint.simulation.engines.replay.effects import Effects
 from imprint.simulation.engines.replay.rows import NOISE_ROWS, Lineup, replay_one_by_one, replay_together
-from imprint.simulation.engines.replay.stack import OwnRouteError, Stack
+from imprint.simulation.engines.replay.stack import OwnRouteError, Stack, bound_row
 from imprint.simulation.engines.replay.training import (
     Repetition,
     Training,
     as_recorded,
-    compute_losses,
     find_regularised,
 )
 from imprint.simulation.engines.replay.unperturbed import Unperturbed, replay_unperturbed, withholds
@@ -61,6 +60,7 @@ from imprint.tensors.vectors import minus, norm, repeated, root_mean_square, sca
 logger = logging.getLogger(__name__)
 _LOST = 0.3  # of a removal's effect: by so much a later start may change it without a warning
 _SPREAD = 2  # sources that are replayed from step 0 too, where a plan starts later
+_TOO_MANY = 2**63  # bytes, where memory ran out
 _STEPS = 6  # measured, of which the first two, which warm up, do not count
 
 
@@ -135,7 +135,8 @@ class Replay(Engine):
 
     def choose_way(self) -> None:
         """Find out how rows can be replayed."""
-        self.work.announce("trying whether runs can be replayed together")
+        tried = "runs can be replayed together" if self.plan.stacked else "examples of a batch see each other"
+        self.work.announce(f"trying whether {tried}")
         with as_recorded(self.run.circumstances):
             self._way = find_way(self.repetition, stacks=self.plan.stacked)
             self._unkept = find_unkept_state(self.repetition, twice=self._way.leaves_out)
@@ -302,12 +303,13 @@ class Replay(Engine):
             most = len(sources) + NOISE_ROWS + 1
             fit = most_that_fit(self._measure_rows, allowed, most)
         else:
-            fit = allowed // self._bound_row()
-        if fit < 1 + NOISE_ROWS + 1:
+            fit = allowed // self._row_bytes
+        if fit < (least := 1 + NOISE_ROWS + 1):
+            needed = self._measure_rows(least) if device.type == "cuda" else least * self._row_bytes
             logger.warning(
-                "a source and the rows beside it need more than the memory budget of %d bytes: simulating one source "
-                "at a time",
-                allowed,
+                "a source and the rows beside it need %s, and the memory budget is %s: simulating one source at a time",
+                "more than the device has" if needed == _TOO_MANY else f"about {format_size(needed)}",
+                format_size(allowed),
             )
         return max(1, min(len(sources), fit - NOISE_ROWS - 1))
 
@@ -318,20 +320,13 @@ class Replay(Engine):
         try:
             self._time_steps(self.descent.sources.spread(min(rows, len(self.descent.sources))), 2, rows)
         except torch.OutOfMemoryError:
-            return 2**63
+            return _TOO_MANY
         return (peak.bytes or 0) - there
 
-    def _bound_row(self) -> int:
-        """Return about how many bytes a row takes: parameters, their gradient, what the optimiser remembers and its
-        temporaries, and twice the activations of a micro-batch, for the backward pass.
-        """
-        repetition, model = self.repetition, self.repetition.make_model()
-        memory = self.run.optimiser_state(self.run.checkpoints[-1]).tensors.values()
-        largest = max(self.run.steps[repetition.begin].batches, key=lambda micro: len(micro.examples))
-        examples, batch = repetition.gather(largest)
-        with as_recorded(self.run.circumstances):
-            activations = activation_bytes(lambda: compute_losses(repetition, model, batch, len(examples)))
-        return 4 * tensor_bytes(self.descent.start) + sum(map(tensor_bytes, memory)) + 2 * activations
+    @cached_property
+    def _row_bytes(self) -> int:
+        """About how many bytes a row takes."""
+        return bound_row(self.repetition, self.descent.start)
 
     def cost(self, checkpoints: list[Settings]) -> Cost:
         """Measure a few steps of a plain training and of a chunk of sources."""

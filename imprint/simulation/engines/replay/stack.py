@@ -22,8 +22,9 @@ from imprint.model.replica import Host
 from imprint.recording.memory import give_memory, stack_memory
 from imprint.recording.records import Clipping, MicroBatch, Step, micro_seed
 from imprint.recording.seeding import seed_everything
+from imprint.runtime.memory import activation_bytes, tensor_bytes
 from imprint.simulation.engines.replay.optimisers import make_optimiser, set_settings
-from imprint.simulation.engines.replay.training import Repetition, compute_losses
+from imprint.simulation.engines.replay.training import Repetition, as_recorded, compute_losses
 from imprint.sources import Members
 from imprint.task import Batch, Parameters
 
@@ -44,6 +45,19 @@ class Rows:
         more = max(0, count - len(self))
         without, names = (*self.without, *[nothing] * more), (*self.names, *["the unperturbed run"] * more)
         return Rows(without[:count], names[:count])
+
+
+def bound_row(repetition: Repetition, start: Parameters) -> int:
+    """Return about how many bytes a row takes: parameters, their gradient, what the optimiser remembers and its
+    temporaries, and twice the activations of a micro-batch, for the backward pass.
+    """
+    run, model = repetition.run, repetition.make_model()
+    memory = run.optimiser_state(run.checkpoints[-1]).tensors.values()
+    largest = max(run.steps[repetition.begin].batches, key=lambda micro: len(micro.examples))
+    examples, batch = repetition.gather(largest)
+    with as_recorded(run.circumstances):
+        activations = activation_bytes(lambda: compute_losses(repetition, model, batch, len(examples)))
+    return 4 * tensor_bytes(start) + sum(map(tensor_bytes, memory)) + 2 * activations
 
 
 class OwnRouteError(RuntimeError):
