@@ -18,6 +18,7 @@ import pytest
 from typer.testing import CliRunner
 
 from imprint.cli.app import app
+from tests import tuned_on_files
 from tests.serve.fake_service import Reply, refuse, serving
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
@@ -216,3 +217,15 @@ def test_the_notebook_finds_the_contributor_who_mislabels(tmp_path: Path, monkey
 @pytest.mark.parametrize("example", sorted(path.name for path in EXAMPLES.glob("*.py")))
 def test_every_example_is_tested_here(example: str) -> None:
     assert f'run("{example}"' in Path(__file__).read_text()
+
+
+@pytest.mark.wide
+@pytest.mark.skipif(not find_spec("peft"), reason="peft is not installed")
+def test_files_are_credited_with_the_answers_that_they_taught(monkeypatch: pytest.MonkeyPatch) -> None:
+    prompts = tuned_on_files.write(Path("case"))
+    monkeypatch.setattr(sys, "argv", ["credited_files.py", "case/texts", "case/model", *prompts.values()])
+    shown = run("credited_files.py")
+    for file in prompts:
+        assert re.search(rf"{file} makes this completion likelier \(\+[0-9.]+ nats; its log-likelihood is", shown)
+    page = Path("runs/files/answers.html").read_text()
+    assert all(file in page for file in prompts)

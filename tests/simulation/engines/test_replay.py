@@ -251,7 +251,7 @@ def test_a_replay_names_what_it_does_while_no_source_makes_a_step(stacked: bool,
     assert sum(phase.startswith("trying ") for phase in heard.phases) == 1
     repeated = [phase for phase in heard.phases if phase.startswith("repeating the run as it was")]
     assert repeated == [f"repeating the run as it was, step {step} of 8" for step in range(1, 9)]
-    assert heard.phases[9] == "measuring how many sources fit into memory"
+    assert heard.phases.count("measuring how many sources fit into memory") == stacked
     perturbed = "replaying the run from a slightly perturbed start, step 8 of 8"
     assert heard.phases.count(perturbed) == (0 if stacked else 2)
     assert any(phase.startswith("beginning ") for phase in heard.phases) == stacked

@@ -46,9 +46,11 @@ def test_a_flat_measurement_is_named_as_the_cause_of_zeros() -> None:
     assert any("changed the weights, and not what is measured there. Accuracy" in warning for warning in found)
 
 
-def test_a_budget_that_is_too_small_is_told_with_what_is_needed(caplog: pytest.LogCaptureFixture) -> None:
+def test_without_room_for_a_stack_runs_are_replayed_one_by_one(caplog: pytest.LogCaptureFixture) -> None:
     training = Training(mlp(), classification(), steps=1)
     _, run = training.run()
-    plan, sources = Plan(engine="replay"), Sources.groups({"ann": [0, 1]})
-    simulate(training.task(), training.data, sources, plan, run=run, memory="1kB", progress=False)
-    assert re.search(r"the rows beside it need about [\d.]+ kB, and the memory budget is 1 kB: simulating", caplog.text)
+    plan, sources = Plan(engine="replay"), Sources.groups({"ann": [0, 1], "bob": [2]})
+    store = simulate(training.task(), training.data, sources, plan, run=run, memory="1kB", progress=False)
+    told = r"together 5 runs need about [\d.]+ kB, and the memory budget is 1 kB"
+    assert re.search(f"runs are replayed one by one: {told}", caplog.text)
+    assert re.fullmatch(told, store.checkpoints[0].measured.one_by_one or "")

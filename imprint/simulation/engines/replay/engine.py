@@ -19,11 +19,11 @@ from typing import ClassVar
 
 import torch
 
-from imprint.display import count_of, format_size
+from imprint.display import count_of
 from imprint.errors import SimulationError
 from imprint.plan import EngineRules, Plan, Settings
 from imprint.recording.records import Run
-from imprint.runtime.memory import Peak, budget, most_that_fit, tensor_bytes
+from imprint.runtime.memory import Peak, budget, tensor_bytes
 from imprint.runtime.timing import measure_seconds
 from imprint.simulation.descent import Descent
 from imprint.simulation.engines.protocol import Chunk, Cost, Engine, Simulated, Work
@@ -39,6 +39,7 @@ from imprint.simulation.engines.replay.deviation import (
     refuse_unexplained,
 )
 from imprint.simulation.engines.replay.effects import Effects
+from imprint.simulation.engines.replay.room import TOO_MANY, Room
 from imprint.simulation.engines.replay.rows import NOISE_ROWS, Lineup, replay_one_by_one, replay_together
 from imprint.simulation.engines.replay.stack import OwnRouteError, Stack, bound_row
 from imprint.simulation.engines.replay.training import (
@@ -60,7 +61,6 @@ from imprint.tensors.vectors import minus, norm, repeated, root_mean_square, sca
 logger = logging.getLogger(__name__)
 _LOST = 0.3  # of a removal's effect: by so much a later start may change it without a warning
 _SPREAD = 2  # sources that are replayed from step 0 too, where a plan starts later
-_TOO_MANY = 2**63  # bytes, where memory ran out
 _STEPS = 6  # measured, of which the first two, which warm up, do not count
 
 
@@ -140,6 +140,9 @@ class Replay(Engine):
         with as_recorded(self.run.circumstances):
             self._way = find_way(self.repetition, stacks=self.plan.stacked)
             self._unkept = find_unkept_state(self.repetition, twice=self._way.leaves_out)
+        if self._way.one_by_one is None and (reason := self._room.find_lack()) is not None:
+            logger.warning("runs are replayed one by one: %s", reason)
+            self._way = replace(self._way, one_by_one=reason)
 
     def take_over(self, decided: Decided, measured: Measured) -> None:
         self.decided, self.measured = decided, measured
@@ -294,24 +297,25 @@ class Replay(Engine):
 
     def rows_that_fit(self, before: int | None = None) -> int:
         """Return how many sources fit the memory budget together, beside the other rows of the first chunk."""
+        if self.way.one_by_one is None:
+            fit = self._room.together
+        else:  # only the ends of rows, and their differences, are there at once
+            fit = self._allowed // (3 * tensor_bytes(self.descent.start)) - NOISE_ROWS
+        return max(1, min(len(self.descent.sources), fit))
+
+    @property
+    def _allowed(self) -> int:
+        return budget(self.work.memory, self.descent.data.device)
+
+    @cached_property
+    def _room(self) -> Room:
+        """What memory allows of a stack; on a CPU by a bound of what a row takes."""
         self.work.announce("measuring how many sources fit into memory")
-        sources, device = self.descent.sources, self.descent.data.device
-        allowed = budget(self.work.memory, device)
-        if self.way.one_by_one is not None:  # only the ends of rows, and their differences, are there at once
-            return max(1, min(len(sources), allowed // (3 * tensor_bytes(self.descent.start)) - NOISE_ROWS))
-        if device.type == "cuda":
-            most = len(sources) + NOISE_ROWS + 1
-            fit = most_that_fit(self._measure_rows, allowed, most)
-        else:
-            fit = allowed // self._row_bytes
-        if fit < (least := 1 + NOISE_ROWS + 1):
-            needed = self._measure_rows(least) if device.type == "cuda" else least * self._row_bytes
-            logger.warning(
-                "a source and the rows beside it need %s, and the memory budget is %s: simulating one source at a time",
-                "more than the device has" if needed == _TOO_MANY else f"about {format_size(needed)}",
-                format_size(allowed),
-            )
-        return max(1, min(len(sources), fit - NOISE_ROWS - 1))
+        count, others = len(self.descent.sources), NOISE_ROWS + 1
+        if self.descent.data.device.type == "cuda":
+            return Room(self._allowed, count, others, self._measure_rows)
+        each = bound_row(self.repetition, self.descent.start)
+        return Room(self._allowed, count, others, lambda rows: rows * each)
 
     def _measure_rows(self, rows: int) -> int:
         """Measure what a step of so many rows takes on CUDA, beside what is allocated already."""
@@ -320,13 +324,8 @@ class Replay(Engine):
         try:
             self._time_steps(self.descent.sources.spread(min(rows, len(self.descent.sources))), 2, rows)
         except torch.OutOfMemoryError:
-            return _TOO_MANY
+            return TOO_MANY
         return (peak.bytes or 0) - there
-
-    @cached_property
-    def _row_bytes(self) -> int:
-        """About how many bytes a row takes."""
-        return bound_row(self.repetition, self.descent.start)
 
     def cost(self, checkpoints: list[Settings]) -> Cost:
         """Measure a few steps of a plain training and of a chunk of sources."""
