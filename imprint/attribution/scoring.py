@@ -102,14 +102,21 @@ def attribute(
     bar = Progress("attributing", sum(count for count, _ in batches) * len(store), "scores", progress)
     firsts = [0, *accumulate(count for count, _ in batches)]
     lacking = _find_lacking(reader, firsts[-1] * (k or len(store)), memory)
-    found = Collected(len(batches), None if lacking else reader.units, k, by)
-    read = reader.block_with_deviations if found.units else lambda *given: (reader.block(*given), None)
-    try:
+
+    def collect() -> Collected:
+        found = Collected(len(batches), None if lacking else reader.units, k, by)
+        read = reader.block_with_deviations if found.units else lambda *given: (reader.block(*given), None)
         for (start, stop), index in _order_blocks(reader, chunks, len(batches)):
             count, batch = batches[index]
             block, deviations = read(start, stop, batch, count, firsts[index])
             found.add(index, start, block.cpu(), None if deviations is None else deviations.cpu())
             bar.advance(count * (stop - start))
+        return found
+
+    try:
+        found = collect()
+        if reader.stale:  # found out on the way
+            found = collect()
     finally:
         bar.close()
     noise, scores, replicates = _read_noise(reader, batches), found.scores, found.replicates

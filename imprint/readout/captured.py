@@ -2,13 +2,16 @@
 
 `Reader` asks `Captured` for the scores of a block before it computes them. A block that is read a second time for
 queries of the same shape is captured, and from then on repeated with the queries copied in. A graph reads the present
-values of all tensors, but takes the way through the code that Python took when it was captured. Therefore
+values of the tensors on its device, but takes the way through the code that Python took when it was captured. Therefore
 
-- a graph is dropped once the imprints have moved, or the model has another copy because its modules changed;
+- graphs are dropped once the imprints have moved, or the model has another copy because its modules changed; what they
+  read lives as long as they do;
 - the task checks every batch by its values before a graph computes with it (`Task.check_batch`);
-- what is not known to repeat itself is captured only if the user says so;
-- the 1st, 2nd, 4th, 8th … repetition of each graph is compared with computing plainly. If they differ, nothing is
-  captured any more, and a warning says since when nothing was compared.
+- what is not known to repeat itself is captured only if the user says so, and no query of a user's own measurement is
+  padded;
+- a graph whose first scores differ from plain ones is not used;
+- its 1st, 2nd, 4th, 8th … repetition is compared with computing the same by Python. If they differ, nothing is captured
+  any more, the call that noticed is read again, and a warning says since when nothing was compared.
 
 All calls come from readouts, which take turns (`Task.evaluating`) and wait for their scores before the turn ends.
 """
@@ -22,11 +25,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from imprint.batches import Batch, leaves, map_tensors
 from imprint.compat import without_values
-from imprint.errors import first_line
+from imprint.errors import ReadoutError, first_line
+from imprint.model.replica import tensors_of
 from imprint.readout.budget import Activations
 from imprint.runtime.cuda_graphs import recorder_for
 from imprint.task import Task
@@ -38,6 +42,7 @@ _GRAPHS = 8  # at once
 _DROPS = 3  # of a block's graph, after which it is read plainly
 _BLOCKS = 1024  # that are remembered
 _AGREEING = 1e-5  # of the largest score
+_ROUNDED = 0.02  # of the largest score: between queries as they are and padded ones, in bfloat16
 _INTERVAL = 1024  # repetitions between two comparisons, at most
 Reading = Callable[[Batch, int], Tensor]
 
@@ -46,12 +51,13 @@ Reading = Callable[[Batch, int], Tensor]
 class _Graph:
     """A captured readout.
 
-    batch: the tensors that it reads the queries from.
+    batch: the tensors that it reads the queries from, and `others`: the rest of what it reads.
     compute: the same by Python, and with the same operations.
     repeated: how often it was used, and `unchecked` how often since it was last compared.
     """
 
     batch: Batch
+    others: tuple[Tensor, ...]
     compute: Callable[[], Tensor]
     repeat: Callable[[], Tensor]
     repeated: int = 0
@@ -62,10 +68,10 @@ class _Graph:
 class _Block:
     """Some sources at a checkpoint, read for queries of one shape.
 
-    around: what a graph depends on: the copy of the model, the measurement, and the addresses of imprints.
+    depends_on: the measurement, and the addresses of imprints.
     """
 
-    around: tuple[Any, ...]
+    depends_on: tuple[Any, ...]
     graph: _Graph | None = None
     dropped: int = 0
     plain: bool = False  # for good
@@ -80,8 +86,9 @@ class Captured:
     """
 
     def __init__(self, task: Task, room: int, *, capture: bool | None, own: bool) -> None:
-        self._task, self._device, self._any = task, task.device, bool(capture)
+        self._task, self._device, self._any, self._own = task, task.device, bool(capture), own
         self._blocks = OrderedDict[Hashable, _Block]()
+        self._replica: nn.Module | None = None  # that all graphs compute with
         self._unchecked = 0  # repetitions of dropped graphs
         self.warnings: tuple[str, ...] = ()
         may = own and os.environ.get(SWITCH) != "0" if capture is None else capture
@@ -99,6 +106,7 @@ class Captured:
         queries: tuple[Batch, int],
         imprints: Sequence[Tensor],
         prepare: Callable[[], Reading],
+        plainly: Callable[[], Tensor],
         activations: Callable[[Batch, int], Activations],
     ) -> Tensor | None:
         """Return the scores of a block by its graph, shape (sources, queries), if capturing `is_on`.
@@ -106,14 +114,16 @@ class Captured:
         place: the checkpoint, and the first and last source of the block.
         queries: a batch, and how many queries it has.
         prepare: returns what computes the scores of a batch; it may read values of imprints.
+        plainly: computes the scores of these very queries.
         activations: tells what reading a batch computes: there must be room for it for as long as there is a graph.
         """
         batch, count = queries
         if torch.is_autocast_enabled(self._device.type) or not _is_on(batch, self._device):
             return None
-        padded = self._task.pad_batch(batch)
+        padded = self._task.pad_batch(batch) if self._own and self._task.repeats else batch
         key = (*place, count, _describe(padded), _settings())
-        block = self._look_up(key, (self._task.replica, self._task.measure, *(t.data_ptr() for t in imprints)))
+        self._follow(self._task.replica)
+        block = self._look_up(key, (self._task.measure, *(tensor.data_ptr() for tensor in imprints)))
         if block is None or block.plain:
             return None
         self._task.check_batch(batch)
@@ -121,27 +131,43 @@ class Captured:
             if activations(padded, count).bytes(place[2] - place[1], count) > self.room:
                 block.plain = True
                 return None
-            return self._capture(block, padded, count, prepare)
+            return self._capture(block, padded, count, imprints, prepare, plainly)
         for mine, given in zip(leaves(block.graph.batch), leaves(padded), strict=True):
             mine.copy_(given)
         return self._repeat(block.graph)
 
-    def _look_up(self, key: Hashable, around: tuple[Any, ...]) -> _Block | None:
+    def _follow(self, replica: nn.Module) -> None:
+        """Forget everything about another copy of the model."""
+        if replica is not self._replica:
+            for block in self._blocks.values():
+                self._drop(block)
+            self._blocks.clear()
+            self._replica = replica
+
+    def _look_up(self, key: Hashable, depends_on: tuple[Any, ...]) -> _Block | None:
         """Return a block that was read before; None where it was not, or what its graph depends on has changed."""
         block = self._blocks.get(key)
         if block is None:
-            self._blocks[key] = _Block(around)
+            self._blocks[key] = _Block(depends_on)
             if len(self._blocks) > _BLOCKS:
                 self._drop(self._blocks.popitem(last=False)[1])
             return None
         self._blocks.move_to_end(key)
-        if block.around == around:
+        if block.depends_on == depends_on:
             return block
         self._drop(block)
-        block.around = around
+        block.depends_on = depends_on
         return None
 
-    def _capture(self, block: _Block, padded: Batch, count: int, prepare: Callable[[], Reading]) -> Tensor | None:
+    def _capture(
+        self,
+        block: _Block,
+        padded: Batch,
+        count: int,
+        imprints: Sequence[Tensor],
+        prepare: Callable[[], Reading],
+        plainly: Callable[[], Tensor],
+    ) -> Tensor | None:
         """Capture a block and return its first scores; None if that is not possible."""
         recorder, static = self._recorder, map_tensors(lambda tensor: tensor.detach().clone(), padded)
         assert recorder is not None
@@ -151,8 +177,12 @@ class Captured:
         try:
             reading = prepare()
             compute = lambda: reading(static, count)  # noqa: E731
-            expected = recorder.rehearse(compute)
-            block.graph = _Graph(static, compute, recorder.record(compute))
+            expected, plain = recorder.rehearse(compute), plainly()
+            if (apart := _difference(expected, plain)) > _ROUNDED:
+                raise ReadoutError(f"without the checks of values, and padded, scores differ by {apart:.2g}")
+            repeat = recorder.record(compute)
+            others = (*imprints, *tensors_of(self._task.replica))  # a module may forget what it had when captured
+            block.graph = _Graph(static, others, compute, repeat)
         except Exception as error:  # any, as in `attempt`: computing plainly will raise it again if it is the user's
             logger.info("a readout is not captured: %s", first_line(error))
             block.plain = True
@@ -187,7 +217,7 @@ class Captured:
 
 
 def _explain(apart: float, unchecked: int) -> str:
-    doubt = f" {unchecked} readouts before were not compared: ask for them again." if unchecked else ""
+    doubt = f" Up to {unchecked} readouts before were not compared: ask for them again." if unchecked else ""
     return (
         f"the model does not repeat itself: a captured readout is {apart:.2g} of the largest score away from computing "
         f"it plainly, as is done from now on.{doubt} If code of the model or of the measurement depends on what "

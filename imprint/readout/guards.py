@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from imprint.errors import ReliabilityWarning
+from imprint.errors import ReliabilityWarning, UndefinedScore
 from imprint.store.checkpoint import Measured
 
 _BEYOND = 3.0  # times the range of F
@@ -127,3 +127,14 @@ def explain_silence(measured: Measured, *, removes: bool) -> str:
     if measured.drift == 0:
         return _UNMOVED
     return _UNTOUCHED if measured.norms is not None and measured.norms.largest == 0 else _UNMEASURED
+
+
+def refuse_undefined(scores: Tensor, first: int, sources: Sequence[str]) -> None:
+    """Refuse scores, (queries, sources), that are not finite; `first` is the number of the first query."""
+    if bool(scores.isfinite().all()):
+        return
+    query, source = (~scores.isfinite()).nonzero()[0].tolist()
+    raise UndefinedScore(
+        f"the score of query {first + query} for source {sources[source]!r} is {float(scores[query, source])}: look "
+        "for NaN or infinity in the query, or an undefined measurement."
+    )

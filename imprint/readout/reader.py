@@ -23,7 +23,7 @@ from imprint.readout.calibration import TRIAL_STEP, calibrate_step, step_lengths
 from imprint.readout.captured import Captured
 from imprint.readout.choice import list_readouts, refuse_readout
 from imprint.readout.factored import FactoredReadout
-from imprint.readout.guards import Observed, explain_silence
+from imprint.readout.guards import Observed, explain_silence, refuse_undefined
 from imprint.readout.kernels import ReadoutName, difference, find_changed, forward_only, gradient_scores, removed_score
 from imprint.readout.sizes import BySize, find_peak, take_some
 from imprint.readout.units import find_units
@@ -108,14 +108,25 @@ class Reader:
         count: how many queries there are, where the first tensor of the batch does not have one row for each.
         """
         with forward_only(self.task):
-            return torch.cat([total for total, _ in self._read_chunks(batch, count)], dim=1)
+            return torch.cat([total for total, _ in self._read_all(batch, count)], dim=1)
 
     def scores_with_deviations(self, batch: Batch, count: int | None = None) -> tuple[Tensor, Tensor | None]:
         """Return the same, and how the scores of each of the `units` deviate, shape (units, queries, sources)."""
         with forward_only(self.task):
-            found = [(total, self._deviate(each, total)) for total, each in self._read_chunks(batch, count)]
+            found = [(total, self._deviate(each, total)) for total, each in self._read_all(batch, count)]
             parts = [deviations for _, deviations in found if deviations is not None]
             return torch.cat([total for total, _ in found], dim=1), torch.cat(parts, dim=2) if parts else None
+
+    def _read_all(self, batch: Batch, count: int | None) -> list[tuple[Tensor, list[Tensor]]]:
+        """Read all chunks, and once more if the last of them showed that graphs of the others were stale."""
+        before = self.stale
+        found = list(self._read_chunks(batch, count))
+        return found if self.stale == before else list(self._read_chunks(batch, count))
+
+    @property
+    def stale(self) -> bool:
+        """Whether captured readouts turned out not to repeat themselves; what was read before may be wrong."""
+        return bool(self._captured.warnings)
 
     def _read_chunks(self, batch: Batch, count: int | None) -> Iterator[tuple[Tensor, list[Tensor]]]:
         """Read the queries of a batch against all sources, chunk by chunk."""
@@ -178,12 +189,7 @@ class Reader:
                     break
             self._silent |= largest == 0
             self.observed.add(largest, each)
-        if not math.isfinite(largest):
-            query, source = (~total.isfinite()).nonzero()[0].tolist()
-            raise UndefinedScore(
-                f"the score of query {first + query} for source {self.store.source_ids[start + source]!r} is "
-                f"{float(total[query, source])}: look for NaN or infinity in the query, or an undefined measurement."
-            )
+        refuse_undefined(total, first, self.store.source_ids[start:stop])
         return total, each
 
     def observe_only(self, scores: Tensor) -> None:
@@ -283,13 +289,14 @@ class Reader:
 
     def _read(self, base: Base, start: int, stop: int, batch: Batch, count: int) -> Tensor:
         """Score some sources at one checkpoint, by a CUDA graph if they were read before; shape (sources, queries)."""
-        place, factored = (base.index, start, stop), self._by_factors and base.index in self._factored
+        of_block, place = (base, start, stop), (base.index, start, stop)
+        factored = self._by_factors and base.index in self._factored
         if self._captured.is_on and self._vectorise and not factored and self.readout != "gradient":
             imprints, midpoints = self._imprints.get(*place)
             if self._imprints.keeps(*place):
                 tensors = (*imprints.values(), *(midpoints or {}).values())
-                prepare = partial(self._reading, base, start, stop)
-                found = self._captured.read(place, (batch, count), tensors, prepare, self._activations.of)
+                prepare, plainly = partial(self._reading, *of_block), partial(self._scores, *of_block, batch, count)
+                found = self._captured.read(place, (batch, count), tensors, prepare, plainly, self._activations.of)
                 if found is not None:
                     return found
         return self._scores(base, start, stop, batch, count)

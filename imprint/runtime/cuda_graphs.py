@@ -104,6 +104,6 @@ class Unrepeatable(TorchDispatchMode):
             refused = any(index is not None and index.dtype in (torch.bool, torch.uint8) for index in args[1])
         else:  # `torch.tensor` comes from the CPU, and ends with `lift_fresh`
             refused = name == "aten::lift_fresh" or bool(_READS_VALUES.intersection(func.tags))
-        if refused and any(tensor.device.type == self._device for tensor in given):
+        if refused and any(tensor.device.type == self._device for tensor in (*given, result)):
             raise ReadoutError(f"the model calls {name.removeprefix('aten::')}, which a CUDA graph cannot repeat")
         return result

@@ -1,6 +1,7 @@
 """Captured readouts give the scores of plain ones, or notice that they do not; on a CPU with a recorder of Python."""
 
 import logging
+import weakref
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -9,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from imprint import Plan, Reader, Sources, Store, Task, TaskError, simulate
+from imprint import Plan, Reader, ReadoutError, Sources, Store, Task, TaskError, simulate
 from imprint.compat import without_values
 from imprint.data import Data
 from imprint.readout import captured
@@ -164,7 +165,7 @@ def test_repetitions_are_compared_ever_less_often(
     reader = Reader(task, store)
     for _ in range(21):
         reader.scores(columns(5, 1))
-    assert compared == [1, 2, 4, 8, 16]
+    assert compared == [0, 1, 2, 4, 8, 16]  # the first one before the graph is made, with plain scores
 
 
 def test_a_model_that_does_not_repeat_itself_is_noticed_and_read_plainly(store: Store, fake: Fake) -> None:
@@ -178,7 +179,74 @@ def test_a_model_that_does_not_repeat_itself_is_noticed_and_read_plainly(store: 
     assert fake.repeated == 8
     (warning,) = reader.warnings
     assert "does not repeat itself" in warning and "0.67 of the largest" in warning
-    assert "3 readouts before were not compared" in warning and "capture=False" in warning
+    assert "Up to 3 readouts before were not compared" in warning and "capture=False" in warning
+
+
+def test_a_call_that_finds_graphs_stale_is_read_again(store: Store, fake: Fake) -> None:
+    task = Task.classifier(new_model(), measure=turned)
+    half, queries = len(store) // 2, columns(5, 1)
+    reader = Reader(task, store, capture=True)
+    blocks = [(0, half), (half, len(store))]
+    reader.chunks = lambda batch, count: blocks  # type: ignore[method-assign]
+    for _ in range(2):
+        reader.scores(queries)
+    for _ in range(5):
+        reader.block(*blocks[0], queries, 5)  # whose graph is thereby at its 6th repetition, the other at its first
+    KNOB["scale"] = 3.0
+    assert torch.equal(reader.scores(queries), plain(task, store, queries)) and reader.stale
+
+
+def last_logit(model: nn.Module, batch: Batch) -> Tensor:
+    """A measurement that sees how long the batch is."""
+    return model(input_ids=batch["input_ids"], use_cache=False).logits[:, -1, 5]  # type: ignore[no-any-return]
+
+
+def test_queries_of_a_measurement_of_the_users_own_are_not_padded(fake: Fake) -> None:
+    task, store = simulated_language("gpt2", dtype=torch.float32)
+    reader = Reader(task, store, measure=last_logit, capture=True)
+    for length in (9, 9, 9, 11, 11):
+        expected = plain(task, store, prompt(length, length), measure=last_logit)
+        torch.testing.assert_close(reader.scores(prompt(length, length)), expected)
+    assert fake.recorded == 2
+
+
+def test_a_graph_that_does_not_give_plain_scores_is_never_used(
+    task: Task, store: Store, fake: Fake, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(task, "pad_batch", lambda batch: (2 * batch[0], batch[1]))
+    reader = Reader(task, store)
+    for _ in range(3):
+        assert torch.equal(reader.scores(columns(5, 1)), plain(task, store, columns(5, 1)))
+    assert (fake.rehearsed, fake.recorded) == (1, 0)
+
+
+class Remembers(nn.Module):
+    """A model that keeps a table for the longest input so far."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.table = new_model(), torch.zeros(0)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if len(self.table) < len(x):
+            self.table = torch.linspace(0, 1, len(x), device=x.device)
+        return self.inner(x) + self.table[: len(x), None] * 0  # type: ignore[no-any-return]
+
+
+def test_what_a_graph_reads_lives_as_long_as_it_does(fake: Fake) -> None:
+    task = Task.classifier(Remembers())
+    reader = Reader(task, simulated(task, Plan(engine="trajectories", steps=2, lr=0.1)))
+    for _ in range(3):
+        reader.scores(columns(5, 1))
+    table = weakref.ref(task.replica.table)
+    reader.scores(columns(40, 1))
+    assert task.replica.table is not table() and table() is not None
+
+
+def test_copies_between_devices_are_refused() -> None:
+    there = torch.ones(3, device="meta")
+    with Unrepeatable(torch.device("meta")), pytest.raises(ReadoutError, match="a CUDA graph cannot repeat"):
+        torch.ones(3).to(there.device)
 
 
 @pytest.mark.parametrize(
