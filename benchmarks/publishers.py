@@ -46,7 +46,7 @@ def tune(case: Case, results: Results) -> None:
 def remove_each(case: Case, results: Results) -> Attribution:
     """Replay the run without each president."""
     tuned, run = case.recorded()
-    with results.timed(f"replaying without each of {len(case.sources)}"):
+    with results.timed(f"replaying without each of {len(case.sources)}", resumes=True):
         store = simulate(
             tuned, case.documents.columns, case.sources, run=run, out=case.folder / "store", memory=case.memory
         )
@@ -60,7 +60,7 @@ def remove_sets(case: Case, results: Results) -> Truth:
     """Replay the same run without random sets of presidents: those to tune rivals on, and those to compare on."""
     tuned, run = case.recorded()
     subsets, _ = case.draw_sets()
-    with results.timed(f"replaying without {len(subsets) - 1} sets"):
+    with results.timed(f"replaying without {len(subsets) - 1} sets", resumes=True):
         known = (run, tuned, case.documents.columns, case.queries, subsets)
         return replay_run(*known, out=case.folder / "sets", memory=case.memory)
 
@@ -73,7 +73,7 @@ def expect(case: Case, results: Results) -> Truth:
     singles = [(index,) for index in range(len(case.sources))]
     subsets = Subsets.without(case.sources, [(), *singles, *filter(None, sets)], n=len(case.documents.documents))
     known = (case.tune, tuned, case.documents.columns, case.queries, subsets)
-    with results.timed(f"replaying {s.seeds} other seeds without {len(subsets) - 1} sets each"):
+    with results.timed(f"replaying {s.seeds} other seeds without {len(subsets) - 1} sets each", resumes=True):
         return replay_seeds(*known, runs=s.seeds, seed=7, out=case.folder / "expected", memory=case.memory)
 
 
@@ -84,7 +84,7 @@ def follow_path(case: Case, results: Results) -> Attribution:
     plan = Plan(preconditioner="adam", steps=case.settings.path_steps, lr=rate / 2, curvature="gauss-newton")
     if not case.small:
         plan = replace(plan, batch_size=case.settings.path_batch, source_sample=16)
-    with results.timed("path imprints from two checkpoints"):
+    with results.timed("path imprints from two checkpoints", resumes=True):
         known = (tuned, case.documents.columns, case.sources, plan)
         store = simulate(*known, checkpoints=run.paths[1:3], out=case.folder / "path", memory=case.memory)
         return attribute(tuned, store, case.queries, readout="gradient")

@@ -1,7 +1,7 @@
 """Pictures and tables of benchmarks/publishers.py: who moved whom, word by word, and how faithful every method is."""
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -17,20 +17,28 @@ from imprint.store.files import write
 
 STORIES = 3  # answers that are drawn word by word
 LINE = 118  # characters of a line of an answer
+MEAN = f"{EXACT}, mean of "
 COLOURS = "RdBu"  # red hinders, blue helps
-COSTS = {  # where the seconds of a method are kept, by how their names begin
-    EXACT: ("replaying without each", "scoring"),
-    "path imprints": ("path imprints",),
-    "derivative of the run": ("the derivative",),
-    "EK-FAC": ("EK-FAC at",),
-    "TRAK": ("gradients at",),
-    "gradient product": ("gradients at",),
-    "gradient cosine": ("gradients at",),
-    "embeddings": ("embeddings",),
-    "BM25": ("words",),
-    "TF-IDF": ("words",),
-    "SOURCE": ("SOURCE",),
+COSTS: Mapping[
+    str, Callable[[str], tuple[str, ...]]
+] = {  # under which names the seconds of a method and its variant are kept, by how these names begin
+    EXACT: lambda variant: ("replaying without each", "scoring"),
+    "path imprints": lambda variant: ("path imprints",),
+    "derivative of the run": lambda variant: ("the derivative",),
+    "EK-FAC": lambda variant: (f"EK-FAC at{_step_of(variant)}",),
+    "TRAK": lambda variant: (f"gradients at{_step_of(variant)}",),
+    "gradient product": lambda variant: (f"gradients at{_step_of(variant)}",),
+    "gradient cosine": lambda variant: (f"gradients at{_step_of(variant)}",),
+    "embeddings": lambda variant: ("embeddings",),
+    "BM25": lambda variant: ("words",),
+    "TF-IDF": lambda variant: ("words",),
+    "SOURCE": lambda variant: (f"SOURCE with {variant}",),
 }
+
+
+def _step_of(variant: str) -> str:
+    """Return the step that a variant computes at, after a space; nothing where it takes all."""
+    return f" {variant.partition(',')[0]}" if variant.startswith("step") else ""
 
 
 def draw(case: Case, results: Results) -> None:
@@ -40,7 +48,7 @@ def draw(case: Case, results: Results) -> None:
     if "story" in results.found:
         _save(case, "words", _draw_words(results.found["story"]))
     if "this_run" in results.found:
-        _save(case, "methods", _draw_methods(results.found["this_run"]))
+        _save(case, "methods", _draw_methods(results.found["this_run"], case.settings.drops))
     tables = [_tabulate(results.found, name) for name in ("this_run", "expected") if name in results.found]
     write(case.folder / "report.md", lambda path: path.write_text("\n\n".join(tables) + "\n"))
 
@@ -68,7 +76,7 @@ def _draw_who(case: Case, scores: Tensor) -> Figure:
 
 def _draw_words(story: Sequence[Mapping[str, Any]]) -> Figure:
     """Draw the answers that a president moved most, every word on the colour of what that president contributes."""
-    most = sorted(story, key=lambda each: min(each["effects"].values()))[:STORIES]
+    most = sorted(story, key=lambda each: each["effects"][each["most helpful"]])[:STORIES]
     figure, panels = plt.subplots(len(most), figsize=(10, 2.1 * len(most)), squeeze=False)
     for axes, told in zip(panels[:, 0], most, strict=True):
         president = told["most helpful"].replace("_", " ").title()
@@ -107,7 +115,7 @@ def _break_lines(words: Sequence[tuple[str, float]]) -> Iterator[list[tuple[str,
     yield line
 
 
-def _draw_methods(rows: Mapping[str, Mapping[str, Any]]) -> Figure:
+def _draw_methods(rows: Mapping[str, Mapping[str, Any]], drops: Sequence[int]) -> Figure:
     """Draw how well each method ranks sets of presidents left out of this run, with 95% intervals."""
     named = sorted((row["all sets"]["value"], name) for name, row in rows.items() if "all sets" in row)
     figure, axes = plt.subplots(figsize=(7, 0.35 * len(named) + 1))
@@ -117,7 +125,7 @@ def _draw_methods(rows: Mapping[str, Mapping[str, Any]]) -> Figure:
         axes.plot([found["low"], found["high"]], [place, place], color="black", linewidth=1.2)
     axes.set_yticks(range(len(named)), [name for _, name in named])
     axes.axvline(0, color="black", linewidth=0.8)
-    axes.set_xlabel("rank correlation with real removals of 2 to 4 presidents, per query")
+    axes.set_xlabel(f"rank correlation with real removals of {min(drops)} to {max(drops)} presidents, per query")
     return figure
 
 
@@ -126,19 +134,27 @@ def _tabulate(found: Mapping[str, Any], question: str) -> str:
     rows: dict[str, dict[str, Any]] = dict(found[question])
     bounds = {name: rows.pop(name) for name in ("ceiling", "ground truth") if name in rows}
     columns = [name for name, value in next(iter(rows.values())).items() if isinstance(value, dict)]
-    head = ["method", *columns, "slope", "own first", "variant", "seconds"]
+    head = ["method", *columns, "slope", "own first", "variant", "seconds of it"]
     main = "all sets" if "all sets" in columns else columns[0]
     lines = [" | ".join(head), " | ".join(["---", *["---:"] * (len(head) - 1)])]
     for name, row in sorted(rows.items(), key=lambda each: -each[1][main]["value"]):
         cells = [f"{v['value']:.2f} [{v['low']:.2f}, {v['high']:.2f}]" for v in (row[column] for column in columns)]
         slope = f"{row[main]['slope']:.2f}"
         own = f"{row['own first']:.0%}" if "own first" in row else ""
-        seconds = _sum_seconds(found["seconds"], name)
+        seconds = _sum_seconds(found, name, str(row.get("variant", "")))
         lines.append(" | ".join([name, *cells, slope, own, str(row.get("variant", "")), seconds]))
     title = f"## {question.replace('_', ' ')} {json.dumps(bounds) if bounds else ''}"
     return "\n".join([title, "", *(f"| {line} |" for line in lines)])
 
 
-def _sum_seconds(seconds: Mapping[str, float], method: str) -> str:
-    beginnings = COSTS.get(method, ())
-    return f"{sum(s for what, s in seconds.items() if what.startswith(beginnings)):.0f}" if beginnings else ""
+def _sum_seconds(found: Mapping[str, Any], method: str, variant: str) -> str:
+    """Return what a method took as it is shown, without the variants that it was chosen from."""
+    if method.startswith(MEAN):  # the runs of other seeds are the ground truth's, of which some are not compared with
+        runs, seeds = int(method.removeprefix(MEAN).split()[0]), found["settings"]["seeds"]
+        others = _add(found["seconds"], (f"replaying {seeds} other seeds",)) * (runs - 1) / seeds
+        return f"{_add(found['seconds'], COSTS[EXACT]('')) + others:.0f}"
+    return f"{_add(found['seconds'], COSTS[method](variant)):.0f}" if method in COSTS else ""
+
+
+def _add(seconds: Mapping[str, float], names: Sequence[str]) -> float:
+    return sum(taken for what, taken in seconds.items() if any(f"{what} ".startswith(f"{name} ") for name in names))

@@ -49,15 +49,16 @@ class Results:
         return self.folder / "results.json"
 
     @contextmanager
-    def timed(self, what: str) -> Iterator[None]:
-        """Keep how many seconds something took."""
-        begin = time.monotonic()
+    def timed(self, what: str, *, resumes: bool = False) -> Iterator[None]:
+        """Keep how many seconds something took in its longest call, or in all calls if each `resumes` the last."""
+        begin, before = time.monotonic(), self.found.get("seconds", {}).get(what, 0.0)
         yield
         if torch.cuda.is_available():
             torch.cuda.synchronize()
-        seconds = round(time.monotonic() - begin, 1)
+        taken = time.monotonic() - begin
+        seconds = round(before + taken if resumes else max(before, taken), 1)
         self.found.setdefault("seconds", {})[what] = seconds
-        print(f"{what}: {seconds:.1f} s", flush=True)
+        print(f"{what}: {taken:.1f} s", flush=True)
         self.keep()
 
     def keep(self, **figures: Any) -> None:
@@ -261,7 +262,10 @@ def _compare_expected(case: Case, truth: Truth, scores: Mapping[str, Tensor]) ->
         replays = -truth.subsets.n * torch.from_numpy(actual[compared:, :, single.numpy()])
         together = torch.cat([passages[EXACT][None], replays])
         passages[f"replayed removals, mean of {len(together)} runs"] = together.mean(0)
-    rows = _tabulate(columns, _choose(list(columns.values())[-1], passages, len(case.passages)), passages)
+    chosen = _choose(list(columns.values())[-1], passages, len(case.passages))
+    rows = _tabulate(columns, chosen, passages)
+    for name in chosen:
+        rows[name]["variant"] = chosen[name].partition(" | ")[2]
     own = torch.from_numpy(-actual[:compared, :, single.numpy()].mean(0))
     rows["ground truth"] = {"own first": _own_first(own, case)}
     rows["ceiling"] = {name: each.ceiling for name, each in columns.items()}

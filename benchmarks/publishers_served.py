@@ -7,7 +7,7 @@ import socket
 import subprocess
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from urllib.request import urlopen
 
@@ -62,8 +62,15 @@ def _serving(export: Export, python: str) -> Iterator[str]:
         _wait(server, f"http://127.0.0.1:{port}", log)
         yield f"http://127.0.0.1:{port}"
     finally:
-        os.killpg(server.pid, signal.SIGTERM)
-        server.wait(60)
+        _stop(server)
+
+
+def _stop(server: "subprocess.Popen[bytes]") -> None:
+    for how in (signal.SIGTERM, signal.SIGKILL):
+        with suppress(ProcessLookupError, subprocess.TimeoutExpired):
+            os.killpg(server.pid, how)
+            server.wait(60)
+            return
 
 
 def _wait(server: "subprocess.Popen[bytes]", url: str, log: Path) -> None:

@@ -53,7 +53,7 @@ def test_answers_are_told_word_by_word_and_removals_hold_in_plain_training(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     found = _run(tmp_path, monkeypatch, "tune", "removals", "story", "retrained")
-    assert len(found["retrained"]) == 2
+    assert len(found["retrained"]) == 3
     assert all(off < 0.02 for off in found["retrained"].values())  # replays are what plain training does
     for told in found["story"]:
         contributed = sum(contribution for _, contribution in told["every word"])
