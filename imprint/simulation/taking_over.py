@@ -32,10 +32,12 @@ def check_choices(checkpoint: Checkpoint, index: int, request: Request, value: V
     values = sum(math.prod(about.shape) for about in request.parameters.values())
     if decided.directions is not None and decided.directions > min(plan.directions, values):
         found["directions"].refuse("at most as many as the plan and the parameters have")
-    for path in engines.get(plan).requires:
+    engine = engines.get(plan)
+    for path in engine.requires:
         if attrgetter(path)(checkpoint) is None:
             value.fail(f"{value.field}.{path} is missing")
-    if not 0 < decided.lr <= _LARGEST:
+    has_step = decided.lr > 0 or engine.rules.removes  # a recorded run may have had no other rate than 0
+    if not has_step or not decided.lr <= _LARGEST:
         found["lr"].refuse("the size of a step")
     if curvature is not None and max(map(abs, curvature)) > _LARGEST:
         value.mapping()["measured"].mapping()["curvature"].refuse("curvatures that a loss can have")

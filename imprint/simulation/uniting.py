@@ -24,7 +24,7 @@ from imprint.store.table import Table
 from imprint.store.writing import write_manifest
 
 logger = logging.getLogger(__name__)
-_CHOICES = ("lr", "epsilon", "directions", "layers", "noise_rows")  # on which imprints depend
+_CHOICES = ("epsilon", "directions", "layers", "noise_rows")  # on which imprints depend
 _CLOSE = {torch.float64: 1e-10}  # relative to the largest value: what rounding may make of a base; else:
 _CLOSE_ENOUGH = 1e-4
 _INSTEAD = "Simulate its sources into the first store instead (imprint.update)."
@@ -83,10 +83,11 @@ def _refuse_other_base(first: Store, other: Store) -> None:
     now = replace(now, sources=was.sources, members=was.members)
     if different := difference(was, now, lambda examples: now.probes.values):
         raise StoreError(f"{where}: {different}.")
+    choices = _CHOICES if first.removes else ("lr", *_CHOICES)  # a recorded run has its own learning rates
     for index, (one, two) in enumerate(zip(first.checkpoints, other.checkpoints, strict=True)):
         if one.decided is None or two.decided is None:
             continue
-        for name in _CHOICES:
+        for name in choices:
             if (a := getattr(one.decided, name)) != (b := getattr(two.decided, name)):
                 raise StoreError(
                     f"{where}: at checkpoint {index}, {name} was {a}, is {b}. Add its sources by an update."

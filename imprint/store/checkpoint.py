@@ -55,6 +55,7 @@ class Spread:
 class Decided:
     """What a simulation decided before it began with a checkpoint. A resumed or repeated one takes it over.
 
+    lr: the size of a step; of a recorded run that is repeated, its highest learning rate.
     rows_per_file: how many sources a file of imprints holds; `rows_at_once` of them are simulated together.
     vectorised: whether that is done by `vmap`, or in a loop.
     epsilon: by how much a source was up- and down-weighted, where it was.

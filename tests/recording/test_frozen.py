@@ -126,6 +126,9 @@ def test_groups_of_frozen_parameters_alone_keep_their_settings(tmp_path: Path) -
     assert recording.groups == ((), ("down.weight", "up.weight"))
     assert [group["lr"] for group in recording.steps[0].groups] == [9.0, 0.1]
     assert_same(repeat(recording, Adapted()), model)
+    sources = Sources.groups({"ann": [0, 1], "ben": [2]})
+    store = simulate(Task.classifier(model), (X, Y), sources, run=recording, progress=False)
+    assert store.checkpoints[0].choices.lr == 0.1, "what the frozen group has is no rate of a step"
 
 
 def test_an_optimiser_may_remember_what_is_frozen_by_now(tmp_path: Path) -> None:

@@ -124,9 +124,9 @@ class Replay(Engine):
         deviation = self.unperturbed.deviation  # `conclude` relates it to the effect of a removal
         self.measured = Measured(one_by_one=self.way.one_by_one, deviation=deviation, start_lost=lost)
         rows = self.rows_that_fit()
-        rate = self.run.steps[self.repetition.begin].groups[0].get("lr")
+        rate = self.repetition.find_highest_rate()
         self.decided = Decided(
-            lr=float(rate) if isinstance(rate, int | float) else self.descent.lr,
+            lr=self.descent.lr if rate is None else rate,
             rows_per_file=rows,
             rows_at_once=rows,
             vectorised=self.way.one_by_one is None,

@@ -85,6 +85,15 @@ class Repetition:
         left = [{**given, **changed} for given, changed in zip(before.groups, changes, strict=True)]
         return find_changes(left, steps[number].groups)
 
+    def find_highest_rate(self) -> float | None:
+        """Return the highest learning rate of a group that trains something; None if the optimiser has no rates.
+
+        The first rate says little: a warm-up begins at 0.
+        """
+        groups = (pair for n in self.steps for pair in zip(self.run.groups, self.run.steps[n].groups, strict=True))
+        rates = [settings.get("lr") for names, settings in groups if names]
+        return max((float(rate) for rate in rates if isinstance(rate, int | float)), default=None)
+
     def start(self) -> Parameters:
         """Load the trained parameters and the buffers where the repetition begins, on the device of the data."""
         return {name: tensor.to(self.data.device) for name, tensor in self.run.state(self.begin).items()}
