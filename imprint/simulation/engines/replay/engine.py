@@ -154,6 +154,8 @@ class Replay(Engine):
             else:
                 self._way = Way(False, measured.one_by_one)
             self._unkept = find_unkept_state(self.repetition, twice=False)
+        if decided.vectorised and (reason := self._room.find_lack()) is not None:  # another machine may have had more
+            logger.warning("runs are replayed together, as was decided before, although %s", reason)
         if measured.norms is not None:  # of a finished store, whose deviation is relative to the effects already
             self.measured = replace(measured, deviation=self.unperturbed.deviation)
 
