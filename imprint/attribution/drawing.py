@@ -56,7 +56,7 @@ def draw_effects(
         *(for_picture(labels.unit), labels.meaning),
         *[f"faint: {INDISTINGUISHABLE[labels.question]}"] * any(faint),
         *["lines: 95% intervals"] * (ends is not None),
-        *map(for_picture, describe_error(labels)),
+        *map(for_picture, describe_error(labels, distinguishable is not None)),
         *[f"≈ {ESTIMATE}"] * any(map(labels.is_estimate, order)),
         *describe_groups(labels),
     ]

@@ -12,7 +12,7 @@ from imprint.attribution.labels import MEANINGS
 from imprint.attribution.result import Attribution
 from imprint.attribution.scoring import attribute
 from imprint.attribution.top import Credit, describe_warnings, explain_marks
-from imprint.attribution.uncertainty import describe_error
+from imprint.attribution.uncertainty import describe_error, has_errors
 from imprint.data import Collate, Data, as_tensors, is_columns, length_of
 from imprint.display import for_html, for_terminal, shorten
 from imprint.errors import DataError, SourcesError, StoreError
@@ -54,10 +54,13 @@ class Inside:
     def _find_text(self, credit: Credit) -> str:
         return self.texts[self.result.labels.source_ids.index(credit.source)] if self.texts else ""
 
+    def _describe_error(self) -> list[str]:
+        return describe_error(self.result.labels, has_errors(self.result.noise_changes, self.result.replicates))
+
     def __repr__(self) -> str:
         labels, queries = self.result.labels, range(min(3, len(self.result)))
         lines = [f"Inside {for_terminal(self.source)}: {len(labels.source_ids):,} documents", for_terminal(labels.unit)]
-        lines += [labels.meaning, labels.standing, *describe_error(labels)]
+        lines += [labels.meaning, labels.standing, *self._describe_error()]
         shown = []
         for query in queries:
             asked = f": {for_terminal(shorten(self.asked[query], 80))}" if self.asked else ""
@@ -71,7 +74,7 @@ class Inside:
     def to_html(self, most: int = _LISTED) -> str:
         """Return a page with the documents that move each query most, and a bar for the effect of each."""
         labels = self.result.labels
-        notes = (labels.unit, labels.meaning, labels.standing, *describe_error(labels), *describe_warnings(labels))
+        notes = (labels.unit, labels.meaning, labels.standing, *self._describe_error(), *describe_warnings(labels))
         sections = "".join(self._render_query(query, most) for query in range(len(self.result)))
         return _PAGE.format(
             source=for_html(self.source),

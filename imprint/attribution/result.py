@@ -35,6 +35,7 @@ from imprint.attribution.uncertainty import (
     explain_errors,
     find_distinguishable,
     find_errors,
+    has_errors,
     require_errors,
     require_level,
 )
@@ -266,7 +267,8 @@ class Attribution:
             rows.append(f"<tr><th>{for_html(describe_query(credits[0].query, texts))}</th>{cells}</tr>")
             shown += credits
         more = [f"{len(self) - 10} more queries: to_pandas() has all of them"] if len(self) > 10 else []
-        notes = [*more, *explain_marks(shown), *describe_error(self.labels), *describe_groups(self.labels)]
+        errors = describe_error(self.labels, has_errors(self.noise_changes, self.replicates))
+        notes = [*more, *explain_marks(shown), *errors, *describe_groups(self.labels)]
         under = "".join(f"<p>{for_html(note)}</p>" for note in notes)
         warned = "".join(f"<p><b>warning:</b> {for_html(message)}</p>" for message in self.warnings)
         caption = f"{for_html(self.labels.unit)}<br>{for_html(self.labels.meaning)}<br>{for_html(self.labels.standing)}"

@@ -12,7 +12,7 @@ from imprint.about import FIELDS, is_address
 from imprint.attribution.labels import Labels, Query, describe_groups, describe_query
 from imprint.attribution.noise import INDISTINGUISHABLE
 from imprint.attribution.replicates import Replicates
-from imprint.attribution.uncertainty import describe_error, find_distinguishable, find_errors
+from imprint.attribution.uncertainty import describe_error, find_distinguishable, find_errors, has_errors
 from imprint.display import count_of, for_html, for_terminal
 from imprint.errors import MissingExtra, ReadoutError
 from imprint.plan import Question
@@ -133,7 +133,7 @@ class Top:
     def describe(self, earlier: Iterable[Credit] = ()) -> list[str]:
         """Return the lines of the first five queries, with unit and question; `earlier` credits were shown before."""
         lines, shown = [for_terminal(self.labels.unit), self.labels.meaning, self.labels.standing], list(earlier)
-        lines += describe_error(self.labels)
+        lines += describe_error(self.labels, has_errors(self.noise, self.replicates))
         for query in range(min(5, len(self))):
             credits = self[query]
             head = f"  {for_terminal(describe_query(credits[0].query, self.labels.query_texts))}: "

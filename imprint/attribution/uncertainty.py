@@ -59,6 +59,11 @@ def require_level(level: float) -> float:
     return float(level)
 
 
+def has_errors(noise: Tensor | None, replicates: Sequence[Replicates]) -> bool:
+    """Return whether anything is known of the standard errors of effects."""
+    return noise is not None or len(replicates) > 0
+
+
 def require_errors(labels: Labels, errors: Tensor | None) -> Tensor:
     """Return the standard errors; refuse where there are none, and say why."""
     if errors is None:
@@ -76,9 +81,12 @@ def explain_errors(noise: Tensor | None, replicates: Sequence[Replicates], lacki
     return describe_replicates(replicates) if replicates else f"standard errors {lacking}"
 
 
-def describe_error(labels: Labels) -> list[str]:
-    """Return the line about standard errors, if the result has one; of this run, with what they say nothing about."""
+def describe_error(labels: Labels, known: bool) -> list[str]:
+    """Return the line about standard errors, if the result has one; of this run, with what they say nothing about.
+
+    known: whether the result has standard errors.
+    """
     if ERROR not in labels.details:
         return []
-    known = labels.question == "this_run" and "unknown" not in labels.details[ERROR]
-    return [for_terminal(labels.details[ERROR]) + "; they say nothing about another seed" * known]
+    is_of_run = known and labels.question == "this_run"
+    return [for_terminal(labels.details[ERROR]) + "; they say nothing about another seed" * is_of_run]

@@ -14,7 +14,7 @@ from rich.text import Text
 
 from imprint.attribution.labels import Labels
 from imprint.attribution.top import Credit, Top, explain_marks
-from imprint.attribution.uncertainty import describe_error
+from imprint.attribution.uncertainty import describe_error, has_errors
 from imprint.checking import Check
 from imprint.cli.experiment import read_note
 from imprint.display import count_of, for_terminal, format_size, name_some, shorten
@@ -236,7 +236,7 @@ def render_attribution(mean: Top, top: Top, names: Sequence[str] = ()) -> Render
     more = len(top) - _MOST_QUERIES
     return Group(
         _render_mean(mean[0]),
-        *_render_about(top.labels),
+        *_render_about(top.labels, has_errors(top.noise, top.replicates)),
         _render_queries(shown, names),
         *map(cell, explain_marks([*mean[0], *chain.from_iterable(shown)])),
         *([Text(f"… and {more:,} more queries: write all of them with --out.")] if more > 0 else []),
@@ -244,10 +244,10 @@ def render_attribution(mean: Top, top: Top, names: Sequence[str] = ()) -> Render
     )
 
 
-def _render_about(labels: Labels) -> list[Text]:
+def _render_about(labels: Labels, known: bool) -> list[Text]:
     """Render what effects are measured in, what they answer, whether they were validated, and what errors are from."""
     about = [cell(line, "italic") for line in (labels.unit[0].upper() + labels.unit[1:], labels.meaning)]
-    return [*about, _render_standing(labels), *(cell(line, "italic") for line in describe_error(labels))]
+    return [*about, _render_standing(labels), *(cell(line, "italic") for line in describe_error(labels, known))]
 
 
 def _render_standing(labels: Labels) -> Text:
@@ -289,7 +289,7 @@ def render_words(words: "TokenAttribution", source: str | None, top: Top) -> Ren
     shown = (*rated, *words.credited(source=source).totals)
     return Group(
         _render_mean(top[0], "effect of removal, whole completion"),
-        *_render_about(labels),
+        *_render_about(labels, has_errors(words.noise_changes, words.replicates)),
         words.shade(source),
         cell("Word by word: " + ", ".join(f"{word.text.strip()} {word.format()}" for word in rated)),
         *map(cell, dict.fromkeys([*explain_marks(top[0]), *explain_words(labels, shown)])),
@@ -312,7 +312,7 @@ def render_documents(found: "Inside", most: int) -> RenderableType:
             table.add_row(*first, *last, end_section=position == len(listed) - 1)
     return Group(
         cell(f"Inside {found.source}: {len(labels.source_ids):,} documents", "bold"),
-        *_render_about(labels),
+        *_render_about(labels, has_errors(found.result.noise_changes, found.result.replicates)),
         table,
         *map(cell, explain_marks(credits)),
         *([Text(f"… and {more:,} more queries: --out writes a page of all of them.")] if more > 0 else []),

@@ -102,7 +102,8 @@ class Credited:
     def notes(self) -> list[str]:
         """What to know of these numbers, one thing each."""
         marks = explain_words(self.labels, (*self.totals, *self.words))
-        return [self.labels.meaning, self.labels.standing, *describe_error(self.labels), *marks]
+        errors = describe_error(self.labels, self.total.standard_error is not None)
+        return [self.labels.meaning, self.labels.standing, *errors, *marks]
 
     def __repr__(self) -> str:
         return "\n".join([*self.lines, *self.notes])

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from imprint.attribution.noise import INDISTINGUISHABLE
 from imprint.attribution.result import Attribution
-from imprint.attribution.uncertainty import describe_error
+from imprint.attribution.uncertainty import describe_error, has_errors
 from imprint.display import for_html
 from imprint.errors import DataError, StoreError
 from imprint.evaluation.reports.charts import draw_scatter
@@ -157,7 +157,7 @@ def render(findings: Findings, shown: Illustrations, store: Store | None, most: 
         made=describe_making(findings, store, preface.command),
         warnings=list(dict.fromkeys((*findings.result.warnings, *findings.notes))),
         is_nan=math.isnan,
-        errors=describe_error(labels),
+        errors=describe_error(labels, has_errors(findings.result.noise_changes, findings.result.replicates)),
         indistinguishable=INDISTINGUISHABLE[labels.question],
         known=[name for name in ("owner", "licence") if any(getattr(each, name) for each in labels.source_about)],
     )

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from fastapi import APIRouter, Depends, Request, Response
 
-from imprint.attribution.uncertainty import describe_error
+from imprint.attribution.uncertainty import describe_error, has_errors
 from imprint.credit.ledger import Receipt
 from imprint.credit.policy import Policy
 from imprint.errors import ConfigurationError, CreditUnavailable, DataError, ImprintError, UndefinedScore
@@ -198,7 +198,7 @@ def _show_answer(
 ) -> Response:
     service: Service = request.app.state.service
     found, rows, policy, receipt = shown["found"], shown["rows"], shown["policy"], shown["receipt"]
-    labels = answered.result.labels
+    result, labels = answered.result, answered.result.labels
     return render(
         request,
         "answer.html.j2",
@@ -214,10 +214,10 @@ def _show_answer(
         count=len(labels.source_ids),
         meaning=describe_effect(labels),
         sign=describe_sign(labels),
-        errors=list_once(describe_error(labels)),
+        errors=list_once(describe_error(labels, has_errors(result.noise_changes, result.replicates))),
         standing=describe_standing(labels.validation),
         tested=None if labels.validation is None else describe_tests(labels.validation),
-        warnings=list_once((*service.list_warnings([query]), *answered.result.warnings)),
+        warnings=list_once((*service.list_warnings([query]), *result.warnings)),
         rule="" if policy is None or found.rule is None else policy.explain(found.rule),
         needed=_find_needed(policy, answered, receipt, found),
         may_see_row=identity.may("see_credit"),
