@@ -153,13 +153,13 @@ class Agreement:
             f"the replay differs from the recording at step {pair.step + 1}: the {pair.what} is {pair.replayed:.6g}, "
             f"and was {pair.recorded:.6g} in training (a relative difference of {pair.deviation:.2g}). "
         )
-        told = any(other.what == "loss" for other in self._first)
-        if pair.step == begin and (pair.what == "loss" or not told) and (reason := self._explain_mean(pair)):
+        has_loss = any(other.what == "loss" for other in self._first)
+        if pair.step == begin and (pair.what == "loss" or not has_loss) and (reason := self._explain_mean(pair)):
             return said + reason
         if pair.step == begin and pair.what == "loss":
             return said + (self._explain_ratio() or _WRONG_LOSS)
         if pair.step == begin:
-            return said + (_WRONG_GRADIENT if told else self._guess(pair))
+            return said + (_WRONG_GRADIENT if has_loss else self._guess(pair))
         if pair.step < begin + _FIRST:
             return said + (
                 f"Step {begin + 1} agrees, so the loss is right: the optimiser then moved differently, or this batch "
@@ -186,26 +186,21 @@ class Agreement:
 
     def _explain_mean(self, pair: _Pair) -> str | None:
         """Say that training divided by the number of tokens, not recorded, where that explains the first figure."""
-        repetition = self._repetition
-        batches = repetition.run.steps[pair.step].batches
-        counts = [repetition.task.count_terms(repetition.gather(batch)[1]) for batch in batches]
-        if None in counts or (pair.what != "loss" and len(batches) > 1):
+        batches = self._repetition.run.steps[pair.step].batches
+        counts = self._count_terms(batches)
+        if counts is None or (pair.what != "loss" and len(batches) > 1):
             return None
-        terms, parts, examples = sum(count or 0.0 for count in counts), len(batches), _count_examples(batches)
-        factors = [parts * (count or 0.0) / batch.normaliser for batch, count in zip(batches, counts, strict=True)]
-        shares = [batch.loss or 0.0 for batch in batches] if pair.what == "loss" else [pair.recorded]
-        expected = sum(share * factor for share, factor in zip(shares, factors, strict=True))
+        expected = _expect_sum(pair, batches, counts)
         if not _is_near(expected, pair.replayed, _EXPLAINED) or _is_near(expected, pair.recorded, 2 * _EXPLAINED):
             return None
-        tokens = "(labels[:, 1:] != -100).sum()"
-        call = f"run.step(indices, normaliser={tokens})"
-        if parts > 1:
-            call = f"step.batch(indices, normaliser={parts} * {tokens})"
-        return (
-            f"The first looks like a sum over tokens, the second like a mean over them, as transformers computes it: "
-            f"the {examples} examples of this step have {terms:.6g} predicted tokens, {terms / examples:.4g} each. "
-            f"Record what the loss was divided by: {call}."
-        )
+        return _describe_mean(sum(counts), _count_examples(batches), len(batches))
+
+    def _count_terms(self, batches: Sequence[MicroBatch]) -> list[float] | None:
+        """Return how many terms the losses of each micro-batch add up; None where that is unknown."""
+        repetition = self._repetition
+        counts = [repetition.task.count_terms(repetition.gather(batch)[1]) for batch in batches]
+        known = [count for count in counts if count is not None]
+        return known if len(known) == len(counts) else None
 
     def _explain_ratio(self) -> str | None:
         """Say that all losses are wrong by one factor, if they are: the normaliser, or a mean for a sum."""
@@ -223,6 +218,26 @@ class Agreement:
             f"{batch.normaliser:g}. Look for a loss that is reduced or scaled in another way than in training (a sum "
             "over tokens against a mean), or tell the recorder its divisor: run.step(indices, normaliser=...)."
         )
+
+
+def _expect_sum(pair: _Pair, batches: Sequence[MicroBatch], counts: Sequence[float]) -> float:
+    """Return what a replay finds if the recorded figure was a mean over so many terms in each micro-batch."""
+    factors = [len(batches) * count / batch.normaliser for batch, count in zip(batches, counts, strict=True)]
+    shares = [batch.loss or 0.0 for batch in batches] if pair.what == "loss" else [pair.recorded]
+    return sum(share * factor for share, factor in zip(shares, factors, strict=True))
+
+
+def _describe_mean(terms: float, examples: int, parts: int) -> str:
+    """Say that a mean over tokens was recorded as a sum, and how to record it, with so many parts of a step."""
+    tokens = "(labels[:, 1:] != -100).sum()"
+    call = f"run.step(indices, normaliser={tokens})"
+    if parts > 1:
+        call = f"step.batch(indices, normaliser={parts} * {tokens})"
+    return (
+        f"The first looks like a sum over tokens, the second like a mean over them, as transformers computes it: "
+        f"the {examples} examples of this step have {terms:.6g} predicted tokens, {terms / examples:.4g} each. "
+        f"Record what the loss was divided by: {call}."
+    )
 
 
 def _count_examples(batches: Sequence[MicroBatch]) -> int:
