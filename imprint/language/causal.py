@@ -89,9 +89,8 @@ class LanguageTask(Task):
     ) -> None:
         if compute not in (None, "bfloat16"):
             raise TaskError(f'compute is None or "bfloat16", got {compute!r}.')
-        self.adapter, self.tokenizer = adapter, tokenizer
-        self._under, self.compute = under, compute
-        self._adapter_names = adapter_names(model)
+        self.adapter, self.tokenizer, self.compute = adapter, tokenizer, compute
+        self._under, self._adapter_names = under, adapter_names(model)
         if adapter is None and self._adapter_names:
             self.fixed = [name for name, parameter in model.named_parameters() if not parameter.requires_grad]
         self._vocabulary = causal(model).get_input_embeddings().weight.shape[0]
@@ -223,6 +222,7 @@ class LanguageTask(Task):
         self._read(batch)
 
     def count_terms(self, batch: Batch) -> float:
+        """Add up the weights of the tokens that are predicted: all but the first."""
         return float(self._read(batch)[1][:, 1:].sum())
 
     def pad_batch(self, batch: Batch) -> Batch:

@@ -132,7 +132,7 @@ def removed_scores(
     F(θ) is evaluated as one more row, so that its rounding is that of the others. Tensors that no removal has changed
     are not stacked: what the model computes before the first changed layer is then computed once.
 
-    changed_names: those of `find_changed`, where they are known.
+    changed_names: as `find_changed` returns them; by default they are looked up.
     """
     changed = {name: removals[name] for name in (find_changed(removals) if changed_names is None else changed_names)}
     count, device = len(next(iter(removals.values()))), next(iter(theta.values())).device
