@@ -5,6 +5,7 @@ source are compared by digests: one that has others is another source, and is si
 """
 
 import os
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -14,18 +15,18 @@ import torch
 from imprint.about import NOTHING, About
 from imprint.data import Collate
 from imprint.display import name_some
-from imprint.errors import PlanError, SourcesError, StoreError
+from imprint.errors import PlanError, ReliabilityWarning, SourcesError, StoreError
 from imprint.plan import Checkpoints, Plan
 from imprint.runtime.progress import Advance
 from imprint.simulation.inputs import Inputs
 from imprint.simulation.recorded import Recorded
 from imprint.simulation.revising import Next, changing
-from imprint.simulation.runner import simulate_into
+from imprint.simulation.runner import settle_inputs, simulate_into
 from imprint.simulation.states import flatten
 from imprint.simulation.taking_over import check_choices
 from imprint.sources import Sources, require_sources
 from imprint.store.assembling import Origin, Row, adopt
-from imprint.store.comparison import compare_training_data, difference
+from imprint.store.comparison import compare_losses, compare_training_data, difference
 from imprint.store.describing import describe_changed
 from imprint.store.fingerprint import are_sources, how_hashed, of_members, of_sources
 from imprint.store.manifest import Manifest, add_costs
@@ -158,6 +159,11 @@ class _Change:
             "is to have, and drop=True (--drop) if imprints of the others are to be dropped."
         )
 
+    @property
+    def simulates(self) -> bool:
+        """Whether something has to be simulated: a source, or a checkpoint."""
+        return None in self.kept or self.checkpoints > len(self.store.checkpoints)
+
     def is_nothing(self) -> bool:
         """Tell whether the store is what is asked for."""
         same = self.kept == tuple(range(len(self.store))) and self.sources.names == self.store.source_names
@@ -188,6 +194,9 @@ def _apply(
 ) -> Store:
     """Simulate what is lacking and write the next version of a store; return it as it is if nothing is to be done."""
     store, before = version.store, version.store.manifest
+    fresh = found.checkpoints > len(store.checkpoints)
+    if not found.simulates:
+        _check_given(found, task, data, plan, given, progress)
     if found.is_nothing():
         describe_changed(store.path, store.source_ids, found.about)
         return Store(store.path)
@@ -197,8 +206,7 @@ def _apply(
         shared=found.sources.shared,
     )
     origins = [version.origin]
-    fresh = found.checkpoints > len(store.checkpoints)
-    if None in found.kept or fresh:
+    if found.simulates:
         own = _simulate(found, task, data, found.all if fresh else found.new, plan, given, progress)
         origins.append(Origin.of(store.path / UPDATE, own))
         manifest = _add_up(manifest, own, before)
@@ -211,6 +219,32 @@ def _apply(
             manifest = replace(manifest, request=request, checkpoints=(*before.checkpoints, *added))
             origins = [replace(version.origin, checkpoints=manifest.checkpoints)]
     return version.write(manifest, origins, found.rows, Table.of(found.sources), "updated", found.about, progress)
+
+
+def _check_given(
+    found: _Change,
+    task: Task,
+    data: Any,
+    plan: Plan | None,
+    given: dict[str, Any],
+    progress: bool | Advance,
+) -> None:
+    """Refuse what the store was not made from, where nothing is simulated that would be compared with it."""
+    before = found.store.manifest
+    options = {name: value for name, value in given.items() if name != "memory"} | _options_of(before)
+    plan = before.plan if plan is None else plan
+    inputs, _ = settle_inputs(task, data, found.sources, plan, **options, repeat=None, progress=progress)
+    with task.evaluating():
+        _compare(found.store, inputs.request(), inputs, 0)
+
+
+def _options_of(before: Manifest) -> dict[str, Any]:
+    """Return how a store was simulated, beside its plan."""
+    return {
+        "batch_size": before.execution.batch_size,
+        "dtype": DTYPES[before.dtype],
+        "hash_data": how_hashed(vars(before.request.data)),
+    }
 
 
 def _simulate(
@@ -238,15 +272,9 @@ def _simulate(
         wanted = range(first, found.checkpoints)
         return Supplement(store, replace(request, fixed=before.request.fixed), inputs.seen, check_choices, wanted)
 
-    made, _ = simulate_into(
-        open_supplement,
-        *(task, data, sources, before.plan if plan is None else plan),
-        **given,
-        batch_size=before.execution.batch_size,
-        dtype=DTYPES[before.dtype],
-        hash_data=how_hashed(vars(before.request.data)),
-        progress=progress,
-    )
+    plan = before.plan if plan is None else plan
+    options = {**given, **_options_of(before), "progress": progress}
+    made, _ = simulate_into(open_supplement, task, data, sources, plan, **options)
     return made
 
 
@@ -268,16 +296,36 @@ def _compare(store: Store, request: Request, inputs: Inputs, first: int) -> None
         expected = replace(expected, **later, plan=request.plan if same else before.plan)
     if different := difference(expected, request, inputs.seen):
         raise StoreError(f"{store.path} cannot be updated: {different}.")
-    compare_training_data(before, request).warn()
+    likeness = compare_training_data(before, request)
+    if likeness.by == "none" and inputs.data.changing_example() is None:  # losses of other data tell nothing
+        _compare_unhashed(store, inputs)
+    else:
+        likeness.warn()
+
+
+def _compare_unhashed(store: Store, inputs: Inputs) -> None:
+    """Refuse data that was not hashed and has other losses than before; it reads the same each time."""
+    before = store.manifest.request.probes
+    if different := compare_losses(before.values, inputs.seen(before.examples)):
+        raise StoreError(
+            f"{store.path} cannot be updated: {different}. It was made from other training data, or with another loss "
+            "function: simulate a new store."
+        )
+    warnings.warn(
+        f"the training data is taken to be the same: it was not hashed, and losses of {len(before.examples)} of its "
+        f"{store.manifest.request.n:,} examples were compared.",
+        ReliabilityWarning,
+        stacklevel=2,
+    )
 
 
 def _add_up(manifest: Manifest, own: Manifest, before: Manifest) -> Manifest:
     """Add what was simulated to the costs and the warnings of a store."""
-    warnings = [*before.warnings, *own.warnings]
+    messages = [*before.warnings, *own.warnings]
     was, now = ({**vars(each.execution), **each.versions} for each in (before, own))
     if name := next((name for name in sorted({*was, *now}) if was.get(name) != now.get(name)), None):
-        warnings.append(
+        messages.append(
             f"the store was updated under other circumstances than it was made under ({name} was {was.get(name)}, then "
             f"{now.get(name)}): imprints agree with those of one simulation up to rounding."
         )
-    return replace(manifest, cost=add_costs([before.cost, own.cost]), warnings=tuple(dict.fromkeys(warnings)))
+    return replace(manifest, cost=add_costs([before.cost, own.cost]), warnings=tuple(dict.fromkeys(messages)))

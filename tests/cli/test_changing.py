@@ -31,3 +31,14 @@ def test_a_store_gains_loses_and_merges_sources(command: Command, empty: Path) -
     assert Store("both").source_ids == ("post", "times") and "2 stores merged" in merged.out
     missing = command("drop", "store", "tmies")
     assert missing.code == 1 and "there is no source 'tmies'" in missing.err
+
+
+def test_an_update_that_adds_nothing_refuses_other_data(command: Command, empty: Path) -> None:
+    (empty / "model.py").write_text(MODEL)
+    command("simulate", "model.py:task", "--out", "store", "--no-check")
+    assert command("update", "store", "model.py:task").code == 0
+    (empty / "other.py").write_text(f"{MODEL}\ndata = (data[0] + 1, data[1])\n")
+    refused = command("update", "store", "other.py:task")
+    assert refused.code == 1 and "made from other training data" in refused.err
+    longer = command("update", "store", "model.py:task", "--plan", "steps=77")
+    assert longer.code == 1 and "the plan's" in longer.err

@@ -9,8 +9,10 @@ from typing import Any
 
 import pytest
 import torch
+from torch.nn import functional as F
 
-from imprint import Plan, PlanError, Sources, SourcesError, Store, StoreError, attribute, drop, simulate, update
+from imprint import Plan, PlanError, Sources, SourcesError, Store, StoreError, Task, attribute, drop, simulate, update
+from imprint.errors import ImprintError, ReliabilityWarning
 from imprint.keys import make_keys
 from imprint.simulation.descent import Descent
 from imprint.simulation.engines import Chunk
@@ -188,6 +190,57 @@ def test_more_data_is_another_base(tmp_path: Path) -> None:
     with pytest.raises(StoreError, match="cannot be updated: the plan's steps was"):
         bring(store, 0, 1, 2, plan=Plan(steps=2, lr=0.2))
     assert Store(store.path).sha256 == store.sha256 and not (store.path / UPDATE).exists()
+
+
+OTHER_TASK = task()
+with torch.no_grad():
+    OTHER_TASK.model.get_parameter(OTHER_TASK.names[0]).mul_(2.0)
+X, Y = data()
+
+
+def double_loss(z: torch.Tensor, batch: Any) -> torch.Tensor:
+    return 2 * F.cross_entropy(z, batch[1], reduction="none")
+
+
+OTHER: dict[str, tuple[dict[str, Any], str]] = {
+    "model": ({"task": OTHER_TASK, "checkpoints": None}, "the weights of checkpoint 0 changed"),
+    "data": ({"data": (X + 1, Y)}, "made from other training data"),
+    "fewer examples": ({"data": (X[:-1], Y[:-1])}, "made for 24 training examples, the data has 23"),
+    "loss": (
+        {"task": Task(task().model, outputs=task().outputs, output_loss=double_loss)},
+        "the loss function changed",
+    ),
+    "checkpoint": ({"checkpoints": STATES[2:]}, "the weights of checkpoint 0 changed"),
+    "plan": ({"plan": Plan(steps=2, lr=0.2)}, "the plan's steps was"),
+}
+
+
+@pytest.mark.parametrize("other", OTHER)
+def test_what_the_store_was_not_made_from_is_refused_where_nothing_is_simulated(other: str, tmp_path: Path) -> None:
+    """With the same sources, and where sources are only dropped."""
+    store = make(tmp_path / "store", 0, 1, checkpoints=None)
+    before, (changes, message) = contents(store.path), OTHER[other]
+    for places in ([0, 1], [0]):
+        with pytest.raises(ImprintError, match=message):
+            bring(store, *places, drop=True, **{"checkpoints": None, **changes})
+    assert contents(store.path) == before
+
+
+def test_checkpoints_in_another_order_are_others(tmp_path: Path) -> None:
+    store = make(tmp_path / "store", 0, 1)
+    with pytest.raises(StoreError, match="the weights of checkpoint 0 changed"):
+        bring(store, 0, 1, checkpoints=STATES[1::-1])
+
+
+def test_other_data_is_noticed_by_its_losses_where_it_was_not_hashed(tmp_path: Path) -> None:
+    store = make(tmp_path / "store", 0, 1, hash_data="none")
+    for places in ([0, 1], [0, 1, 2]):
+        with pytest.raises(StoreError, match=r"loss on probe example .* made from other training data, or"):
+            bring(store, *places, data=(X + 1, Y))
+    with pytest.warns(
+        ReliabilityWarning, match=r"it was not hashed, and losses of .* of its 24 examples were compared"
+    ):
+        assert bring(store, 0, 1, 2).source_ids == ("0", "1", "2")
 
 
 def test_what_cannot_be_changed_is_refused_with_the_reason(tmp_path: Path) -> None:
