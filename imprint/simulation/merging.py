@@ -73,8 +73,9 @@ def merge(parts: Places, out: str | os.PathLike[str] | None = None, *, progress:
     no further space on file systems with hard links, and are removed once the store is complete; those in other
     folders are copied and stay. The same call again returns the store.
 
-    A source that several stores have comes from the first of them. Effects of removals are never added: a union of
-    sources is a source of its own, see `update`.
+    A source that several stores have comes from the first of them, and so does its description, as a whole: where
+    another store says otherwise, a warning names both. Effects of removals are never added: a union of sources is a
+    source of its own, see `update`.
     """
     folders, target = find_target(parts, out)
     places = [folder.out for folder in folders]

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import torch
 
+from imprint.about import About
 from imprint.errors import SourcesError, StoreError
 from imprint.runtime.progress import Advance
 from imprint.simulation.concluding import conclude
@@ -15,6 +16,7 @@ from imprint.simulation.revising import EARLIER, assemble, describe_change
 from imprint.store.assembling import Assembly, Origin, Row, describe_file
 from imprint.store.checkpoint import Checkpoint
 from imprint.store.comparison import difference
+from imprint.store.describing import warn_of_others
 from imprint.store.folder import locked
 from imprint.store.manifest import MANIFEST, SOURCES, Manifest, add_costs
 from imprint.store.parts import place_file, refuse_other_files
@@ -40,7 +42,7 @@ def merge_stores(folders: Sequence[Path], out: Path, progress: bool | Advance) -
     table, rows = _unite_sources(stores)
     before = tuple(store.sha256 for store in stores)
     if (out / MANIFEST).is_file():
-        return _return_merged(out, before)
+        return _describe(_return_merged(out, before), stores)
     refuse_other_files(out, "the merged store")
     out.mkdir(parents=True, exist_ok=True)
     with locked(out):
@@ -61,8 +63,17 @@ def merge_stores(folders: Sequence[Path], out: Path, progress: bool | Advance) -
         manifest, figures = assemble(Assembly(out, origins), manifest, rows, progress)
         past = [(store.manifest, origin.files) for store, origin in zip(stores, origins, strict=True)]
         write_manifest(out, conclude(manifest, figures, past))
-    merged = Store(out)
-    known = {identity: about for store in stores for identity, about in store.description.about.items()}
+    return _describe(Store(out), stores)
+
+
+def _describe(merged: Store, stores: Sequence[Store]) -> Store:
+    """Describe the sources as the first of the stores that knows one does, unless they are described already."""
+    known: dict[str, About] = {}
+    if merged.description_sha256 is not None:
+        return merged
+    for store in stores:
+        warn_of_others(merged.path, known, store.description.about, f"what {store.path} says")
+        known = {**store.description.about, **known}
     if known:
         merged.describe(known)
     return merged

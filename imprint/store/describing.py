@@ -14,7 +14,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-from imprint.about import NOTHING, About, read_about_values
+from imprint.about import FIELDS, NOTHING, About, read_about_values
 from imprint.errors import SourcesError, StoreError
 from imprint.sources import describe_sources
 from imprint.store.folder import locked, write_sealed
@@ -31,6 +31,8 @@ SCHEMA = 1
 _LONGEST = 64 << 20  # bytes
 _KEPT = 100  # changes
 _ROOM = 100  # bytes, for the checksum
+_NAMED = 5  # differences in a warning
+_HOW = "`imprint describe`, or store.describe, changes that"
 _AGAIN = f"Delete {ABOUT}, and describe the store again."
 
 
@@ -131,13 +133,38 @@ def write_description(
 def describe_changed(folder: Path, ids: Sequence[str], about: Mapping[str, About]) -> None:
     """Describe the sources that a store has after a change, under its lock: what was known of others becomes past.
 
-    about: what is known of sources that were added.
+    about: what is said of the sources now. What the store says of a source stays, and a difference is logged.
     """
     whole, _ = _read_whole(folder)
+    warn_of_others(folder, whole.about, about, "what was given for this change")
     now = {identity: found for identity in ids if (found := whole.about.get(identity) or about.get(identity))}
     changed = [name for name in {**whole.about, **now} if whole.about.get(name) != now.get(name)]
     if changed:
         _change(folder, whole, now, changed)
+
+
+def warn_of_others(folder: Path, stays: Mapping[str, About], other: Mapping[str, About], whose: str) -> None:
+    """Log where others describe sources otherwise than stays in a store: that decides who is paid.
+
+    whose: where the other descriptions come from, in words.
+    """
+    known = {name: about for name, about in stays.items() if about}
+    if differences := _name_differences(known, {name: about for name, about in other.items() if name in known}):
+        logger.warning(
+            "%s keeps what is said first of a source, and %s differs: %s. %s", folder, whose, differences, _HOW
+        )
+
+
+def _name_differences(stays: Mapping[str, About], other: Mapping[str, About]) -> str:
+    """Name the sources, the fields and both values where descriptions differ; nothing where they only lack one."""
+    found = [
+        f"{field} of source {name!r} stays {getattr(known, field)!r}, not {value!r}"
+        for name, about in other.items()
+        for field in FIELDS
+        if (value := getattr(about, field)) and value != getattr(known := stays.get(name, NOTHING), field)
+    ]
+    more = f"; and {len(found) - _NAMED:,} more" if len(found) > _NAMED else ""
+    return "; ".join(found[:_NAMED]) + more
 
 
 def describe_new(store: "Store", about: Sequence[About]) -> None:
@@ -153,12 +180,13 @@ def describe_new(store: "Store", about: Sequence[About]) -> None:
             store.describe(dict(zip(store.source_ids, about, strict=True)))
         except StoreError as error:
             logger.warning("the sources of %s are not described: %s", store.path, error)
-    else:
-        logger.warning(
-            "%s is complete, and describes its sources otherwise than given here: `imprint describe`, or "
-            "store.describe, changes that",
-            store.path,
-        )
+        return
+    ids, here = store.source_ids, store.about or (NOTHING,) * len(store)
+    differences = _name_differences(dict(zip(ids, here, strict=True)), dict(zip(ids, about, strict=True)))
+    logger.warning(
+        "%s is complete, and describes its sources otherwise than given here%s. %s",
+        *(store.path, f": {differences}" if differences else "", _HOW),
+    )
 
 
 def _change(folder: Path, before: Description, now: dict[str, About], changed: Sequence[str]) -> None:

@@ -52,3 +52,20 @@ def test_coefficients_on_different_bases_do_not_mix(tmp_path: Path) -> None:
     first, second = make(tmp_path / "a", 1, plan=plan), make(tmp_path / "b", 2, plan=plan, batch_size=5)
     with pytest.raises(StoreError, match=r"the basis of the curvature differs.*imprint\.update"):
         merge([first.path, second.path], tmp_path / "merged")
+
+
+def test_the_first_store_says_whose_a_source_is_and_a_difference_is_told(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    first, second = make(tmp_path / "a", 1, 2), make(tmp_path / "b", 2, 3)
+    first.describe({"2": {"owner": "Ann"}})
+    second.describe({"2": {"owner": "Bob", "licence": "MIT"}, "3": {"owner": "Eve"}})
+    merged = merge([first.path, second.path], tmp_path / "merged", progress=False)
+    assert [about.owner for about in merged.about] == ["", "Ann", "Eve"] and merged.about[1].licence == ""
+    assert "owner of source '2' stays 'Ann', not 'Bob'; licence of source '2' stays '', not 'MIT'" in caplog.text
+    assert f"what {second.path} says differs" in caplog.text and "`imprint describe`" in caplog.text
+    merged.describe({"2": {"owner": "Bob"}})
+    again = merge([first.path, second.path], tmp_path / "merged", progress=False)
+    assert again.about[1].owner == "Bob", "what was said since stays"
+    (merged.path / "about.json").unlink()  # as if killed before
+    assert merge([first.path, second.path], tmp_path / "merged", progress=False).about[1].owner == "Ann"

@@ -283,7 +283,7 @@ def test_a_store_of_an_earlier_version_is_changed_once_all_its_sources_are_known
 # --- what else a store has
 
 
-def test_descriptions_go_with_their_sources(tmp_path: Path) -> None:
+def test_descriptions_go_with_their_sources(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     store = make(tmp_path / "store", 0, 1, 2)
     store.describe({"0": {"owner": "Ann"}, "1": {"owner": "Bob"}})
     left = drop(store, "0", progress=False)
@@ -291,6 +291,10 @@ def test_descriptions_go_with_their_sources(tmp_path: Path) -> None:
     assert left.description.changes[-1].before["0"].owner == "Ann"
     more = EVERY.select([1, 2, 5]).describe({"1": {"owner": "Someone else"}, "5": {"owner": "Eve"}})
     assert [each.owner for each in bring(left, sources=more).about] == ["Bob", "", "Eve"]
+    assert "owner of source '1' stays 'Bob', not 'Someone else'. `imprint describe`" in caplog.text
+    caplog.clear()
+    bring(left, sources=more)
+    assert "stays 'Bob', not 'Someone else'" in caplog.text, "where there is nothing to do, too"
 
 
 def test_a_signature_is_needed_anew(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

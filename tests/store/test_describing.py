@@ -48,6 +48,7 @@ def test_another_owner_neither_refuses_nor_repeats_a_simulation(store: Store, ca
     assert again.sha256 == store.sha256 and again.about[1] == TIMES
     kept = make(store.path, SOURCES.describe({"b": About("Somebody")}))
     assert kept.about[1] == TIMES and "describes its sources otherwise than given here" in caplog.text
+    assert "owner of source 'b' stays 'The Times', not 'Somebody'" in caplog.text
     assert make(store.path).about[1] == TIMES
 
 
