@@ -6,12 +6,13 @@ other. Files of the version before stay until the next change.
 
 import logging
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 
 from imprint.about import About
+from imprint.display import count_of, name_some
 from imprint.errors import SourcesError, StoreError
 from imprint.runtime.progress import Advance, Progress
 from imprint.simulation.concluding import conclude
@@ -39,14 +40,16 @@ class Next:
     """The next version of a store, in the same folder; made under the lock of the store.
 
     store: the version that is there.
+    cleared: how many files of versions before it were removed.
     """
 
     store: Store
+    cleared: int = 0
 
     @property
     def origin(self) -> Origin:
         """The imprints that the store has."""
-        return Origin.of(self.store.path, self.store.manifest)
+        return Origin.of_store(self.store)
 
     @property
     def suffix(self) -> str:
@@ -132,13 +135,12 @@ def changing(store: Store | str | os.PathLike[str]) -> Iterator[Next]:
         )
     with locked(opened.path):
         found = Store(opened.path)  # another process may have changed it since it was opened
-        clear_unused(found.path, found.manifest)
-        yield Next(found)
+        yield Next(found, clear_unused(found.path, found.manifest))
 
 
 def drop(
     store: Store | str | os.PathLike[str],
-    sources: str | Sequence[str],
+    sources: str | Iterable[str],
     *,
     erase: bool = False,
     progress: bool | Advance = True,
@@ -150,24 +152,11 @@ def drop(
         that whoever has the store open can go on reading.
 
     Neither the task nor the data is needed. The training data stays what it was: a dropped source was trained on, and
-    gets no more credit.
+    gets no more credit. Sources that were dropped before are gone already, which the log says: so the same call again
+    completes one that was killed.
     """
     with changing(store) as version:
-        before, table = version.store, version.store.table
-        if not table.members:
-            raise StoreError(f"{before.path} {EARLIER}.")
-        given = [sources] if isinstance(sources, str) else list(sources)
-        gone = {find_source(each, table.ids, table.names) for each in given}
-        kept = [place for place in range(len(table)) if place not in gone]
-        if not given:
-            raise SourcesError("there are no sources to drop: give their ids.")
-        if not kept:
-            raise SourcesError(f"these are all {len(table)} sources of {before.path}: delete the folder instead.")
-        left = table.select(kept)
-        request = replace(before.manifest.request, sources=left.sha256, members=left.sha256)
-        shared = before.manifest.shared and None  # how many of those that are left overlap, only their members tell
-        manifest = replace(before.manifest, request=request, shared=shared)
-        made = version.write(manifest, [version.origin], [(0, each) for each in kept], left, "dropped", None, progress)
+        made = _drop(version, sources, progress)
         if erase:
             clear_unused(made.path, made.manifest)
     if isinstance(store, Store):
@@ -176,3 +165,48 @@ def drop(
             places = {identity: place for place, identity in enumerate(known.ids)}
             made.origin["sources"] = known.select([places[identity] for identity in made.source_ids])
     return made
+
+
+def _drop(version: Next, sources: str | Iterable[str], progress: bool | Advance) -> Store:
+    before, table = version.store, version.store.table
+    if not table.members:
+        raise StoreError(f"{before.path} {EARLIER}.")
+    if not (given := _read_given(sources)):
+        raise SourcesError("there are no sources to drop: give their ids.")
+    past = _find_past(given, before)
+    gone = {find_source(each, table.ids, table.names) for each in given if each not in past}
+    if past:
+        _log_past(past, version.cleared)
+    if not gone:
+        return before
+    kept = [place for place in range(len(table)) if place not in gone]
+    if not kept:
+        raise SourcesError(f"these are all {len(table)} sources of {before.path}: delete the folder instead.")
+    left = table.select(kept)
+    request = replace(before.manifest.request, sources=left.sha256, members=left.sha256)
+    shared = before.manifest.shared and None  # how many of those that are left overlap, only their members tell
+    manifest = replace(before.manifest, request=request, shared=shared)
+    return version.write(manifest, [version.origin], [(0, each) for each in kept], left, "dropped", None, progress)
+
+
+def _read_given(sources: str | Iterable[str]) -> list[str]:
+    """Return the ids or names of sources as texts, which sources have: those of numbers are written as such."""
+    if not isinstance(sources, Iterable):
+        raise SourcesError(f"sources must be ids of sources, such as ['times'], got {sources!r}.")
+    return [sources] if isinstance(sources, str) else [str(each) for each in sources]
+
+
+def _find_past(given: Sequence[str], store: Store) -> list[str]:
+    """Find those of the sources given that the store had before: it has no others that are called so."""
+    known = {*store.source_ids, *store.source_names}
+    past = {identity for revision in store.manifest.history for identity in revision.dropped_ids}
+    return [each for each in dict.fromkeys(given) if each in past and each not in known]
+
+
+def _log_past(past: Sequence[str], cleared: int) -> None:
+    """Say what a repeated call finds done, and what it has completed."""
+    erased = f"; {count_of(cleared, 'file')} of earlier versions erased now" if cleared else ""
+    logger.warning(
+        "%s %s dropped before%s: nothing of %s is in this version of the store",
+        *(name_some(past), "was" if len(past) == 1 else "were", erased, "it" if len(past) == 1 else "them"),
+    )

@@ -46,7 +46,7 @@ def merge_stores(folders: Sequence[Path], out: Path, progress: bool | Advance) -
     refuse_other_files(out, "the merged store")
     out.mkdir(parents=True, exist_ok=True)
     with locked(out):
-        first, origins = stores[0].manifest, [Origin.of(store.path, store.manifest) for store in stores]
+        first, origins = stores[0].manifest, [Origin.of_store(store) for store in stores]
         _copy_shared(origins[0], first, out)
         table.write(out / SOURCES)
         manifest = replace(

@@ -21,7 +21,7 @@ from imprint.store.files import sha256, write_tensors
 from imprint.store.manifest import Manifest
 from imprint.store.opening import Files
 from imprint.store.parts import place_file
-from imprint.store.reading import find_overlapping
+from imprint.store.reading import Store, find_overlapping
 from imprint.store.values import Value, parsed
 from imprint.store.workspace import ABOUT, CHECKPOINTS
 from imprint.task import Parameters
@@ -43,8 +43,18 @@ class Origin:
 
     @classmethod
     def of(cls, folder: Path, manifest: Manifest) -> "Origin":
-        """Return the imprints of a store, or of a folder that is laid out as one."""
-        return cls(Files(folder), manifest.checkpoints)
+        """Return the imprints of a folder that is laid out as a store."""
+        files = Files(folder)
+        files.advice = f"Delete {folder}, and make the same call again."
+        return cls(files, manifest.checkpoints)
+
+    @classmethod
+    def of_store(cls, store: Store) -> "Origin":
+        """Return the imprints of a store."""
+        files = Files(store.path)
+        files.sources = list(zip(store.source_ids, store.source_names, strict=True))
+        files.advice = f"Restore it from a copy, or simulate the sources of {store.path} again, in another folder."
+        return cls(files, store.manifest.checkpoints)
 
 
 @dataclass(frozen=True)
@@ -238,14 +248,16 @@ def describe_file(folder: Path, name: str, rows: tuple[int, int] | None = None) 
         raise StoreError(f"{place} was written, but cannot be read: {error.strerror}.") from error
 
 
-def clear_unused(folder: Path, manifest: Manifest) -> None:
-    """Remove files of earlier versions of a store, and of changes that did not come to their end."""
-    used = {folder / file.path for file in manifest.files()}
+def clear_unused(folder: Path, manifest: Manifest) -> int:
+    """Remove files of earlier versions of a store, and of changes that did not come to their end; count them."""
+    used, removed = {folder / file.path for file in manifest.files()}, 0
     for place in (folder, *folder.glob(CHECKPOINTS)):
         for file in place.iterdir() if place.is_dir() and not place.is_symlink() else ():
             if _OURS.fullmatch(file.name) and file not in used and file.is_file() and not file.is_symlink():
                 with contextlib.suppress(OSError):  # it does no harm where it is
                     file.unlink()
+                    removed += 1
         if place != folder:
             with contextlib.suppress(OSError):
                 place.rmdir()
+    return removed

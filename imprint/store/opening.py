@@ -26,12 +26,14 @@ class Files:
     manifest: the checksum of the manifest that lists them; errors say where another has taken its place.
     fetch: brings a file from where the folder is a copy of, if it is one.
     sources: id and name of every source, once they are known: errors say whose imprints are in a file.
+    advice: what to do about a file that is damaged, as a sentence; errors end with it.
     """
 
     def __init__(self, folder: Path, manifest: str | None = None, fetch: Fetch | None = None) -> None:
         self._manifest, self._fetch = manifest, fetch
         self.folder = folder.absolute()  # a relative path holds where it was given, wherever the process goes
         self.sources: list[tuple[str, str]] = []
+        self.advice = ""
         self._root = str(self.folder)
         self._verified: dict[str, _Stamp] = {}
 
@@ -45,6 +47,8 @@ class Files:
                     f"{self.folder} was changed since it was opened, and {file.path} is no longer what it was: open "
                     "the store again."
                 ) from error
+            if self.advice:
+                raise StoreError(f"{error} {self.advice}") from error
             raise
 
     def is_outdated(self) -> bool:
@@ -116,6 +120,8 @@ class Files:
         if file.rows is None:
             return ""
         first, last = file.rows[0], file.rows[1] - 1
+        if last >= len(self.sources):  # which are not known yet
+            return f" (row {first})" if first == last else f" (rows {first} to {last})"
         one, other = self._name_source(first), self._name_source(last)
         return (
             f" (row {first}: source {one})" if first == last else f" (rows {first} to {last}: sources {one} to {other})"

@@ -2,13 +2,17 @@
 
 from pathlib import Path
 
+import pytest
+
 from imprint import Store
 from tests.cli.commands import MODEL, Command
 
 TWO = MODEL.replace('by_label(["times", "post", "[blog]"] * 4)', 'groups({"times": [0, 3], "post": [1, 4]})')
 
 
-def test_a_store_gains_loses_and_merges_sources(command: Command, empty: Path) -> None:
+def test_a_store_gains_loses_and_merges_sources(
+    command: Command, empty: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     (empty / "model.py").write_text(MODEL)
     (empty / "two.py").write_text(TWO)
     assert command("simulate", "two.py:task", "--out", "store", "--no-check").code == 0
@@ -22,6 +26,8 @@ def test_a_store_gains_loses_and_merges_sources(command: Command, empty: Path) -
     assert command("update", "store", "model.py:task", "--json").values["history"][0]["added"] == 3
     left = command("drop", "store", "[blog]", "times", "--erase", "--json").values
     assert left["sources"] == 1 and [each["kind"] for each in left["history"]] == ["updated", "dropped"]
+    again = command("drop", "store", "[blog]", "times", "--erase")
+    assert again.code == 0 and "[blog], times were dropped before" in caplog.text
     shown = command("inspect", "store")
     assert shown.code == 0 and "2 sources dropped ([blog], times)" in " ".join(shown.out.split())
     command("simulate", "two.py:task", "--out", "other", "--no-check")

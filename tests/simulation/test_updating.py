@@ -329,7 +329,7 @@ def test_erased_imprints_are_gone_at_once(tmp_path: Path) -> None:
 
 
 def test_a_temporary_store_lives_as_long_as_its_next_version(tmp_path: Path) -> None:
-    left = drop(run(None, TANGENT), "1", progress=False)  # type: ignore[arg-type]
+    left = drop(drop(run(None, TANGENT), "1", progress=False), "1", progress=False)  # type: ignore[arg-type]
     left.verify()
     assert left.origin["sources"].ids == left.source_ids
 
