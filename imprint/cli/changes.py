@@ -43,8 +43,9 @@ def _render_effects(change: Change, known: bool) -> list[Text]:
 
 
 def _name_unstable(found: Changes) -> str:
-    """Name the queries whose sources are ranked least alike; nothing where there is only one."""
+    """Name the queries whose sources are ranked least alike; nothing where there is only one, or none differs."""
     ranked = sorted((each.spearman, place) for place, each in enumerate(found.queries) if each.spearman is not None)
+    differing = [(rho, place) for rho, place in ranked[:_UNSTABLE] if f"{rho:.2f}" != "1.00"]
     if len(ranked) < 2:
         return ""
-    return ", ".join(f"{describe_query(found.queries[place].query)} ({rho:.2f})" for rho, place in ranked[:_UNSTABLE])
+    return ", ".join(f"{describe_query(found.queries[place].query)} ({rho:.2f})" for rho, place in differing)

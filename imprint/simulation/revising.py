@@ -178,6 +178,7 @@ def _drop(version: Next, sources: str | Iterable[str], progress: bool | Advance)
     if past:
         _log_past(past, version.cleared)
     if not gone:
+        describe_changed(before.path, table.ids, {})  # a killed process may not have come to it
         return before
     kept = [place for place in range(len(table)) if place not in gone]
     if not kept:

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import torch
 
-from imprint.display import format_size
+from imprint.display import count_of, format_size
 from imprint.runtime.memory import Peak, activation_bytes, budget, most_that_fit, tensor_bytes
 from imprint.simulation.derivatives import Weighted
 from imprint.simulation.descent import Descent
@@ -104,7 +104,7 @@ def refit(rows: int, fit: int, memory: int | str | None) -> int:
     """Return how many of the sources that an earlier run or another part took at once may be taken at once here."""
     if fit < rows:
         logger.warning(
-            "simulating %d sources at once instead of %d, %s: their imprints are the same to rounding, not to the bit",
-            *(fit, rows, "as memory allows" if memory is None else f"to respect memory={memory}"),
+            "simulating %s at once instead of %d, %s: their imprints are the same to rounding, not to the bit",
+            *(count_of(fit, "source"), rows, "as memory allows" if memory is None else f"to respect memory={memory}"),
         )
     return min(fit, rows)

@@ -265,6 +265,8 @@ def _simulate(
             f"{store.path} keeps imprints of single examples as factors, and source {group!r} has several examples: "
             'simulate a new store, or one with form="dense" or "projected" for both kinds.'
         )
+    if plan is None:
+        _refuse_short_plan(before.plan, found.checkpoints)
     first = len(store.checkpoints) if found.checkpoints > len(store.checkpoints) else 0
 
     def open_supplement(request: Request, inputs: Inputs) -> Supplement:
@@ -276,6 +278,16 @@ def _simulate(
     options = {**given, **_options_of(before), "progress": progress}
     made, _ = simulate_into(open_supplement, task, data, sources, plan, **options)
     return made
+
+
+def _refuse_short_plan(plan: Plan, checkpoints: int) -> None:
+    """Refuse the plan of a store that has settings for each of its checkpoints, and none for those that are added."""
+    try:
+        plan.at(0, checkpoints)
+    except PlanError as error:
+        raise PlanError(
+            f"{str(error).rstrip('.')}: give plan= (--plan) with a value for each of them, the first as in the store."
+        ) from error
 
 
 def _compare(store: Store, request: Request, inputs: Inputs, first: int) -> None:

@@ -48,7 +48,7 @@ class Simulation:
         engine, basis, here = self._settle(index, planned, state, files)
         engine.warn(self.inputs.notices.add)
         self._reach(engine.shared_units(engine.plan, len(self.inputs.data)), fresh=not resumed)
-        fit = engine.choices.rows_at_once
+        fit = min(engine.choices.rows_at_once, len(everyone))
         if not here and (self.memory is not None or not self.workspace.is_whole):  # another machine may have had more
             fit = refit(fit, engine.rows_that_fit(fit), self.memory)
         expected, units = (

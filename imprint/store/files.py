@@ -182,7 +182,8 @@ def _explain(place: Path, error: OSError | SafetensorError) -> StoreError:
     number = error.errno if isinstance(error, OSError) else _find_errno(str(error))
     reason = os.strerror(number) if number else str(error)
     if number in _FULL:
-        reason += ". Make room and make the same call again: a simulation with out= resumes"
+        reason += ". Make room and make the same call again: a simulation with out= resumes, and "
+        reason += "a store is changed in full or not at all"
     return StoreError(f"could not write {place}: {reason}.")
 
 

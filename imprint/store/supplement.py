@@ -28,7 +28,7 @@ class Supplement(Workspace[Manifest]):
 
     record = "supplement.json"
     content = "what the store lacks"
-    otherwise = "Finish that update first, or delete this folder"
+    otherwise = "Finish that update first, or delete {path}"
     is_whole: ClassVar[bool] = False
 
     def __init__(

@@ -56,7 +56,7 @@ class Workspace(ABC, Generic[Whole]):
 
     record, content: the file that makes it complete, and what it holds, in words.
     is_whole: whether the imprints of all sources come into it.
-    otherwise: what to do about a folder with another request, in words.
+    otherwise: what to do about a folder with another request, in words; {path} stands for the folder.
     begins: whether what comes with the first sources of a checkpoint does, such as its base.
     request: everything the result depends on. A folder with a different request is refused, and the error names the
         first difference. A folder with the same request is resumed or, if it is complete, returned by `finished`.
@@ -139,7 +139,8 @@ class Workspace(ABC, Generic[Whole]):
             raise StoreError(f"{error} Delete {self.path} to begin anew.") from error
         if different := difference(request, self.request, self._evaluate):
             raise StoreError(
-                f"{self.path} holds an unfinished simulation of something else: {different}. {self.otherwise}."
+                f"{self.path} holds an unfinished simulation of something else: {different}. "
+                f"{self.otherwise.format(path=self.path)}."
             )
         compare_training_data(request, self.request).warn()
         self.request = request  # its losses may differ from ours in the last digit, and the manifest must not

@@ -33,6 +33,7 @@ def test_saved_attributions_are_compared(saved: tuple[Path, Path], command: Comm
         "5 runs",
     ):
         assert words in " ".join(shown.out.split())
+    assert "ranks differ" not in command("compare", saved[0], saved[0]).out
     with Path("all.csv").open(newline="") as file:
         rows = list(csv.DictReader(file))
     assert rows[0]["source"] == "s0" and rows[0]["verdict"] == "gained" and len(rows) == 6

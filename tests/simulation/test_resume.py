@@ -108,7 +108,7 @@ def test_a_run_goes_on_with_less_memory(
     assert "sources at once" not in caplog.text
     with pytest.raises(Killed):
         run(tmp_path / "store", plan, memory="1kB", progress=dies_at(share + 0.15))
-    assert "simulating 1 sources at once instead of 6, to respect memory=1kB" in caplog.text
+    assert "simulating 1 source at once instead of 6, to respect memory=1kB" in caplog.text
     store = run(tmp_path / "store", plan, memory="1kB")
     assert store.checkpoints[0].choices.rows_at_once == 6
     store.verify()

@@ -84,7 +84,7 @@ def test_a_spectral_run_goes_on_with_less_memory(
         with pytest.raises(Killed):
             run(tmp_path / "store", plan, memory="1GB")
     store = run(tmp_path / "store", plan, memory="1kB")
-    assert "simulating 1 sources at once instead of 6, to respect memory=1kB" in caplog.text
+    assert "simulating 1 source at once instead of 6, to respect memory=1kB" in caplog.text
     store.verify()
     one, other = (s.imprints(0, 0, 6, torch.device("cpu")) for s in (whole, store))
     for name, tensor in one.items():

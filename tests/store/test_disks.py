@@ -49,7 +49,9 @@ def fails_for_want_of_room(folder: Path, **options: Any) -> str | None:
         make(folder, **options)
     except StoreError as error:
         message = str(error)
-        assert "same call again: a simulation with out= resumes" in message, message
+        assert "same call again: a simulation with out= resumes, and a store is changed in full or not" in message, (
+            message
+        )
         assert "could not write" in message
         assert not list(folder.rglob(".*")), "a half-written file was left"
         return message
