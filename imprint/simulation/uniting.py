@@ -15,7 +15,7 @@ from imprint.simulation.concluding import conclude
 from imprint.simulation.revising import EARLIER, assemble, describe_change
 from imprint.store.assembling import Assembly, Origin, Row, describe_file
 from imprint.store.checkpoint import Checkpoint
-from imprint.store.comparison import difference
+from imprint.store.comparison import compare_ends, difference
 from imprint.store.describing import warn_of_others
 from imprint.store.folder import locked
 from imprint.store.manifest import MANIFEST, SOURCES, Manifest, add_costs
@@ -27,8 +27,6 @@ from imprint.store.writing import write_manifest
 
 logger = logging.getLogger(__name__)
 _CHOICES = ("epsilon", "directions", "layers", "noise_rows")  # on which imprints depend
-_CLOSE = {torch.float64: 1e-10}  # relative to the largest value: what rounding may make of a base; else:
-_CLOSE_ENOUGH = 1e-4
 _INSTEAD = "Simulate its sources into the first store instead (imprint.update)."
 
 
@@ -131,13 +129,8 @@ def _refuse_other_end(first: Store, other: Store, index: int, where: str) -> Non
     if one is None or two is None or one.sha256 == two.sha256:
         return
     ours, theirs = (store.base(index, torch.device("cpu")) for store in (first, other))
-    for name, tensor in ours.items():
-        apart = float((tensor.double() - theirs[name].double()).abs().max()) if tensor.numel() else 0.0
-        size = float(tensor.double().abs().max()) if tensor.numel() else 0.0
-        if not apart <= _CLOSE.get(tensor.dtype, _CLOSE_ENOUGH) * size:
-            raise StoreError(
-                f"{where}: at checkpoint {index} the path ends elsewhere ({name!r} is off by {apart:.2g})."
-            )
+    if different := compare_ends(ours, theirs):
+        raise StoreError(f"{where}: at checkpoint {index} {different}.")
 
 
 def _unite_sources(stores: Sequence[Store]) -> tuple[Table, list[Row]]:

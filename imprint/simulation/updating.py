@@ -28,7 +28,7 @@ from imprint.sources import Sources, require_sources
 from imprint.store.assembling import Origin, Row, adopt
 from imprint.store.comparison import compare_losses, compare_training_data, difference
 from imprint.store.describing import describe_changed
-from imprint.store.fingerprint import are_sources, how_hashed, of_members, of_sources
+from imprint.store.fingerprint import Likeness, are_sources, how_hashed, of_members, of_sources
 from imprint.store.manifest import Manifest, add_costs
 from imprint.store.reading import Store
 from imprint.store.request import DTYPES, Request
@@ -67,7 +67,8 @@ def update(
     drop: whether sources of the store that are not among `sources` are dropped. Without it they are refused.
 
     What the first simulation decided (learning rates, ε, basis) is used again. The same call again resumes an
-    interrupted update, and returns the store if there is nothing to do. Until the update is complete the store is read
+    interrupted update, and returns the store if there is nothing to do; even then, all that is given is compared with
+    what the store was made from. Until the update is complete the store is read
     as it was.
     """
     require_sources(sources)
@@ -270,9 +271,10 @@ def _simulate(
     first = len(store.checkpoints) if found.checkpoints > len(store.checkpoints) else 0
 
     def open_supplement(request: Request, inputs: Inputs) -> Supplement:
-        _compare(store, request, inputs, first)
-        wanted = range(first, found.checkpoints)
-        return Supplement(store, replace(request, fixed=before.request.fixed), inputs.seen, check_choices, wanted)
+        likeness = _compare(store, request, inputs, first)
+        by_end = likeness.by != "all" and inputs.data.changing_example() is None
+        wanted, request = range(first, found.checkpoints), replace(request, fixed=before.request.fixed)
+        return Supplement(store, request, inputs.seen, check_choices, wanted, compares_ends=by_end)
 
     plan = before.plan if plan is None else plan
     options = {**given, **_options_of(before), "progress": progress}
@@ -290,7 +292,7 @@ def _refuse_short_plan(plan: Plan, checkpoints: int) -> None:
         ) from error
 
 
-def _compare(store: Store, request: Request, inputs: Inputs, first: int) -> None:
+def _compare(store: Store, request: Request, inputs: Inputs, first: int) -> Likeness:
     """Refuse to add to a store what was simulated from something else. Sources may differ, and later checkpoints."""
     before = store.manifest.request
     other = before.n != request.n or not compare_training_data(before, request).same
@@ -313,6 +315,7 @@ def _compare(store: Store, request: Request, inputs: Inputs, first: int) -> None
         _compare_unhashed(store, inputs)
     else:
         likeness.warn()
+    return likeness
 
 
 def _compare_unhashed(store: Store, inputs: Inputs) -> None:

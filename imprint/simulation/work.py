@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from imprint.errors import StoreError
 from imprint.plan import Settings
 from imprint.runtime.progress import Progress
 from imprint.simulation import engines
@@ -114,6 +115,7 @@ class Simulation:
             found = shard is not None
             if shard is None:
                 chunk, snapshots = self._simulate(engine, place, sources, fit)
+                self._check_end(files.index, chunk, snapshots)
                 shard = self._write(place, state, chunk, check_rows(engine, sources, chunk))
                 for snapshot in snapshots:
                     snapshot.clear()
@@ -130,6 +132,15 @@ class Simulation:
             hooks = Hooks(self.bar.advance, self.bar.skip, snapshots[-1] if snapshots else None, begins)
             chunks.append(engine.simulate(engine.descent.with_sources(sources.rows(first, first + fit)), hooks))
         return engines.join(chunks), snapshots
+
+    def _check_end(self, index: int, chunk: Chunk, snapshots: list[Snapshot]) -> None:
+        """Refuse sources that are of other data than those in the folder; nothing is resumed from them."""
+        try:
+            self.workspace.check_end(index, chunk.base)
+        except StoreError:
+            for snapshot in snapshots:
+                snapshot.clear()
+            raise
 
     def _write(self, place: "_Place", state: Parameters, chunk: Chunk, figures: ShardFigures) -> "_Shard":
         """Write the imprints of a file. They come last: where they are, all of it is."""

@@ -10,6 +10,8 @@ from itertools import zip_longest
 from typing import Any
 
 import numpy as np
+import torch
+from torch import Tensor
 
 from imprint.store.fingerprint import Likeness, compare_data
 from imprint.store.probing import DISTANCES, ELSEWHERE, ProbeValues
@@ -18,6 +20,8 @@ from imprint.store.request import Request
 Evaluate = Callable[[list[int]], ProbeValues]
 _RELATIVE = 1e-4  # of a value: what counts as the same
 _SLOPE = 1e-3  # of the gradient: what counts as the same
+_CLOSE = {torch.float64: 1e-10}  # relative to the largest value: what rounding may make of a path's end; else:
+_CLOSE_ENOUGH = 1e-4
 _ROUNDING = 4.0  # how often the rounding of a loss may add up
 
 
@@ -59,6 +63,16 @@ def difference(before: Request, now: Request, evaluate: Evaluate) -> str | None:
 def compare_training_data(before: Request, now: Request) -> Likeness:
     """Tell whether two requests are of the same training data."""
     return compare_data(vars(before.data), vars(now.data), now.n)
+
+
+def compare_ends(ours: Mapping[str, Tensor], theirs: Mapping[str, Tensor]) -> str | None:
+    """Describe how two ends of a path differ by more than rounding; None if they do not."""
+    for name, tensor in ours.items():
+        apart = float((tensor.double() - theirs[name].double()).abs().max()) if tensor.numel() else 0.0
+        size = float(tensor.double().abs().max()) if tensor.numel() else 0.0
+        if not apart <= _CLOSE.get(tensor.dtype, _CLOSE_ENOUGH) * size:
+            return f"the path ends elsewhere ({name!r} is off by {apart:.2g})"
+    return None
 
 
 def _compare_fields(what: str, before: Mapping[str, Any], now: Mapping[str, Any]) -> str | None:

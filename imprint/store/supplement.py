@@ -8,14 +8,18 @@ from dataclasses import replace
 from pathlib import Path
 from typing import ClassVar
 
+import torch
+
+from imprint.errors import StoreError
 from imprint.store.checkpoint import Checkpoint, File
-from imprint.store.comparison import Evaluate
+from imprint.store.comparison import Evaluate, compare_ends
 from imprint.store.files import sync, temporary_folder
 from imprint.store.manifest import Manifest
 from imprint.store.parts import refuse_damaged
 from imprint.store.reading import Store
 from imprint.store.request import Request
 from imprint.store.workspace import CheckChoices, Workspace
+from imprint.task import Parameters
 
 UPDATE = "update"
 
@@ -24,6 +28,7 @@ class Supplement(Workspace[Manifest]):
     """What a store lacks, while it is simulated; its record is never written, and nothing is read from it but files.
 
     checkpoints: those that are simulated. The store has those before them.
+    compares_ends: whether a path that ends elsewhere than that of the store is refused, as a sign of other data.
     """
 
     record = "supplement.json"
@@ -32,8 +37,16 @@ class Supplement(Workspace[Manifest]):
     is_whole: ClassVar[bool] = False
 
     def __init__(
-        self, store: Store, request: Request, evaluate: Evaluate, check: CheckChoices, checkpoints: range
+        self,
+        store: Store,
+        request: Request,
+        evaluate: Evaluate,
+        check: CheckChoices,
+        checkpoints: range,
+        *,
+        compares_ends: bool,
     ) -> None:
+        self._compares_ends = compares_ends
         self._store, self._checkpoints, self._sound = store, checkpoints, set[str]()
         self.begins = checkpoints.start > 0
         super().__init__(store.path / UPDATE, request, evaluate, check)
@@ -49,6 +62,17 @@ class Supplement(Workspace[Manifest]):
 
     def simulates(self, index: int) -> bool:
         return index in self._checkpoints
+
+    def check_end(self, index: int, base: Parameters) -> None:
+        if not self._compares_ends or index >= len(self._store.checkpoints):
+            return
+        known = self._store.base(index, torch.device("cpu"))
+        found = {name: tensor.detach().cpu() for name, tensor in base.items() if name in known}
+        if different := compare_ends(found, known):
+            raise StoreError(
+                f"{self._store.path} cannot be updated: at checkpoint {index} {different}. It was made from other "
+                "training data, which was not compared in full: simulate a new store."
+            )
 
     def settled(self, index: int) -> Checkpoint | None:
         """Return how the store simulated a checkpoint; a new one is settled here."""

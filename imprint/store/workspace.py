@@ -114,6 +114,9 @@ class Workspace(ABC, Generic[Whole]):
     def _publish(self, *names: str) -> None:
         """Tell who follows the making of the folder from elsewhere that files in it are new."""
 
+    def check_end(self, index: int, base: Parameters) -> None:
+        """Refuse sources whose path from a checkpoint ends elsewhere than that of sources which are there already."""
+
     def chunks(self, count: int) -> range:
         """Return which of so many chunks of sources are to be simulated here."""
         return range(count)
