@@ -43,7 +43,8 @@ class Data:
 
     dataset: map-style (`len`, `[i]`), or a tuple or mapping of tensors with one row per example; also a table of the
         package `datasets`, or a DataLoader that goes through its dataset in order.
-    batch_size: how many examples are evaluated at once; changes memory and speed, not results.
+    batch_size: how many examples are evaluated at once; changes memory and speed, but not results, unless dropout is
+        drawn.
     """
 
     def __init__(

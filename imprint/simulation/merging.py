@@ -31,6 +31,7 @@ from imprint.store.folder import locked
 from imprint.store.layouts import find_misfit, imprints_layout
 from imprint.store.manifest import MANIFEST, SOURCES, Manifest, add_costs
 from imprint.store.part_descriptions import read_shared_descriptions
+from imprint.store.part_ends import refuse_other_ends
 from imprint.store.part_writing import (
     PartRecord,
     SharedCheckpoint,
@@ -251,6 +252,7 @@ class _Merging:
                         f"part {Share(number, self.of)} simulated checkpoint {index} otherwise than the others: "
                         f"{different}. Delete {path}, and make it again."
                     )
+        refuse_other_ends(self.records, {i: c.checkpoint for i, c in self.shared.checkpoints.items()})
 
     def read_descriptions(self) -> tuple[About, ...]:
         """Read what the parts know of the sources."""

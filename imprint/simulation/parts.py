@@ -17,7 +17,7 @@ from imprint.simulation.runner import simulate_into
 from imprint.simulation.taking_over import check_choices
 from imprint.sources import Sources
 from imprint.store.part_descriptions import share_description
-from imprint.store.part_writing import PartWriter
+from imprint.store.part_writing import Draws, PartWriter, SharedRequest
 from imprint.store.parts import Part, PartsFolder, Share
 from imprint.store.reading import Store
 from imprint.store.request import Request
@@ -62,19 +62,29 @@ def simulate_part(
     options: as of `imprint.simulate`, and the same for all parts.
 
     What all parts must agree on, such as learning rates, the basis of the curvature and how many sources are in a file,
-    is decided by the first of them that gets so far, and kept in `out` for the others. The same call again resumes an
-    interrupted part, and returns a finished one.
+    is decided by the first of them that gets so far, and kept in `out` for the others. Where the plan draws dropout, so
+    is `batch_size`, on which the draws depend: another one is refused, and so is another kind of device. The same call
+    again resumes an interrupted part, and returns a finished one.
     """
     share, folder = Share.parse(part), PartsFolder(out)
     if refused := {"validate", "record"} & options.keys():
         raise PlanError(f"a part has not all sources, so {min(refused)}= is for the merged store: imprint.validate.")
 
     def open_part(request: Request, inputs: Inputs) -> PartWriter:
-        return PartWriter(out, share, request, inputs.seen, check_choices, len(sources))
+        draws = Draws(inputs.data.batch_size, task.device.type) if inputs.plan.dropout else None
+        return PartWriter(out, share, request, inputs.seen, check_choices, len(sources), draws)
 
+    if options.get("batch_size") is None and options.get("repeat") is None:
+        options["batch_size"] = _find_batch_size(folder)
     agree = partial(agree_on_plan, folder, share, task, sources)
     made = simulate_into(open_part, task, data, sources, plan, agree=agree, **options)[0]
     if made.count == 0:
         logger.warning("part %s has no sources: the other parts have all %d", share, len(sources))
     share_description(folder, sources)
     return made
+
+
+def _find_batch_size(folder: PartsFolder) -> int | None:
+    """Return how many examples the other parts evaluate at once, where what they draw depends on it."""
+    shared = SharedRequest.find(folder)
+    return None if shared is None or shared.draws is None else shared.draws.batch_size

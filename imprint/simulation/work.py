@@ -25,6 +25,7 @@ from imprint.sources import Sources
 from imprint.store.checkpoint import Checkpoint, File, Measured, ShardFigures, read_figures
 from imprint.store.layouts import coefficients_dtype, layout
 from imprint.store.manifest import Probes
+from imprint.store.path_ends import END, summarise_end
 from imprint.store.probing import evaluate_probes
 from imprint.store.request import DTYPES
 from imprint.store.values import Value
@@ -150,6 +151,8 @@ class Simulation:
             noise = place.files.write("noise", self._cast(chunk.noise)) if chunk.noise is not None else None
         if chunk.midpoints is not None:
             midpoints = place.files.write(place.name("midpoints"), self._cast(chunk.midpoints), place.rows)
+        if self.workspace.keeps_ends:
+            place.files.write(place.name(END), summarise_end(state, chunk.base), place.rows)
         tensors = self._cast(chunk.imprints, chunk.exact)
         imprints = place.files.write(place.name("imprints"), tensors, place.rows, asdict(figures))
         return _Shard(imprints, figures, base, midpoints, noise)

@@ -16,7 +16,7 @@ from imprint.store.comparison import Evaluate, compare_training_data, difference
 from imprint.store.folder import write_sealed
 from imprint.store.manifest import JOURNAL, LONGEST, MANIFEST, SCHEMA, Manifest
 from imprint.store.parts import PART, PLAN, REQUEST, Part, PartsFolder, Share, place_file, read_division, refuse_damaged
-from imprint.store.records import read
+from imprint.store.records import Count, read
 from imprint.store.request import Request
 from imprint.store.values import Value, parsed, read_json
 from imprint.store.workspace import CheckChoices, Remarks, Workspace
@@ -27,12 +27,32 @@ SETTLED = "settled.json"
 
 
 @dataclass(frozen=True)
+class Draws:
+    """What dropout along the path depends on beside the plan: how many examples are evaluated at once, and where."""
+
+    batch_size: Count
+    device: str
+
+    def describe_difference(self, now: "Draws", n: int) -> str | None:
+        """Describe what draws other numbers for n examples; None if nothing does."""
+        if self.device != now.device:
+            return f"device was {self.device}, is {now.device}, which draws other random numbers"
+        if min(self.batch_size, n) != min(now.batch_size, n):
+            return f"batch_size was {self.batch_size}, is {now.batch_size}: give batch_size={self.batch_size}"
+        return None
+
+
+@dataclass(frozen=True)
 class SharedRequest:
-    """What the parts in a folder are parts of."""
+    """What the parts in a folder are parts of.
+
+    draws: what the dropout of all parts is drawn with; None for a plan without.
+    """
 
     schema: int
     of: Annotated[int, read_division]
     request: Request
+    draws: Draws | None
 
     @classmethod
     def find(cls, folder: PartsFolder) -> "SharedRequest | None":
@@ -112,11 +132,13 @@ class PartWriter(Workspace[Part]):
 
     out: the folder that the store will be in once the parts are merged.
     sources: how many there are in all.
+    draws: what dropout along the path is drawn with; None for a plan without.
     """
 
     record = PART
     content = "a part of the store"
     is_whole = False
+    keeps_ends = True
 
     def __init__(
         self,
@@ -126,8 +148,9 @@ class PartWriter(Workspace[Part]):
         evaluate: Evaluate,
         check: CheckChoices,
         sources: int,
+        draws: Draws | None,
     ) -> None:
-        self.folder, self.share, self._sources = PartsFolder(out), share, sources
+        self.folder, self.share, self._sources, self._draws = PartsFolder(out), share, sources, draws
         self._check, self._evaluate = check, evaluate
         self._kept: dict[str, File] = {}  # files without rows of sources, which the part has written or found
         self._sound: set[str] = set()  # shared files that were compared with their checksums
@@ -149,7 +172,16 @@ class PartWriter(Workspace[Part]):
             raise StoreError(
                 f"{self.folder.out} is divided into {shared.of} parts, not {self.share.of}: give one of those."
             )
+        if shared is not None and shared.draws is not None and self._draws is not None:
+            self._refuse_other_draws(shared.draws, self._draws, shared.request.n)
         return None if shared is None else shared.request
+
+    def _refuse_other_draws(self, before: Draws, now: Draws, n: int) -> None:
+        if different := before.describe_difference(now, n):
+            raise StoreError(
+                f"{self.folder.out} holds parts whose dropout is drawn otherwise: {different}. Otherwise give "
+                f"another folder, or delete {self.folder.path}."
+            )
 
     def _compare(self, before: Request, now: Request) -> None:
         """Refuse a request that is not that of the other parts, or of what the part has made before."""
@@ -230,6 +262,7 @@ class PartWriter(Workspace[Part]):
 
     def _share_request(self) -> None:
         values = {"schema": SCHEMA, "of": self.share.of, "request": asdict(self.request)}
+        values["draws"] = None if self._draws is None else asdict(self._draws)
         if not self.folder.publish(REQUEST, lambda place: write_sealed(place / f"{REQUEST}.json", values)):
             ours, self.request = self.request, self._find_request() or self.request
             self._compare(self.request, ours)

@@ -56,6 +56,7 @@ class Workspace(ABC, Generic[Whole]):
 
     record, content: the file that makes it complete, and what it holds, in words.
     is_whole: whether the imprints of all sources come into it.
+    keeps_ends: whether it keeps where the path of each file of imprints ended (`path_ends`).
     otherwise: what to do about a folder with another request, in words; {path} stands for the folder.
     begins: whether what comes with the first sources of a checkpoint does, such as its base.
     request: everything the result depends on. A folder with a different request is refused, and the error names the
@@ -69,6 +70,7 @@ class Workspace(ABC, Generic[Whole]):
     record: ClassVar[str]
     content: ClassVar[str]
     is_whole: ClassVar[bool] = True
+    keeps_ends: ClassVar[bool] = False
     begins: bool = True
     otherwise: ClassVar[str] = "Give another folder, or delete it"
 

@@ -74,7 +74,11 @@ PlanPairs = Annotated[
 ]
 BatchSize = Annotated[
     int | None,
-    typer.Option(min=1, help="How many examples to evaluate at once. Affects memory and speed, but not results."),
+    typer.Option(
+        min=1,
+        help="How many examples to evaluate at once. Affects memory and speed, but not results, unless the plan draws "
+        "dropout.",
+    ),
 ]
 DtypeName = Annotated[
     str | None, typer.Option("--dtype", help="The dtype of the stored imprints: `float32`, `bfloat16` or `float64`.")
