@@ -11,6 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
+import numpy as np
 import torch
 
 from imprint.data import Collate, HashData
@@ -281,6 +282,13 @@ def _take_over(repeat: Store, request: Request, workspace: Workspace[Any], input
     if different := difference(before, request, inputs.seen):
         raise StoreError(f"{repeat.path} cannot be repeated: {different}.")
     compare_training_data(before, request).warn()
+    plan, members = inputs.plan, inputs.sources.members
+    drawn = plan.source_sample is not None or (plan.dropout and plan.batch_size is not None)
+    if before.members is None and drawn and any((np.diff(each) < 0).any() for each in members):
+        inputs.notices.add(
+            f"{repeat.path} was made by a version whose draws depended on the order of a source's members, and some "
+            "are not in ascending order: imprints of these sources are drawn anew, and differ."
+        )
     for index, checkpoint in enumerate(repeat.checkpoints):
         found = workspace.settled(index)
         if checkpoint.weight == 0:

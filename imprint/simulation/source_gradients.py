@@ -57,9 +57,10 @@ def _choose_members(descent: Descent, index: int, step: int) -> tuple[Tensor, fl
     """Choose the members that stand for a source in a step; return them with the factor that makes their sum unbiased.
 
     Steps go through all members in turn, shuffled anew each time: what one step leaves out comes soon after, so
-    that the noise of sampling hardly adds up over a path.
+    that the noise of sampling hardly adds up over a path. What is drawn, here or as dropout, does not depend on the
+    order in which members were given: a store does not keep it.
     """
-    members, sample = descent.sources.members[index], descent.plan.source_sample
+    members, sample = np.sort(descent.sources.members[index]), descent.plan.source_sample  # draws follow the order
     if sample is None or len(members) <= sample:
         return torch.from_numpy(members), 1.0
     identity = zlib.crc32(descent.sources.ids[index].encode())  # not the row: the draw must not depend on the order
