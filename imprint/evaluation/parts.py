@@ -19,22 +19,18 @@ from imprint.errors import StoreError
 from imprint.evaluation.models import Models, group_models
 from imprint.evaluation.truth import SUBSETS, TRUTH, Truth, TruthFolder, describe_circumstances
 from imprint.runtime.progress import Advance, Progress
-from imprint.store.folder import locked, write_sealed
+from imprint.store.folder import write_sealed
+from imprint.store.merging import find_finished, find_target, merging_into, remove_parts, tidy_up
 from imprint.store.parts import (
     PART,
     REQUEST,
     Part,
     PartsFolder,
     Share,
-    find_finished,
-    find_target,
     place_file,
     read_division,
-    remove_parts,
-    require_parts,
-    tidy_up,
 )
-from imprint.store.values import read_json
+from imprint.store.values import advised, read_json
 
 _DIVISION = "parts.json"
 
@@ -167,8 +163,9 @@ def read_shared(folder: PartsFolder) -> tuple[int, dict[str, Any]] | None:
     place = folder.shared / REQUEST
     if not (place / TRUTH).is_file():
         return None
-    of = read_division(read_json(place / _DIVISION).unsealed().record("of")["of"])
-    return of, TruthFolder(place).read_request()
+    with folder.mending(REQUEST):
+        of = read_division(read_json(place / _DIVISION).unsealed().record("of")["of"])
+        return of, TruthFolder(place).read_request()
 
 
 def name_models(folder: PartsFolder, total: int, share: Share) -> str:
@@ -196,15 +193,12 @@ def merge_truth(
     are removed once it is complete, those in other folders stay. The same call again returns the ground truth.
     """
     folders, target = find_target(parts, out)
-    merged = (target / TRUTH).is_file()
-    require_parts(folders, target, "ground truth", merged=merged)
-    if merged:
-        return _return_merged(folders, target)
-    of, about = _read_same(folders)
-    finished = find_finished(folders, of)
-    _refuse_gaps(finished, about)
-    target.mkdir(parents=True, exist_ok=True)
-    with locked(target):
+    with merging_into(folders, target, TRUTH, "ground truth") as merged:
+        if merged:
+            return _return_merged(folders, target)
+        of, about = _read_same(folders)
+        finished = find_finished(folders, of)
+        _refuse_gaps(finished, about)
         for path in finished.values():
             own = path.absolute().is_relative_to(target.absolute())
             for file in (*path.glob("values-*.safetensors"), path / SUBSETS):
@@ -232,6 +226,8 @@ def _return_merged(folders: list[PartsFolder], target: Path) -> Truth:
 def _read_same(folders: list[PartsFolder]) -> tuple[int, dict[str, Any]]:
     """Read what the parts in all folders share; refuse folders that differ in it."""
     first = read_shared(folders[0])
+    if first is None and (folders[0].shared / REQUEST / f"{REQUEST}.json").is_file():
+        raise StoreError(f"{folders[0].path} has parts of a store: imprint.merge merges them (or `imprint merge`).")
     if first is None:
         raise StoreError(f"{folders[0].shared} does not say what the parts are of: make any of them again.")
     for other in folders[1:]:
@@ -249,7 +245,9 @@ def _refuse_gaps(finished: dict[int, Path], about: dict[str, Any]) -> None:
     groups = group_models(about["kind"], range(about["runs"] * about["subsets"]), about["subsets"], about["at_once"])
     for number, path in finished.items():
         files, share = TruthFolder(path), Share(number, len(finished))
-        if files.read_request() != about:
+        with advised(f"Delete {path}, and make the part again."):
+            of_part = files.read_request()
+        if of_part != about:
             raise StoreError(f"{path} is a part of another ground truth: delete it, and make it again.")
         files.read_subsets(about)
         there, chunks = files.read_values(about), share.of_chunks(len(groups))

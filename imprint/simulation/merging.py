@@ -27,9 +27,9 @@ from imprint.simulation.uniting import merge_stores
 from imprint.store.checkpoint import Checkpoint, File, ShardFigures, read_figures
 from imprint.store.comparison import difference
 from imprint.store.describing import describe_new
-from imprint.store.folder import locked
 from imprint.store.layouts import find_misfit, imprints_layout
 from imprint.store.manifest import MANIFEST, SOURCES, Manifest, add_costs
+from imprint.store.merging import find_finished, find_target, merging_into, refuse_mixture, tidy_up
 from imprint.store.part_descriptions import read_shared_descriptions
 from imprint.store.part_ends import refuse_other_ends
 from imprint.store.part_writing import (
@@ -40,22 +40,19 @@ from imprint.store.part_writing import (
     name_checkpoint,
 )
 from imprint.store.parts import (
+    PART,
+    REQUEST,
     PartsFolder,
     Share,
-    find_finished,
-    find_target,
     is_sound,
     place_file,
     refuse_damaged,
-    remove_parts,
-    require_parts,
-    tidy_up,
 )
 from imprint.store.reading import Store
 from imprint.store.request import Request
 from imprint.store.table import Table
 from imprint.store.values import parsed, read_json
-from imprint.store.workspace import ABOUT
+from imprint.store.workspace import ABOUT, CHECKPOINTS
 from imprint.store.writing import write_manifest
 
 logger = logging.getLogger(__name__)
@@ -82,23 +79,20 @@ def merge(parts: Places, out: str | os.PathLike[str] | None = None, *, progress:
     places = [folder.out for folder in folders]
     if target not in places and all((place / MANIFEST).is_file() for place in places):
         return merge_stores(places, target, progress)
-    merged = (target / MANIFEST).is_file()
-    require_parts(folders, target, "a store", merged=merged)
-    if merged:
-        return _return_merged(folders, target)
-    finished = find_finished(folders, _count_parts(folders))
-    records = {number: (path, PartRecord.read(path)) for number, path in finished.items()}
-    merging = _Merging(folders, target, _read_shared(folders), records)
-    merging.compare()
-    about = merging.read_descriptions()
-    target.mkdir(parents=True, exist_ok=True)
-    with locked(target):
+    refuse_mixture(folders, target, MANIFEST)
+    with merging_into(folders, target, MANIFEST, "a store") as merged:
+        if merged:
+            return _return_merged(folders, target)
+        finished = find_finished(folders, _count_parts(folders))
+        records = {number: (path, PartRecord.read(path)) for number, path in finished.items()}
+        merging = _Merging(folders, target, _read_shared(folders), records)
+        merging.compare()
+        about = merging.read_descriptions()
         manifest = merging.put_together(progress)
         write_manifest(target, manifest)
     store = Store(target)
     describe_new(store, about)
-    with locked(target):
-        remove_parts(folders, target)
+    tidy_up(folders, target)
     return store
 
 
@@ -167,6 +161,8 @@ def _count_parts(folders: Sequence[PartsFolder]) -> int:
 
 def _read_request(folder: PartsFolder) -> SharedRequest:
     request = SharedRequest.find(folder)
+    if request is None and any(any(path.glob(CHECKPOINTS)) for path in folder.begun() if (path / PART).is_file()):
+        raise StoreError(f"{folder.shared / REQUEST} is missing: make any part again, which writes it, and merge then.")
     if request is None:
         raise StoreError(
             f"{folder.path} has no part that got far enough to be merged: finish the parts first (`imprint simulate "
@@ -237,6 +233,7 @@ class _Merging:
         for number, (path, record) in self.records.items():
             if different := _compare_requests(self.request, record.manifest.request):
                 raise StoreError(f"{path} is a part of something else: {different}. Delete it, and make it again.")
+            refuse_damaged(path / SOURCES, record.manifest.sources, f"delete {path}, and make the part again")
             if record.manifest.sources.sha256 != self.manifests[0].sources.sha256:
                 raise StoreError(f"{path} has another table of sources than part 1: delete it, and make it again.")
             checkpoints = record.manifest.checkpoints

@@ -19,7 +19,8 @@ from imprint.store.comparison import compare_ends, difference
 from imprint.store.describing import warn_of_others
 from imprint.store.folder import locked
 from imprint.store.manifest import MANIFEST, SOURCES, Manifest, add_costs
-from imprint.store.parts import place_file, refuse_other_files
+from imprint.store.merging import refuse_other_files
+from imprint.store.parts import place_file
 from imprint.store.reading import Store
 from imprint.store.request import Probed, Request
 from imprint.store.table import Table

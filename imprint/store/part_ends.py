@@ -35,8 +35,9 @@ def refuse_other_ends(records: Records, agreed: Mapping[int, Checkpoint]) -> Non
 
 def _read_ends(records: Records, index: int, rows: int) -> Iterator[tuple[Path, Parameters]]:
     """Yield where the path of every file of imprints ended, with the part that has it."""
+    path, record = next(iter(records.values()))
+    count = len(Table.read(read_json(path / SOURCES), record.manifest.request.n))
     for path, record in records.values():
-        count = len(Table.read(read_json(path / SOURCES), record.manifest.request.n))
         for chunk in record.part.of_chunks(-(-count // rows)):
             end = read_end(path / name_checkpoint(index) / f"{END}-{chunk:05}.safetensors")
             if end is not None:

@@ -10,20 +10,23 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
 
+import torch
+
 from imprint.errors import StoreError
 from imprint.store.checkpoint import Checkpoint, Decided, File
 from imprint.store.comparison import Evaluate, compare_training_data, difference
 from imprint.store.folder import write_sealed
-from imprint.store.manifest import JOURNAL, LONGEST, MANIFEST, SCHEMA, Manifest
+from imprint.store.manifest import JOURNAL, LONGEST, MANIFEST, SCHEMA, SOURCES, Manifest
 from imprint.store.parts import PART, PLAN, REQUEST, Part, PartsFolder, Share, place_file, read_division, refuse_damaged
 from imprint.store.records import Count, read
 from imprint.store.request import Request
-from imprint.store.values import Value, parsed, read_json
-from imprint.store.workspace import CheckChoices, Remarks, Workspace
+from imprint.store.values import OtherVersionError, Value, advised, parsed, read_json
+from imprint.store.workspace import CHECKPOINTS, CheckChoices, Remarks, Workspace
 from imprint.store.writing import open_same
 from imprint.task import Parameters
 
 SETTLED = "settled.json"
+_TRUTH = "truth.json"  # in its place, where the parts are of a ground truth (`imprint.evaluation.parts`)
 
 
 @dataclass(frozen=True)
@@ -57,8 +60,18 @@ class SharedRequest:
     @classmethod
     def find(cls, folder: PartsFolder) -> "SharedRequest | None":
         """Read what parts are of; None where no part has come so far."""
-        value = folder.read(REQUEST, f"{REQUEST}.json")
-        return None if value is None else read(cls, require_this_version(value))
+        with folder.mending(REQUEST):
+            value, place = folder.read(REQUEST, f"{REQUEST}.json"), folder.shared / REQUEST
+            if value is not None:
+                return read(cls, require_this_version(value))
+            if place.exists() and not (place / _TRUTH).exists():
+                raise StoreError(f"{place} does not say what the parts are of: {REQUEST}.json is missing.")
+        if place.exists():
+            raise StoreError(
+                f"{folder.path} has parts of a ground truth, which imprint.evaluation.merge_truth merges, or `imprint "
+                "merge`. To simulate, give another folder."
+            )
+        return None
 
 
 @dataclass(frozen=True)
@@ -77,11 +90,12 @@ class SharedCheckpoint:
     @classmethod
     def find(cls, folder: PartsFolder, index: int) -> "tuple[SharedCheckpoint, Value] | None":
         """Read how a checkpoint is simulated, and where that stands; None where no part has settled it so far."""
-        value = folder.read(name_checkpoint(index), SETTLED)
-        if value is None:
-            return None
-        inner = require_this_version(value)
-        return read(cls, inner), inner.mapping()["checkpoint"]
+        with folder.mending(name_checkpoint(index)):
+            value = folder.read(name_checkpoint(index), SETTLED)
+            if value is None:
+                return None
+            inner = require_this_version(value)
+            return read(cls, inner), inner.mapping()["checkpoint"]
 
 
 @dataclass(frozen=True)
@@ -94,6 +108,11 @@ class PartRecord:
 
     @classmethod
     def read(cls, folder: Path) -> "PartRecord":
+        with advised(f"Delete {folder}, and make the part again."):
+            return cls._read(folder)
+
+    @classmethod
+    def _read(cls, folder: Path) -> "PartRecord":
         values = require_this_version(read_json(folder / PART, LONGEST)).record(*cls.__dataclass_fields__)
         part = Share.from_json(values["part"])
         if part.folder != folder.name:
@@ -112,7 +131,7 @@ def require_this_version(value: Value) -> Value:
     """Return what a file that parts share holds; refuse one of another version."""
     schema = value.mapping().get("schema")
     if schema is not None and schema.content != SCHEMA:
-        raise StoreError(f"{value.file} was written by another version of imprint: use that one for all parts.")
+        raise OtherVersionError(f"{value.file} was written by another version of imprint: use that one for all parts.")
     return value.unsealed()
 
 
@@ -163,7 +182,14 @@ class PartWriter(Workspace[Part]):
         self.folder.refuse_other_number(share)
         self.request = self._find_request() or request
         self._compare(self.request, request)
+        self._refuse_lost_record(self.folder.of(share))
         super().__init__(self.folder.of(share), self.request, evaluate, check)
+
+    def _refuse_lost_record(self, path: Path) -> None:
+        """Refuse a part that says neither that it is finished nor that it is under way."""
+        inside = any(path.glob(CHECKPOINTS)) or (path / SOURCES).exists()
+        if inside and not (path / PART).exists() and not (path / JOURNAL).exists():
+            raise StoreError(f"{path} has lost its record, {PART}: delete {path}, and make the part again.")
 
     def _find_request(self) -> Request | None:
         """Return what the parts are of, if one has shared it; losses in it may differ from ours in the last digit."""
@@ -197,6 +223,11 @@ class PartWriter(Workspace[Part]):
     def _open_finished(self) -> Part:
         record = PartRecord.read(self.path)
         self._compare(record.manifest.request, self.request)
+        if any(checkpoint.decided for checkpoint in record.manifest.checkpoints):
+            if self._draws is not None:  # those of the part, whatever is asked for now
+                made = record.manifest.execution
+                self._draws = Draws(made.batch_size, torch.device(made.device).type)
+            self._share_request()  # where that was lost
         return self._describe(record.manifest)
 
     def _describe(self, manifest: Manifest) -> Part:
@@ -248,8 +279,9 @@ class PartWriter(Workspace[Part]):
         """Share how a checkpoint is simulated; where another part has been first, return what that has shared."""
         mine = [file for name, file in self._kept.items() if Path(name).parent.name == name_checkpoint(index)]
         found = SharedCheckpoint.find(self.folder, index)
-        if found is None:
+        if found is None or not (self.folder.shared / REQUEST).exists():
             self._share_request()
+        if found is None:
             own = {"checkpoint": asdict(checkpoint), "files": [asdict(file) for file in mine], "remarks": {**remarks()}}
             self.folder.publish(name_checkpoint(index), lambda place: self._fill_checkpoint(place, mine, own))
             found = SharedCheckpoint.find(self.folder, index)

@@ -17,26 +17,25 @@ import os
 import re
 import shutil
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from imprint.display import count_of, name_some
+from imprint.display import count_of
 from imprint.errors import PlanError, StoreError
 from imprint.store.addresses import is_address, parse_address
 from imprint.store.checkpoint import File
 from imprint.store.files import (
     LOCK,
     find_damage,
-    find_leftovers,
     is_leftover,
     refuse_irregular,
     sync,
     temporary_folder,
     write,
 )
-from imprint.store.folder import PARTS, locked
-from imprint.store.values import Value, read_json
+from imprint.store.folder import PARTS
+from imprint.store.values import Value, advised, read_json
 
 SHARED = "shared"
 REQUEST = "request"
@@ -46,9 +45,6 @@ MOST = 100_000  # parts
 _SECONDS = 120
 _THERE = {errno.EEXIST, errno.ENOTEMPTY}
 _FOLDER = re.compile(r"([1-9]\d{0,6})-of-([1-9]\d{0,6})", re.ASCII)
-_MERGED = re.compile(  # what an interrupted merge may have put into a folder
-    r"parts|checkpoint-\d{3}|sources\.json|\.imprint\.lock|(probes|subsets|values-\d+)\.safetensors", re.ASCII
-)
 _TEXT = re.compile(r"\s*(\d{1,7})\s*/\s*(\d{1,7})\s*", re.ASCII)
 
 
@@ -183,6 +179,11 @@ class PartsFolder:
         if names and PARTS not in names:
             raise StoreError(f"{self.out} holds something else: give a new folder for {content}.")
 
+    def begun(self) -> list[Path]:
+        """Find the folders of parts of any division that were begun."""
+        inside = self.path.iterdir() if self.path.is_dir() else ()
+        return sorted(path for path in inside if _FOLDER.fullmatch(path.name))
+
     def holds(self, record: str) -> bool:
         """Tell whether the folder holds what parts are merged into."""
         return (self.out / record).is_file()
@@ -242,6 +243,16 @@ class PartsFolder:
         place = self.shared / name / file
         return read_json(place) if place.exists() else None
 
+    @contextlib.contextmanager
+    def mending(self, name: str) -> Iterator[None]:
+        """Say what to do about a file that is shared under a name, where it cannot be read."""
+        if name == REQUEST:
+            advice = f"Delete {self.shared / name}, make any part again, which writes it anew, and go on."
+        else:
+            advice = f"Delete {self.path}, and make all parts again."
+        with advised(advice):
+            yield
+
     def withdraw(self, name: str) -> None:
         """Remove what was shared under a name, if nothing else was."""
         if self.shared.is_dir() and [path.name for path in self.shared.iterdir()] == [name]:
@@ -260,87 +271,6 @@ class PartsFolder:
         for path in (self.shared, self.path, *([self.out] if out else [])):
             with contextlib.suppress(OSError):  # there is something in it, or it is not there
                 path.rmdir()
-
-
-def find_target(
-    parts: str | os.PathLike[str] | Iterable[str | os.PathLike[str]], out: str | os.PathLike[str] | None
-) -> tuple[list[PartsFolder], Path]:
-    """Return the folders that have parts, and the one they are merged into."""
-    given = [parts] if isinstance(parts, str | os.PathLike) else list(parts)
-    folders = [PartsFolder(place) for place in given]
-    if not folders:
-        raise StoreError("there are no parts to merge: give the folder that was the out= of the parts.")
-    if out is None and len(folders) > 1:
-        raise StoreError(f"parts in {len(folders)} folders are merged into a further one: give it as out=.")
-    return folders, folders[0].out if out is None else Path(out)
-
-
-def require_parts(folders: Sequence[PartsFolder], target: Path, content: str, *, merged: bool = False) -> None:
-    """Refuse folders without parts, and a folder for them to be merged into that holds something else.
-
-    merged: whether that folder holds the result already, and may be without parts.
-    """
-    for folder in folders:
-        if not folder.path.is_dir() and not (merged and folder.out.absolute() == target.absolute()):
-            raise StoreError(
-                f"{folder.out} holds no parts: give the folder that was the out= of the parts of {content}."
-            )
-    if not merged:
-        refuse_other_files(target, content)
-
-
-def refuse_other_files(target: Path, content: str) -> None:
-    """Refuse a folder that holds something else than what a killed merge has left."""
-    if target.exists() and not target.is_dir():
-        raise StoreError(f"{target} is a file: give a folder for {content}.")
-    names = {path.name for path in target.iterdir() if not is_leftover(path)} if target.is_dir() else set()
-    if foreign := sorted(name for name in names if not _MERGED.fullmatch(name)):
-        raise StoreError(f"{target} holds something else ({foreign[0]}): give a new folder for {content}.")
-    beside = [target / name for name in names if name != PARTS]
-    inside = (path for folder in beside if folder.is_dir() and not folder.is_symlink() for path in folder.iterdir())
-    if link := next((path for path in (*beside, *inside) if path.is_symlink()), None):
-        raise StoreError(f"{link} is a link, and {content} is written to plain folders and files: remove it.")
-
-
-def remove_parts(folders: Sequence[PartsFolder], target: Path) -> None:
-    """Remove the parts in the folder that they were merged into."""
-    for folder in folders:
-        if folder.out.absolute() == target.absolute():
-            folder.remove()
-
-
-def tidy_up(folders: Sequence[PartsFolder], target: Path) -> None:
-    """Remove what a merge has left that was killed when its result was already complete."""
-    parts = any(folder.out.absolute() == target.absolute() and folder.path.is_dir() for folder in folders)
-    if parts or find_leftovers(target) or (target / LOCK).exists():
-        with contextlib.suppress(StoreError), locked(target):  # the folder is read-only, or another process is at work
-            remove_parts(folders, target)
-
-
-def find_finished(folders: Sequence[PartsFolder], of: int) -> dict[int, Path]:
-    """Find the folders of all parts, by number; refuse to go on if some are missing, and say how they are made."""
-    finished: dict[int, Path] = {}
-    for folder in folders:
-        for number, path in folder.find(of).items():
-            if (path / PART).is_file():
-                finished.setdefault(number, path)
-    if missing := [Share(number, of) for number in range(1, of + 1) if number not in finished]:
-        begun = {number for folder in folders for number in folder.find(of)}
-        listed = name_some([f"{each}{' (unfinished)' if each.number in begun else ''}" for each in missing], 12)
-        raise MissingPartsError(
-            f"{folders[0].out} cannot be merged: of its {of} parts, these are missing: {listed}. Make each as the "
-            f'others were made, with part "{missing[0]}" (`--part {missing[0]}`), and merge again.',
-            missing,
-        )
-    return dict(sorted(finished.items()))
-
-
-class MissingPartsError(StoreError):
-    """Parts that are to be merged are not all there."""
-
-    def __init__(self, message: str, missing: list[Share]) -> None:
-        super().__init__(message)
-        self.missing = missing
 
 
 def is_sound(place: Path, file: File) -> bool:

@@ -65,10 +65,11 @@ def find_plan(folder: PartsFolder, task: Task, sources: Sources) -> Plan | None:
 
 def _find(folder: PartsFolder, of: str) -> Plan | None:
     """Read the plan that was shared; refuse one that was chosen for something else."""
-    value = folder.read(PLAN, _FILE)
-    if value is None:
-        return None
-    found = read(_SharedPlan, require_this_version(value))
+    with folder.mending(PLAN):
+        value = folder.read(PLAN, _FILE)
+        if value is None:
+            return None
+        found = read(_SharedPlan, require_this_version(value))
     if found.of != of:
         raise StoreError(
             f"{value.file} has a plan that was chosen for another model or other sources. Give another folder, or "

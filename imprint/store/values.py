@@ -4,12 +4,13 @@ A file may be damaged, cut short, or written by hand. Whatever is in it, the out
 a `StoreError` of one line. `imprint.store.manifest` reads the files of a store through this.
 """
 
+import contextlib
 import hashlib
 import json
 import math
 import re
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn, TypeGuard
@@ -110,6 +111,21 @@ class Value:
         if _checksum(content) != seal:
             raise StoreError(f"{self.file} was changed after it was written: its checksum differs.")
         return Value(content, self.file, self.field)
+
+
+class OtherVersionError(StoreError):
+    """A file was written by another version, and is not damaged."""
+
+
+@contextlib.contextmanager
+def advised(advice: str) -> Iterator[None]:
+    """Add to the error of a file that cannot be read what to do about it."""
+    try:
+        yield
+    except OtherVersionError:
+        raise
+    except StoreError as error:
+        raise StoreError(f"{error} {advice}") from error
 
 
 def sealed(values: dict[str, Any]) -> dict[str, Any]:

@@ -7,10 +7,11 @@ from typing import Any
 import pytest
 import torch
 
-from imprint import Part, PartsError, PlanError, StoreError
+from imprint import Part, PartsError, PlanError, StoreError, merge
 from imprint.evaluation import Truth, merge_truth
 from imprint.evaluation.together import Together, Train
 from imprint.simulation.executors import InProcess
+from imprint.store.files import Lock
 from imprint.store.parts import PartsFolder
 from tests.evaluation.truths import (
     HALVES,
@@ -25,6 +26,7 @@ from tests.evaluation.truths import (
     together,
     train,
 )
+from tests.simulation.killing import PLANS, run_part
 
 
 def part(out: Path, text: str, how: Train | Together | None = None, **changes: Any) -> Part:
@@ -196,3 +198,40 @@ def test_models_that_fail_are_named(tmp_path: Path, caplog: pytest.LogCaptureFix
     with pytest.raises(PartsError, match=r"1 of 2 parts could not be made \(2/2: OSError: no such machine\)"):
         ask(tmp_path / "truth", fails, executor=InProcess(parts=2))
     assert "part 2/2 (models 5, 6, 7, 8, 9) failed, after 1 attempt: OSError" in caplog.text
+
+
+def test_parts_of_a_store_and_of_a_ground_truth_are_told_apart(tmp_path: Path) -> None:
+    all_parts(tmp_path / "truth", 2)
+    run_part(tmp_path / "store", "1/1", PLANS["tangent"])
+    with pytest.raises(StoreError, match=r"has parts of a ground truth, which imprint\.evaluation\.merge_truth merges"):
+        merge(tmp_path / "truth")
+    with pytest.raises(StoreError, match=r"has parts of a store: imprint\.merge merges them"):
+        merge_truth(tmp_path / "store")
+    merge(tmp_path / "store", progress=False)
+    merge_truth(tmp_path / "truth")
+
+
+def test_what_parts_share_is_written_anew_by_any_of_them(tmp_path: Path) -> None:
+    all_parts(tmp_path / "truth", 2)
+    shared = tmp_path / "truth" / "parts" / "shared" / "request"
+    (shared / "truth.json").write_text("{")
+    for call in (lambda: merge_truth(tmp_path / "truth"), lambda: part(tmp_path / "truth", "1/2")):
+        with pytest.raises(StoreError, match=r"Delete .*/shared/request, make any part again, which writes it anew"):
+            call()
+    shutil.rmtree(shared)
+    part(tmp_path / "truth", "1/2")
+    (tmp_path / "truth" / "parts" / "2-of-2" / "truth.json").write_text("{")
+    with pytest.raises(StoreError, match=r"Delete .*2-of-2, and make the part again\."):
+        merge_truth(tmp_path / "truth")
+    shutil.rmtree(tmp_path / "truth" / "parts" / "2-of-2")
+    part(tmp_path / "truth", "2/2")
+    assert torch.equal(merge_truth(tmp_path / "truth").values, ask().values)
+
+
+def test_nothing_is_read_while_another_process_merges(tmp_path: Path) -> None:
+    all_parts(tmp_path / "truth", 2)
+    lock = Lock(tmp_path / "truth")
+    shutil.rmtree(tmp_path / "truth" / "parts" / "shared")
+    with pytest.raises(StoreError, match="is writing to"):
+        merge_truth(tmp_path / "truth")
+    lock.release()

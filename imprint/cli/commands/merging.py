@@ -18,8 +18,9 @@ from imprint.display import count_of
 from imprint.errors import StoreError
 from imprint.evaluation.parts import merge_truth, read_shared
 from imprint.evaluation.truth import TRUTH
+from imprint.store.merging import MissingPartsError
 from imprint.store.part_writing import PartRecord
-from imprint.store.parts import PART, MissingPartsError, Part, PartsFolder
+from imprint.store.parts import PART, Part, PartsFolder
 
 _PART_OPTION = re.compile(r"--part[ =]\S+")
 
