@@ -136,15 +136,24 @@ class Models:
         near, far = next((i for i, more in enumerate(apart) if more), 0), apart.index(max(apart))
         return [index for index in dict.fromkeys((near, far)) if apart[index]]
 
-    def refuse_changed_training(self, path: Path, kept: dict[int, Tensor], noise: float, bar: Progress) -> None:
-        """Train the first finished model again, and refuse a `train` that no longer reproduces it."""
-        if isinstance(self.train, Together):
-            return
+    def refuse_changed_training(
+        self, path: Path, kept: dict[int, Tensor], noise: float, bar: Progress
+    ) -> dict[int, Tensor]:
+        """Train the first finished model again, and refuse a `train` that no longer reproduces it.
+
+        Return F, (1, queries), under the model that was trained.
+        """
         model = next((model for model in kept if model < len(self.seeds)), None)
-        if model is None:
-            return
+        if model is None or isinstance(self.train, Together):
+            return {}
         bar.total += 1
-        moved = root_mean_square(self.values(range(model, model + 1), bar.advance) - kept[model])
+        values = self.values(range(model, model + 1), bar.advance)
+        self.compare_training(path, model, values, kept, noise)
+        return {model: values}
+
+    def compare_training(self, path: Path, model: int, values: Tensor, kept: dict[int, Tensor], noise: float) -> None:
+        """Refuse a `train` under whose model F differs by more than repeating it explains."""
+        moved = root_mean_square(values - kept[model])
         among = spread(kept, len(self.subsets))
         most = SMALL * among if among is not None else SAME * root_mean_square(kept[model])
         against = (

@@ -37,12 +37,16 @@ _DIVISION = "parts.json"
 
 @dataclass(frozen=True)
 class TruthPart:
-    """A part of a ground truth that is to be made in the folder `out`."""
+    """A part of a ground truth that is to be made in the folder `out`.
+
+    same: whether all parts are known to train by the same function, as those that an executor makes.
+    """
 
     work: Models
     request: dict[str, Any]
     share: Share
     out: str | os.PathLike[str]
+    same: bool = False
 
     def make(self, progress: bool | Advance) -> Part:
         """Train the models of the part that are not there yet."""
@@ -100,6 +104,8 @@ class TruthPart:
             bar.skip(len(rows) * work.units)
             if rows:
                 work.refuse_changed_training(files.path, rows, about["noise"], bar)
+            elif missing:
+                tried |= self._compare_training(folder, about, tried, bar)
             files.write_request(about, work.subsets)
             for models in missing:
                 known = len(models) == 1 and models.start in tried
@@ -108,6 +114,23 @@ class TruthPart:
                     bar.advance(work.units)
                 files.write_values(models, values, about)
         write_sealed(files.path / PART, {"part": str(self.share)})
+
+    def _compare_training(
+        self, folder: PartsFolder, about: dict[str, Any], tried: dict[int, Tensor], bar: Progress
+    ) -> dict[int, Tensor]:
+        """Refuse a `train` that does not make the models with which the first part tried its own; return what it made.
+
+        Functions are known by their names only. One of the part's own models is trained for it, if one was tried.
+        """
+        place = folder.shared / REQUEST
+        with folder.mending(REQUEST):
+            kept = TruthFolder(place).read_values(about)
+        if both := [model for model in kept if model in tried]:
+            self.work.compare_training(folder.path, both[0], tried[both[0]], kept, about["noise"])
+            return {}
+        mine = {model for models in self._mine(about) for model in models}
+        ordered = {model: kept[model] for model in sorted(kept, key=lambda model: model not in mine)}
+        return {} if self.same else self.work.refuse_changed_training(folder.path, ordered, about["noise"], bar)
 
     def _bar(self, mine: Iterable[range], progress: bool | Advance) -> Progress:
         return Progress("retraining", sum(map(len, mine)) * self.work.units, self.work.unit, progress)
@@ -126,7 +149,7 @@ class TruthPart:
                 with contextlib.closing(self._bar((), progress)) as bar:
                     others = [model for model in range(self._total) if model not in mine]
                     tried, about["noise"] = self.work.try_training(bar, others)
-            folder.publish(REQUEST, lambda place: self._fill(place, about))
+            folder.publish(REQUEST, lambda place: self._fill(place, about, tried))
             shared = self._read_shared(folder)
             assert shared is not None
         if found is not None and found != shared:
@@ -137,8 +160,10 @@ class TruthPart:
             )
         return shared, tried
 
-    def _fill(self, place: Path, about: dict[str, Any]) -> None:
+    def _fill(self, place: Path, about: dict[str, Any], tried: dict[int, Tensor]) -> None:
         write_sealed(place / _DIVISION, {"of": self.share.of})
+        for model, values in tried.items():
+            TruthFolder(place).write_values(range(model, model + 1), values, about)
         write_sealed(place / TRUTH, about)
 
     def _read_shared(self, folder: PartsFolder) -> dict[str, Any] | None:
@@ -155,6 +180,12 @@ class TruthPart:
                 "same."
             )
         TruthFolder(folder.path).compare(about, self.request)
+        if ("data" in about["fingerprints"]) != ("data" in self.request["fingerprints"]):
+            first, now = ("with", "without") if "data" in about["fingerprints"] else ("without", "with")
+            raise StoreError(
+                f"{folder.path} was begun {first} data=, and this part is made {now}: the training data cannot be "
+                "compared. Give the same data= to all parts."
+            )
         return about
 
 

@@ -104,7 +104,7 @@ def _make_part(part: str, place: Place, *, train: Train | Together, task: Task, 
     """Train the models of a part wherever an executor runs it."""
     if place.device is not None and not isinstance(train, Together):  # which trains and measures where its data is
         task.model.to(place.device)
-    return retrain_part(part, train, task, **given)
+    return _retrain_part(part, train, task, same=True, **given)
 
 
 def retrain_part(
@@ -128,12 +128,32 @@ def retrain_part(
         gets a folder of its own in `out`.
     out: the folder that the ground truth will be in; the same for all parts, as are all other arguments.
 
-    The first part tries `train`, and how many models are trained together is decided by it for all. The same call again
+    The first part tries `train`, and how many models are trained together is decided by it for all. Every other part
+    trains one of the models that were tried, and refuses a `train` that does not reproduce it. The same call again
     resumes an interrupted part, and returns a finished one.
     """
+    given = (queries, subsets, runs, seed, data, batch_size, collate_fn)
+    return _retrain_part(part, train, task, *given, out=out, progress=progress)
+
+
+def _retrain_part(
+    part: str,
+    train: Train | Together,
+    task: Task,
+    *given: Any,
+    out: str | os.PathLike[str],
+    progress: bool | Advance = True,
+    same: bool = False,
+    **named: Any,
+) -> Part:
+    """Train a part.
+
+    given, named: the other arguments of `_prepare`.
+    same: whether the other parts are known to train by the same function.
+    """
     share = Share.parse(part)
-    request, work = _prepare(train, task, queries, subsets, runs, seed, data, batch_size, collate_fn)
-    return TruthPart(work, request, share, out).make(progress)
+    request, work = _prepare(train, task, *given, **named)
+    return TruthPart(work, request, share, out, same).make(progress)
 
 
 def _prepare(

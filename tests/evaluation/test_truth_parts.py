@@ -17,12 +17,14 @@ from tests.evaluation.truths import (
     HALVES,
     RUNS,
     Killed,
+    N,
     ask,
     ask_part,
     contents,
     dies_after,
     every_kind,
     nudged,
+    points,
     together,
     train,
 )
@@ -162,6 +164,26 @@ def test_a_changed_training_is_refused_where_a_part_goes_on(tmp_path: Path) -> N
         part(tmp_path / "truth", "2/2", nudged(0.0), progress=dies_after(6))
     with pytest.raises(StoreError, match="holds models of another train"):
         part(tmp_path / "truth", "2/2", nudged(3.0))
+
+
+@pytest.mark.parametrize("of", [2, 8])  # with a model that was tried, and without
+@pytest.mark.parametrize("order", [1, -1])
+def test_another_function_of_the_same_name_makes_no_part(of: int, order: int, tmp_path: Path) -> None:
+    first, *others = range(1, of + 1)[::order]
+    part(tmp_path / "truth", f"{first}/{of}", nudged(0.0))
+    with pytest.raises(StoreError, match=r"parts holds models of another train\(subset, seed\): .* trained again"):
+        part(tmp_path / "truth", f"{others[0]}/{of}", nudged(3.0))
+    for number in others:
+        part(tmp_path / "truth", f"{number}/{of}", nudged(0.0))
+    assert torch.equal(merge_truth(tmp_path / "truth").values, ask(how=train).values)
+
+
+def test_parts_with_and_without_data_do_not_mix(tmp_path: Path) -> None:
+    part(tmp_path / "truth", "1/2", train, data=points(N, 0))
+    with pytest.raises(StoreError, match="was begun with data=, and this part is made without"):
+        part(tmp_path / "truth", "2/2", train)
+    with pytest.raises(StoreError, match="the data changed"):
+        part(tmp_path / "truth", "2/2", train, data=points(N, 3))
 
 
 def test_a_failed_part_leaves_nothing(tmp_path: Path) -> None:
