@@ -40,7 +40,7 @@ from imprint.store.files import refuse_unreadable, write_tensors
 from imprint.store.fingerprint import changed, compare_data, of_sources
 from imprint.store.folder import PARTS, locked, make_folder, write_sealed
 from imprint.store.manifest import versions
-from imprint.store.remote import open_whole
+from imprint.store.remote import name_place, open_whole
 from imprint.store.uploading import Upload, begin_upload
 from imprint.store.values import Value, read_json, sealed
 
@@ -150,12 +150,12 @@ class Truth:
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> "Truth":
         """Read a folder of ground truth, or one in a bucket. Incomplete runs are left out, with a warning."""
-        folder = TruthFolder(open_whole(path))
+        folder, place = TruthFolder(open_whole(path)), name_place(path)
         request = folder.read_request()
         runs, subsets, count = (request[key] for key in ("runs", "subsets", "queries"))
         trained, kept = folder.read_subsets(request), folder.read_values(request)
         if len(trained) != subsets:
-            raise StoreError(f"{path} is damaged: it has {len(trained)} subsets, and its truth.json says {subsets}.")
+            raise StoreError(f"{place} is damaged: it has {len(trained)} subsets, and its truth.json says {subsets}.")
         there = min(runs, max(kept, default=0) // subsets + 1)  # runs of which a model is there
         values = torch.full((there * subsets, count), float("nan"), dtype=torch.float64)
         for model, value in kept.items():
@@ -166,11 +166,11 @@ class Truth:
         if not bool(complete.any()):
             done = int((~values.isnan()).any(2).sum())
             raise StoreError(
-                f"{path} is unfinished: {done} of {begun * subsets} models are there and no run is complete. Make the "
+                f"{place} is unfinished: {done} of {begun * subsets} models are there and no run is complete. Make the "
                 "same call again to resume."
             )
         if int(complete.sum()) < begun:
-            logger.warning("%s: %d of %d runs are complete, the others are left out", path, complete.sum(), begun)
+            logger.warning("%s: %d of %d runs are complete, the others are left out", place, complete.sum(), begun)
         return cls(
             trained, values[complete], request["measure"], request, request["question"], request.get("replayed", False)
         )

@@ -21,6 +21,7 @@ from imprint.plan import Question
 from imprint.store.checkpoint import INSIDE
 from imprint.store.files import sha256
 from imprint.store.records import read
+from imprint.store.remote import name_place
 from imprint.store.values import Value, read_json
 from imprint.task import Batch
 from imprint.validation.verdict import Verdict
@@ -145,7 +146,7 @@ class Export:
     @classmethod
     def _recorded(cls, place: Path) -> "Export":
         if not (place / RECORD).is_file():
-            raise StoreError(f"{place} holds no export: there is no {RECORD} (did its self-test pass?).")
+            raise StoreError(f"{name_place(place)} holds no export: there is no {RECORD} (did its self-test pass?).")
         found = _read(read_json(place / RECORD).unsealed(), place)
         for name, checksum in found.files.items():
             if not (place / name).is_file():

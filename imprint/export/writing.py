@@ -19,10 +19,12 @@ from imprint.export.likelihood import COLUMNS, as_batches, log_likelihood, refus
 from imprint.export.point import Counted, Point
 from imprint.export.record import ENDS, MODEL, PROBES, RECORD, SCHEMA, Export, Exported, ExportKind, SelfTest
 from imprint.readout.kernels import forward_only
+from imprint.store.addresses import is_address
 from imprint.store.checkpoint import CHAOTIC
 from imprint.store.files import sha256, temporary_folder, write_tensors
 from imprint.store.folder import locked, write_sealed
 from imprint.store.reading import Store
+from imprint.store.remote import name_place
 from imprint.task import Task
 from imprint.validation.record import find_verdict
 
@@ -44,7 +46,7 @@ def prepare_export(
     checkpoint: int | None,
 ) -> tuple[Point, list[Counted]]:
     """Check everything that is quick to check; return what is exported, and the queries it is tested on."""
-    _refuse_place(Path(folder).absolute())
+    _refuse_place(_find_place(folder))
     point = Point.of(task, Store.of(store), sources, checkpoint)
     batches = as_batches(queries, task.device)
     refuse_tokens(batches, point.context, point.vocabulary)
@@ -77,7 +79,7 @@ def write_export(
 
     fill(where, place): returns the plain model's name, and the two adapters of each source id.
     """
-    place = Path(folder).absolute()
+    place = _find_place(folder)
     with _lock_place(place) as beside:
         model, adapters = fill(beside, place)
         probes = _write_probes(beside, point, queries, dtype, gains if adapters else None)
@@ -123,6 +125,13 @@ def _lock_place(place: Path) -> Iterator[Path]:
             yield beside
     except OSError as error:
         raise StoreError(f"could not write the export {place}: {error.strerror or error}.") from error
+
+
+def _find_place(folder: str | os.PathLike[str]) -> Path:
+    """Return the folder that an export goes to; refuse the address of a bucket."""
+    if is_address(folder):
+        raise StoreError(f"{name_place(folder)} is in a bucket: give a folder of this machine for the export.")
+    return Path(folder).absolute()
 
 
 def _refuse_place(place: Path) -> None:

@@ -2,7 +2,6 @@
 
 import os
 from functools import partial
-from pathlib import Path
 from typing import Any, Literal
 
 from imprint.display import name_some
@@ -74,7 +73,7 @@ def open_folder(out: str | os.PathLike[str] | None) -> PartsFolder:
     """Return the folder in which parts meet that are made in several places."""
     if out is None:
         raise PlanError("an executor makes parts in several places, and they meet in a folder: give it as out=.")
-    return PartsFolder(Path(out).absolute())
+    return PartsFolder(PartsFolder(out).out.absolute())  # the inner one refuses an address, which no path is
 
 
 def make_part(part: str, place: Place, *, task: Task, memory: int | str | None, **given: Any) -> Part:

@@ -7,6 +7,8 @@ from pathlib import Path
 import pytest
 
 from imprint import Store, StoreError, merge
+from imprint.export import Export
+from imprint.simulation.sharing import open_folder
 from imprint.store.files import Lock
 from imprint.store.part_writing import PartRecord
 from tests.simulation.killing import PLANS, Made, contents, run_part
@@ -120,3 +122,15 @@ def test_stores_and_parts_are_told_apart(tmp_path: Path, made: Made) -> None:
     for places, out in (([one, "s3://bucket/two"], tmp_path / "new"), ([one, two], "s3://bucket/new")):
         said = refuse(lambda places=places, out=out: merge(places, out))  # type: ignore[misc]
         assert said.startswith("s3://bucket/") and "copy stores out of the bucket" in said
+
+
+def test_an_address_is_named_as_it_was_given(tmp_path: Path) -> None:
+    """Though a path that is made of it has one slash less, as the command line makes it."""
+    given = Path("s3://bucket/news")
+    for call in (
+        lambda: merge([given, tmp_path], tmp_path / "new"),
+        lambda: open_folder(given),
+        lambda: open_folder("s3://bucket/news"),
+        lambda: Export.open(given),
+    ):
+        assert refuse(call).startswith("s3://bucket/news ")

@@ -25,7 +25,7 @@ from imprint.evaluation.metrics import evaluate as evaluate_scores
 from imprint.evaluation.reports.page import Preface, check_place, write_report
 from imprint.evaluation.truth import Truth
 from imprint.store.manifest import MANIFEST
-from imprint.store.remote import has_file
+from imprint.store.remote import has_file, name_place
 
 
 def evaluate(
@@ -135,19 +135,20 @@ def _write_page(
 
 def _refuse_wrong_paths(store: Path, truth: Path) -> None:
     """Refuse arguments of `evaluate` that are swapped, or not a store and a ground truth."""
+    first, second = name_place(store), name_place(truth)
     if store.suffix == ".csv":
         raise ConfigurationError(
-            f"{store} is a table, which does not record what its scores belong to: give the store, or the file written "
+            f"{first} is a table, which does not record what its scores belong to: give the store, or the file written "
             "by `imprint attribute STORE --out scores.safetensors`."
         )
     is_scores = truth.suffix == ".safetensors"
     if is_truth(store) and (is_scores or _is_store(truth)):
-        raise ConfigurationError(f"{store} is a ground truth and comes second: imprint evaluate {truth} {store}.")
+        raise ConfigurationError(f"{first} is a ground truth and comes second: imprint evaluate {second} {first}.")
     if is_truth(store):
-        raise ConfigurationError(f"{store} is a ground truth: the first argument must be a store, or a file of scores.")
+        raise ConfigurationError(f"{first} is a ground truth: the first argument must be a store, or a file of scores.")
     if is_scores or _is_store(truth):
         raise ConfigurationError(
-            f"{truth} {'holds scores' if is_scores else 'is a store'}: the second argument must be a ground truth, "
+            f"{second} {'holds scores' if is_scores else 'is a store'}: the second argument must be a ground truth, "
             "from `imprint retrain`."
         )
 

@@ -18,7 +18,7 @@ from imprint.display import count_of
 from imprint.errors import StoreError
 from imprint.evaluation.parts import merge_truth, read_shared
 from imprint.evaluation.truth import TRUTH
-from imprint.store.merging import MissingPartsError
+from imprint.store.merging import MissingPartsError, find_target
 from imprint.store.part_writing import PartRecord
 from imprint.store.parts import PART, Part, PartsFolder
 
@@ -56,8 +56,8 @@ def merge(
 
     - `imprint merge runs/news runs/books --out runs/both`, for two stores of one base
     """
-    target = folders[0] if out is None else out
-    if (target / TRUTH).is_file() or any(read_shared(PartsFolder(folder)) for folder in folders):
+    parts, target = find_target(folders, out)
+    if (target / TRUTH).is_file() or any(map(read_shared, parts)):
         truth = merge_truth(folders, out)
         if json:
             typer.echo(dumps({"path": str(target), **truth.about}))

@@ -65,7 +65,7 @@ from imprint.recording.header import RECORD
 from imprint.store.addresses import is_address, parse_address
 from imprint.store.manifest import JOURNAL, MANIFEST
 from imprint.store.parts import PART, PartsFolder, Share
-from imprint.store.remote import WORK, has_anything, has_file
+from imprint.store.remote import WORK, has_anything, has_file, name_place
 
 _LOADED = ("task", "data", "sources", "collate_fn", "checkpoints", "run")  # what a simulation loads
 
@@ -220,7 +220,7 @@ def simulate(
     if folder is None:
         raise ConfigurationError("no folder was given for the store: add --out runs/NAME.")
     if has_file(folder, MANIFEST):
-        errors.print(f"{escape_markup(folder)} is complete; only checking that it matches", soft_wrap=True)
+        errors.print(f"{escape_markup(name_place(folder))} is complete; only checking that it matches", soft_wrap=True)
     with redirect_prints():
         objects = Objects(experiment, None if part is None else Share.parse(part))
         _ = objects.task  # which sets the number of threads

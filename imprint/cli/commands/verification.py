@@ -13,6 +13,7 @@ from imprint.cli.terminal import console, errors, escape_markup
 from imprint.errors import ConfigurationError
 from imprint.export.record import RECORD
 from imprint.store.addresses import is_address
+from imprint.store.remote import name_place
 from imprint.validation.witnesses import verify_witnesses
 
 
@@ -46,7 +47,9 @@ def verify(
         _verify_export(store, url, api_key, json)
         return
     if url is not None:
-        raise ConfigurationError(f"--url compares a server with an export, and {store} is not one: give its folder.")
+        raise ConfigurationError(
+            f"--url compares a server with an export, and {name_place(store)} is not one: give its folder."
+        )
     opened = imprint.Store(store, signed_by=signed_by)
     opened.verify()
     verify_witnesses(opened)
