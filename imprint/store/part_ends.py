@@ -28,8 +28,9 @@ def refuse_other_ends(records: Records, agreed: Mapping[int, Checkpoint]) -> Non
                 both = f"{first[0]} and {path}" if path != first[0] else f"sources of {path}"
                 raise StoreError(
                     f"{both} are not of the same simulation: at checkpoint {index} the path ends elsewhere, "
-                    f"{apart:.2g} times its length apart. They read other data, or drew other random numbers: delete "
-                    "what is wrong, and make it again as the other parts were made."
+                    f"{apart:.2g} times its length apart. They read other data, or such that changes from reading to "
+                    "reading, or drew other random numbers: delete what is wrong, and make it again as the other parts "
+                    "were made."
                 )
 
 
