@@ -107,7 +107,7 @@ class TruthPart:
             elif missing:
                 tried |= self._compare_training(folder, about, tried, bar)
             files.write_request(about, work.subsets)
-            for models in missing:
+            for models in sorted(missing, key=lambda models: models.start not in tried):  # what is known is kept first
                 known = len(models) == 1 and models.start in tried
                 values = tried[models.start] if known else work.values(models, bar.advance)
                 if known:

@@ -99,7 +99,7 @@ def test_an_interrupted_part_of_a_ground_truth_tells_of_its_own_models(command: 
     assert early.code == 130 and early.err == (
         "stopped before the first models were finished: the same command will start over\n"
     )
-    late = make("2/2", 3)
+    late = make("2/2", 4)  # one of them trains a model of the other part, to see that the function is the same
     assert "stopped: finished models are in truth/parts/2-of-2, the same command will resume from there" in late.err
     assert "1 model of part 2/2 is finished\n" in make("2/2", 0).err
 
