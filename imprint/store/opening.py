@@ -96,7 +96,7 @@ class Files:
         self.check(file)
         place = self.folder / file.path
         try:
-            with safe_open(place, framework="pt") as tensors:
+            with _map(place) as tensors:
                 if layout and (misfit := find_misfit(tensors, layout, others=True)):
                     raise StoreError(f"{place} does not fit the manifest: {misfit}{self._name_sources(file)}.")
                 yield tensors
@@ -130,6 +130,14 @@ class Files:
     def _name_source(self, row: int) -> str:
         identity, name = self.sources[row]
         return shown(identity) if name == identity else f"{shown(identity)}, {shown(name)}"
+
+
+def _map(place: Path) -> Any:
+    """Open a file of tensors; torch has an error of its own for a file that goes away in that moment."""
+    try:
+        return safe_open(place, framework="pt")
+    except RuntimeError as error:
+        raise FileNotFoundError(str(error).splitlines()[0]) from error
 
 
 def _stamp(place: str) -> _Stamp:

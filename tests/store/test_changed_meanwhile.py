@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from imprint import Plan, Sources, Store, StoreError, attribute, drop, simulate, update
+from imprint.store import opening
 from tests.store.test_schema import PLAN, STORES, data, queries, task
 
 MEMBERS = {"ann": [0, 1, 2], "bob": [2, 3], "Eve & co": [4, 11]}
@@ -44,6 +45,18 @@ def test_a_store_that_was_changed_twice_since_it_was_opened_says_so(tmp_path: Pa
     drop(str(tmp_path / "store"), "ann", progress=False)
     with pytest.raises(StoreError, match=r"was changed since it was opened.*open the store again"):
         Store.verify(opened)
+
+
+def test_a_file_that_goes_away_while_it_is_opened_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Between two looks of safetensors, of which the second is torch's."""
+    opened = make(tmp_path / "store")
+
+    def gone(*given: object, **named: object) -> object:
+        raise RuntimeError("unable to open file <imprints> in read-only mode: No such file or directory (2)")
+
+    monkeypatch.setattr(opening, "safe_open", gone)
+    with pytest.raises(StoreError, match=r"imprints-00000.*cannot be read: .*unable to open file"):
+        opened.imprints(0, 0, 1, torch.device("cpu"))
 
 
 @pytest.mark.parametrize("schema", [7, 10])
