@@ -11,6 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from imprint import Store
 from tests.conftest import require
 
 pytest.importorskip("peft")
@@ -59,5 +60,22 @@ def test_answers_are_told_word_by_word_and_removals_hold_in_plain_training(
         contributed = sum(contribution for _, contribution in told["every word"])
         assert contributed == pytest.approx(-told["effects"][told["most helpful"]], rel=0.1, abs=1e-4)
         assert told["without"] != ""
+    _check_models_without(tmp_path, found["settings"])
     assert (tmp_path / "who.png").stat().st_size > 1000
     assert (tmp_path / "words.png").stat().st_size > 1000
+
+
+def _check_models_without(folder: Path, settings: dict[str, Any]) -> None:
+    """The model that answers without a president is the one that plain training gives."""
+    from publishers_case import Case, Settings
+    from publishers_story import _without
+
+    case = Case(folder, Settings(**{**settings, "drops": tuple(settings["drops"])}), "cpu", True, folder / "smollm2")
+    (tuned, _), store = case.recorded(), Store(folder / "store")
+    deployed = {name: p.detach().clone() for name, p in tuned.model.named_parameters() if p.requires_grad}
+    expected = case.train_again(dict.fromkeys(case.sources.members[1].tolist(), 0.0))
+    with _without(tuned, store, 1):
+        for name, parameter in expected.items():
+            moved = float((parameter - deployed[name]).abs().max())
+            torch.testing.assert_close(tuned.model.get_parameter(name), parameter, rtol=0, atol=0.02 * moved + 1e-7)
+    assert all(torch.equal(tuned.model.get_parameter(name), p) for name, p in deployed.items())
