@@ -37,6 +37,7 @@ from imprint.simulation.recorded import (
 )
 from imprint.simulation.states import States
 from imprint.sources import Sources, require_sources
+from imprint.store.draws import Draws
 from imprint.store.fingerprint import of_data, of_members, of_sources, of_tensors, partly_hashed
 from imprint.store.probe_examples import choose_probes
 from imprint.store.probing import ProbeValues, describe_modules, evaluate_probes, evaluate_regulariser
@@ -129,6 +130,11 @@ class Inputs:
             return planned
         steps = len(self.run.steps) - find_begin(self.run, self.plan.start)
         return [replace(settings, steps=steps) for settings in planned]
+
+    @property
+    def draws(self) -> Draws | None:
+        """What dropout along the path is drawn with; None for a plan without."""
+        return Draws(self.data.batch_size, self.task.device.type) if self.plan.dropout else None
 
     @property
     def first(self) -> int:

@@ -17,7 +17,7 @@ from imprint.simulation.runner import simulate_into
 from imprint.simulation.taking_over import check_choices
 from imprint.sources import Sources
 from imprint.store.part_descriptions import share_description
-from imprint.store.part_writing import Draws, PartWriter, SharedRequest
+from imprint.store.part_writing import PartWriter, SharedRequest
 from imprint.store.parts import Part, PartsFolder, Share
 from imprint.store.reading import Store
 from imprint.store.request import Request
@@ -71,8 +71,7 @@ def simulate_part(
         raise PlanError(f"a part has not all sources, so {min(refused)}= is for the merged store: imprint.validate.")
 
     def open_part(request: Request, inputs: Inputs) -> PartWriter:
-        draws = Draws(inputs.data.batch_size, task.device.type) if inputs.plan.dropout else None
-        return PartWriter(out, share, request, inputs.seen, check_choices, len(sources), draws)
+        return PartWriter(out, share, request, inputs.seen, check_choices, len(sources), inputs.draws)
 
     if options.get("batch_size") is None and options.get("repeat") is None:
         options["batch_size"] = _find_batch_size(folder)

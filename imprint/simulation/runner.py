@@ -110,7 +110,7 @@ def simulate(
     given |= {"note": note, "progress": progress}
 
     def open_store(request: Request, inputs: Inputs) -> Writer:
-        return Writer(out, request, inputs.seen, check_choices)
+        return Writer(out, request, inputs.seen, check_choices, inputs.draws)
 
     if executor is None:
         store, inputs = simulate_into(open_store, task, data, sources, plan, **given)

@@ -15,10 +15,11 @@ import torch
 from imprint.errors import StoreError
 from imprint.store.checkpoint import Checkpoint, Decided, File
 from imprint.store.comparison import Evaluate, compare_training_data, difference
+from imprint.store.draws import Draws
 from imprint.store.folder import write_sealed
 from imprint.store.manifest import JOURNAL, LONGEST, MANIFEST, SCHEMA, SOURCES, Manifest
 from imprint.store.parts import PART, PLAN, REQUEST, Part, PartsFolder, Share, place_file, read_division, refuse_damaged
-from imprint.store.records import Count, read
+from imprint.store.records import read
 from imprint.store.request import Request
 from imprint.store.values import OtherVersionError, Value, advised, parsed, read_json
 from imprint.store.workspace import CHECKPOINTS, CheckChoices, Remarks, Workspace
@@ -27,22 +28,6 @@ from imprint.task import Parameters
 
 SETTLED = "settled.json"
 _TRUTH = "truth.json"  # in its place, where the parts are of a ground truth (`imprint.evaluation.parts`)
-
-
-@dataclass(frozen=True)
-class Draws:
-    """What dropout along the path depends on beside the plan: how many examples are evaluated at once, and where."""
-
-    batch_size: Count
-    device: str
-
-    def describe_difference(self, now: "Draws", n: int) -> str | None:
-        """Describe what draws other numbers for n examples; None if nothing does."""
-        if self.device != now.device:
-            return f"device was {self.device}, is {now.device}, which draws other random numbers"
-        if min(self.batch_size, n) != min(now.batch_size, n):
-            return f"batch_size was {self.batch_size}, is {now.batch_size}: give batch_size={self.batch_size}"
-        return None
 
 
 @dataclass(frozen=True)
@@ -183,7 +168,7 @@ class PartWriter(Workspace[Part]):
         self.request = self._find_request() or request
         self._compare(self.request, request)
         self._refuse_lost_record(self.folder.of(share))
-        super().__init__(self.folder.of(share), self.request, evaluate, check)
+        super().__init__(self.folder.of(share), self.request, evaluate, check, draws=draws)
 
     def _refuse_lost_record(self, path: Path) -> None:
         """Refuse a part that says neither that it is finished nor that it is under way."""

@@ -23,6 +23,7 @@ from imprint.errors import DataError, StoreError, first_line
 from imprint.sources import Sources
 from imprint.store.checkpoint import Checkpoint, Decided, File
 from imprint.store.comparison import Evaluate, compare_training_data, difference
+from imprint.store.draws import Draws
 from imprint.store.files import LOCK, Lock, clear_leftovers, find_leftovers, sha256, write_tensors
 from imprint.store.finished import FILES, Finished
 from imprint.store.folder import make_folder, write_sealed
@@ -64,6 +65,7 @@ class Workspace(ABC, Generic[Whole]):
     evaluate: evaluates the task on given training examples, to compare it with a request that has different probes.
     check: refuses choices for a checkpoint that no simulation would have made.
     temporary: whether nothing in the folder outlives the process.
+    draws: what dropout along the path is drawn with; None for a plan without.
     resumed: whether an earlier run has begun.
     """
 
@@ -75,9 +77,16 @@ class Workspace(ABC, Generic[Whole]):
     otherwise: ClassVar[str] = "Give another folder, or delete it"
 
     def __init__(
-        self, path: Path, request: Request, evaluate: Evaluate, check: CheckChoices, *, temporary: bool = False
+        self,
+        path: Path,
+        request: Request,
+        evaluate: Evaluate,
+        check: CheckChoices,
+        *,
+        temporary: bool = False,
+        draws: Draws | None = None,
     ) -> None:
-        self._check, self._evaluate = check, evaluate
+        self._check, self._evaluate, self._draws = check, evaluate, draws
         self._temporary = temporary
         written = json.dumps(asdict(request), allow_nan=False)  # what could not be read again is refused now
         self.request = Request.from_json(parsed(written.encode(), Path(JOURNAL)))
@@ -139,13 +148,18 @@ class Workspace(ABC, Generic[Whole]):
     def _resume(self) -> None:
         """Take over what an earlier run of the same request has left."""
         try:
-            request = self._read_journal()
+            request, before = self._read_journal()
         except StoreError as error:
             raise StoreError(f"{error} Delete {self.path} to begin anew.") from error
         if different := difference(request, self.request, self._evaluate):
             raise StoreError(
                 f"{self.path} holds an unfinished simulation of something else: {different}. "
                 f"{self.otherwise.format(path=self.path)}."
+            )
+        if before and self._draws and (different := before.describe_difference(self._draws, request.n)):
+            raise StoreError(
+                f"{self.path} holds an unfinished simulation whose dropout is drawn otherwise: {different}. Otherwise "
+                f"{self.otherwise[0].lower()}{self.otherwise.format(path=self.path)[1:]}."
             )
         compare_training_data(request, self.request).warn()
         self.request = request  # its losses may differ from ours in the last digit, and the manifest must not
@@ -154,19 +168,20 @@ class Workspace(ABC, Generic[Whole]):
         self.resumed = bool(self._settled)
         logger.info("resuming the simulation in %s", self.path)
 
-    def _read_journal(self) -> Request:
-        """Learn how checkpoints are simulated, and return what was asked for."""
+    def _read_journal(self) -> tuple[Request, Draws | None]:
+        """Learn how checkpoints are simulated, and return what was asked for, and what dropout was drawn with."""
         journal = read_json(self.path / JOURNAL)
         schema = journal.mapping().get("schema")
         if schema is not None and schema.content != SCHEMA:
             raise StoreError(f"{self.path} was begun by another version of imprint: finish it with that one.")
-        values = journal.unsealed().record("schema", "request", "checkpoints")
+        drawn = ("draws",) if "draws" in journal.mapping() else ()
+        values = journal.unsealed().record("schema", "request", "checkpoints", *drawn)
         request = Request.from_json(values["request"])
         for index, checkpoint in enumerate(values["checkpoints"].items()):
             if checkpoint.content is not None:
                 self._settled[index] = settled = read(Checkpoint, checkpoint)
                 self._check(settled, index, request, checkpoint)
-        return request
+        return request, read(Draws, values["draws"]) if drawn else None
 
     def settled(self, index: int) -> Checkpoint | None:
         """Return how a checkpoint is simulated, if an earlier run has decided it."""
@@ -185,7 +200,9 @@ class Workspace(ABC, Generic[Whole]):
     def _write_journal(self) -> None:
         settled = [self._settled.get(k) for k in range(max(self._settled, default=-1) + 1)]
         checkpoints = [asdict(value) if value else None for value in settled]
-        journal = {"schema": SCHEMA, "request": asdict(self.request), "checkpoints": checkpoints}
+        journal: dict[str, Any] = {"schema": SCHEMA, "request": asdict(self.request), "checkpoints": checkpoints}
+        if self._draws is not None:
+            journal["draws"] = asdict(self._draws)
         write_sealed(self.path / JOURNAL, journal)
         self._publish(JOURNAL)
 

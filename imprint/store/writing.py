@@ -11,6 +11,7 @@ from pathlib import Path
 from imprint.errors import StoreError
 from imprint.store.addresses import is_address
 from imprint.store.comparison import Evaluate, compare_training_data, difference
+from imprint.store.draws import Draws
 from imprint.store.files import write
 from imprint.store.manifest import JOURNAL, MANIFEST, Manifest
 from imprint.store.reading import Store
@@ -33,13 +34,18 @@ class Writer(Workspace[Store]):
     content = "the store"
 
     def __init__(
-        self, out: str | os.PathLike[str] | None, request: Request, evaluate: Evaluate, check: CheckChoices
+        self,
+        out: str | os.PathLike[str] | None,
+        request: Request,
+        evaluate: Evaluate,
+        check: CheckChoices,
+        draws: Draws | None = None,
     ) -> None:
         self._out: str | os.PathLike[str] = tempfile.mkdtemp(prefix="imprint-") if out is None else out
         self._upload: Upload | None = None
         path = self._open_address() if is_address(self._out) else Path(self._out)
         try:
-            super().__init__(path, request, evaluate, check, temporary=out is None)
+            super().__init__(path, request, evaluate, check, temporary=out is None, draws=draws)
         except BaseException:
             self._leave()
             raise

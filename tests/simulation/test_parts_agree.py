@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from imprint import Part, Plan, Sources, Store, StoreError, Task, merge, simulate, simulate_part
 from imprint.store.path_ends import compare_ends, summarise_end
-from tests.simulation.killing import N, data
+from tests.simulation.killing import Killed, N, data, dies_after
 
 PLAN = Plan(steps=4, lr=0.2)
 DROPPING = replace(PLAN, dropout=True)
@@ -43,6 +43,22 @@ def test_parts_with_dropout_take_over_the_batches_that_it_is_drawn_by(tmp_path: 
     assert not store.warnings
 
 
+def test_a_simulation_with_dropout_goes_on_with_the_batches_that_it_was_drawn_by(tmp_path: Path) -> None:
+    def attempt(batch_size: int, **options: Any) -> Store:
+        given = {"out": tmp_path / "store", "memory": "1B", "batch_size": batch_size, **options}  # one source at a time
+        return simulate(task(), data(), SOURCES, DROPPING, **given)
+
+    with pytest.raises(Killed):
+        attempt(5, progress=dies_after(10))
+    with pytest.raises(
+        StoreError, match=r"drawn otherwise: batch_size was 5, is 8: give batch_size=5\. Otherwise give"
+    ):
+        attempt(8, progress=False)
+    store = attempt(5, progress=False)
+    whole = simulate(task(), data(), SOURCES, DROPPING, batch_size=5, progress=False)
+    torch.testing.assert_close(imprints(store), imprints(whole), rtol=1e-4, atol=1e-5)
+
+
 def test_batches_that_hold_all_examples_draw_the_same(tmp_path: Path) -> None:
     part(tmp_path / "store", "1/2", DROPPING)
     part(tmp_path / "store", "2/2", DROPPING, batch_size=N)
@@ -50,7 +66,7 @@ def test_batches_that_hold_all_examples_draw_the_same(tmp_path: Path) -> None:
 
 def test_parts_whose_paths_end_apart_are_not_merged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As those of machines that draw other random numbers, or of a folder that forgot what was agreed on."""
-    monkeypatch.setattr("imprint.store.part_writing.Draws.describe_difference", lambda *_: None)
+    monkeypatch.setattr("imprint.store.draws.Draws.describe_difference", lambda *_: None)
     part(tmp_path / "store", "1/2", DROPPING)
     part(tmp_path / "store", "2/2", DROPPING, batch_size=5)
     words = r"1-of-2 and .*2-of-2 are not of the same simulation: at checkpoint 0 the path ends elsewhere"
