@@ -200,7 +200,7 @@ class Sets:
     def correlate(self, scores: Tensor) -> dict[str, float]:
         """Return the mean rank correlation with its interval, and the slope of real on predicted effects."""
         predicted, truth = self._predict(scores), self.actual.mean(0)
-        value = self.value(scores)
+        value = _mean_correlation(predicted, truth)
         resampled = [_mean_correlation(predicted[np.ix_(*each)], truth[np.ix_(*each)]) for each in self.chosen]
         low, high = np.nanquantile(resampled, [0.025, 0.975])
         away, rises = centre(predicted), centre(truth)

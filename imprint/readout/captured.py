@@ -106,7 +106,6 @@ class Captured:
         queries: tuple[Batch, int],
         imprints: Sequence[Tensor],
         prepare: Callable[[], Reading],
-        plainly: Callable[[], Tensor],
         activations: Callable[[Batch, int], Activations],
     ) -> Tensor | None:
         """Return the scores of a block by its graph, shape (sources, queries), if capturing `is_on`.
@@ -114,7 +113,6 @@ class Captured:
         place: the checkpoint, and the first and last source of the block.
         queries: a batch, and how many queries it has.
         prepare: returns what computes the scores of a batch; it may read values of imprints.
-        plainly: computes the scores of these very queries.
         activations: tells what reading a batch computes: there must be room for it for as long as there is a graph.
         """
         batch, count = queries
@@ -131,7 +129,7 @@ class Captured:
             if activations(padded, count).bytes(place[2] - place[1], count) > self.room:
                 block.plain = True
                 return None
-            return self._capture(block, padded, count, imprints, prepare, plainly)
+            return self._capture(block, queries, padded, imprints, prepare)
         for mine, given in zip(leaves(block.graph.batch), leaves(padded), strict=True):
             mine.copy_(given)
         return self._repeat(block.graph)
@@ -162,11 +160,10 @@ class Captured:
     def _capture(
         self,
         block: _Block,
+        queries: tuple[Batch, int],
         padded: Batch,
-        count: int,
         imprints: Sequence[Tensor],
         prepare: Callable[[], Reading],
-        plainly: Callable[[], Tensor],
     ) -> Tensor | None:
         """Capture a block and return its first scores; None if that is not possible."""
         recorder, static = self._recorder, map_tensors(lambda tensor: tensor.detach().clone(), padded)
@@ -176,9 +173,9 @@ class Captured:
             self._drop(with_graphs[0])
         try:
             reading = prepare()
-            compute = lambda: reading(static, count)  # noqa: E731
-            expected, plain = recorder.rehearse(compute), plainly()
-            if (apart := _difference(expected, plain)) > _ROUNDED:
+            compute = lambda: reading(static, queries[1])  # noqa: E731
+            expected = recorder.rehearse(compute)
+            if (apart := _difference(expected, reading(*queries))) > _ROUNDED:
                 raise ReadoutError(f"without the checks of values, and padded, scores differ by {apart:.2g}")
             repeat = recorder.record(compute)
             others = (*imprints, *tensors_of(self._task.replica))  # a module may forget what it had when captured

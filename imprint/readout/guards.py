@@ -129,12 +129,13 @@ def explain_silence(measured: Measured, *, removes: bool) -> str:
     return _UNTOUCHED if measured.norms is not None and measured.norms.largest == 0 else _UNMEASURED
 
 
-def refuse_undefined(scores: Tensor, first: int, sources: Sequence[str]) -> None:
-    """Refuse scores, (queries, sources), that are not finite; `first` is the number of the first query."""
-    if bool(scores.isfinite().all()):
-        return
+def explain_undefined(scores: Tensor, first: int, sources: Sequence[str]) -> UndefinedScore:
+    """Return the error for scores, (queries, sources), of which some are not finite.
+
+    first: the number of the first query.
+    """
     query, source = (~scores.isfinite()).nonzero()[0].tolist()
-    raise UndefinedScore(
+    return UndefinedScore(
         f"the score of query {first + query} for source {sources[source]!r} is {float(scores[query, source])}: look "
         "for NaN or infinity in the query, or an undefined measurement."
     )

@@ -23,7 +23,7 @@ from imprint.readout.calibration import TRIAL_STEP, calibrate_step, step_lengths
 from imprint.readout.captured import Captured
 from imprint.readout.choice import list_readouts, refuse_readout
 from imprint.readout.factored import FactoredReadout
-from imprint.readout.guards import Observed, explain_silence, refuse_undefined
+from imprint.readout.guards import Observed, explain_silence, explain_undefined
 from imprint.readout.kernels import ReadoutName, difference, find_changed, forward_only, gradient_scores, removed_score
 from imprint.readout.sizes import BySize, find_peak, take_some
 from imprint.readout.units import find_units
@@ -189,7 +189,8 @@ class Reader:
                     break
             self._silent |= largest == 0
             self.observed.add(largest, each)
-        refuse_undefined(total, first, self.store.source_ids[start:stop])
+        if not math.isfinite(largest):
+            raise explain_undefined(total, first, self.store.source_ids[start:stop])
         return total, each
 
     def observe_only(self, scores: Tensor) -> None:
@@ -289,14 +290,13 @@ class Reader:
 
     def _read(self, base: Base, start: int, stop: int, batch: Batch, count: int) -> Tensor:
         """Score some sources at one checkpoint, by a CUDA graph if they were read before; shape (sources, queries)."""
-        of_block, place = (base, start, stop), (base.index, start, stop)
-        factored = self._by_factors and base.index in self._factored
+        place, factored = (base.index, start, stop), self._by_factors and base.index in self._factored
         if self._captured.is_on and self._vectorise and not factored and self.readout != "gradient":
             imprints, midpoints = self._imprints.get(*place)
             if self._imprints.keeps(*place):
                 tensors = (*imprints.values(), *(midpoints or {}).values())
-                prepare, plainly = partial(self._reading, *of_block), partial(self._scores, *of_block, batch, count)
-                found = self._captured.read(place, (batch, count), tensors, prepare, plainly, self._activations.of)
+                prepare = partial(self._reading, base, start, stop)
+                found = self._captured.read(place, (batch, count), tensors, prepare, self._activations.of)
                 if found is not None:
                     return found
         return self._scores(base, start, stop, batch, count)

@@ -15,7 +15,7 @@ from imprint.simulation.concluding import conclude
 from imprint.simulation.revising import EARLIER, assemble, describe_change
 from imprint.store.assembling import Assembly, Origin, Row, describe_file
 from imprint.store.checkpoint import Checkpoint
-from imprint.store.comparison import compare_ends, difference
+from imprint.store.comparison import describe_other_end, difference
 from imprint.store.describing import warn_of_others
 from imprint.store.folder import locked
 from imprint.store.manifest import MANIFEST, SOURCES, Manifest, add_costs
@@ -130,7 +130,7 @@ def _refuse_other_end(first: Store, other: Store, index: int, where: str) -> Non
     if one is None or two is None or one.sha256 == two.sha256:
         return
     ours, theirs = (store.base(index, torch.device("cpu")) for store in (first, other))
-    if different := compare_ends(ours, theirs):
+    if different := describe_other_end(ours, theirs):
         raise StoreError(f"{where}: at checkpoint {index} {different}.")
 
 

@@ -65,7 +65,7 @@ def compare_training_data(before: Request, now: Request) -> Likeness:
     return compare_data(vars(before.data), vars(now.data), now.n)
 
 
-def compare_ends(ours: Mapping[str, Tensor], theirs: Mapping[str, Tensor]) -> str | None:
+def describe_other_end(ours: Mapping[str, Tensor], theirs: Mapping[str, Tensor]) -> str | None:
     """Describe how two ends of a path differ by more than rounding; None if they do not."""
     for name, tensor in ours.items():
         apart = float((tensor.double() - theirs[name].double()).abs().max()) if tensor.numel() else 0.0

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+from imprint.errors import StoreError
 from imprint.store.records import Count
 
 
@@ -19,3 +20,12 @@ class Draws:
         if min(self.batch_size, n) != min(now.batch_size, n):
             return f"batch_size was {self.batch_size}, is {now.batch_size}: give batch_size={self.batch_size}"
         return None
+
+
+def refuse_other_draws(before: Draws | None, now: Draws | None, n: int, content: str, otherwise: str) -> None:
+    """Refuse to go on with other draws for n examples than what is there was begun with; None draws nothing.
+
+    content: what is there, and `otherwise`: what to do about it if it is to stay, in words.
+    """
+    if before and now and (different := before.describe_difference(now, n)):
+        raise StoreError(f"{content} whose dropout is drawn otherwise: {different}. Otherwise {otherwise}.")

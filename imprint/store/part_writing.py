@@ -15,7 +15,7 @@ import torch
 from imprint.errors import StoreError
 from imprint.store.checkpoint import Checkpoint, Decided, File
 from imprint.store.comparison import Evaluate, compare_training_data, difference
-from imprint.store.draws import Draws
+from imprint.store.draws import Draws, refuse_other_draws
 from imprint.store.folder import write_sealed
 from imprint.store.manifest import JOURNAL, LONGEST, MANIFEST, SCHEMA, SOURCES, Manifest
 from imprint.store.parts import PART, PLAN, REQUEST, Part, PartsFolder, Share, place_file, read_division, refuse_damaged
@@ -183,16 +183,11 @@ class PartWriter(Workspace[Part]):
             raise StoreError(
                 f"{self.folder.out} is divided into {shared.of} parts, not {self.share.of}: give one of those."
             )
-        if shared is not None and shared.draws is not None and self._draws is not None:
-            self._refuse_other_draws(shared.draws, self._draws, shared.request.n)
-        return None if shared is None else shared.request
-
-    def _refuse_other_draws(self, before: Draws, now: Draws, n: int) -> None:
-        if different := before.describe_difference(now, n):
-            raise StoreError(
-                f"{self.folder.out} holds parts whose dropout is drawn otherwise: {different}. Otherwise give "
-                f"another folder, or delete {self.folder.path}."
-            )
+        if shared is None:
+            return None
+        otherwise = f"give another folder, or delete {self.folder.path}"
+        refuse_other_draws(shared.draws, self._draws, shared.request.n, f"{self.folder.out} holds parts", otherwise)
+        return shared.request
 
     def _compare(self, before: Request, now: Request) -> None:
         """Refuse a request that is not that of the other parts, or of what the part has made before."""

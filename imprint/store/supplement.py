@@ -12,7 +12,7 @@ import torch
 
 from imprint.errors import StoreError
 from imprint.store.checkpoint import Checkpoint, File
-from imprint.store.comparison import Evaluate, compare_ends
+from imprint.store.comparison import Evaluate, describe_other_end
 from imprint.store.files import sync, temporary_folder
 from imprint.store.manifest import Manifest
 from imprint.store.parts import refuse_damaged
@@ -68,7 +68,7 @@ class Supplement(Workspace[Manifest]):
             return
         known = self._store.base(index, torch.device("cpu"))
         found = {name: tensor.detach().cpu() for name, tensor in base.items() if name in known}
-        if different := compare_ends(found, known):
+        if different := describe_other_end(found, known):
             raise StoreError(
                 f"{self._store.path} cannot be updated: at checkpoint {index} {different}. It was made from other "
                 "training data, which was not compared in full: simulate a new store."

@@ -23,7 +23,7 @@ from imprint.errors import DataError, StoreError, first_line
 from imprint.sources import Sources
 from imprint.store.checkpoint import Checkpoint, Decided, File
 from imprint.store.comparison import Evaluate, compare_training_data, difference
-from imprint.store.draws import Draws
+from imprint.store.draws import Draws, refuse_other_draws
 from imprint.store.files import LOCK, Lock, clear_leftovers, find_leftovers, sha256, write_tensors
 from imprint.store.finished import FILES, Finished
 from imprint.store.folder import make_folder, write_sealed
@@ -151,16 +151,10 @@ class Workspace(ABC, Generic[Whole]):
             request, before = self._read_journal()
         except StoreError as error:
             raise StoreError(f"{error} Delete {self.path} to begin anew.") from error
+        content, otherwise = f"{self.path} holds an unfinished simulation", self.otherwise.format(path=self.path)
         if different := difference(request, self.request, self._evaluate):
-            raise StoreError(
-                f"{self.path} holds an unfinished simulation of something else: {different}. "
-                f"{self.otherwise.format(path=self.path)}."
-            )
-        if before and self._draws and (different := before.describe_difference(self._draws, request.n)):
-            raise StoreError(
-                f"{self.path} holds an unfinished simulation whose dropout is drawn otherwise: {different}. Otherwise "
-                f"{self.otherwise[0].lower()}{self.otherwise.format(path=self.path)[1:]}."
-            )
+            raise StoreError(f"{content} of something else: {different}. {otherwise}.")
+        refuse_other_draws(before, self._draws, request.n, content, otherwise[0].lower() + otherwise[1:])
         compare_training_data(request, self.request).warn()
         self.request = request  # its losses may differ from ours in the last digit, and the manifest must not
         clear_leftovers(self.path)

@@ -27,6 +27,15 @@ class Adapted(nn.Module):
         return out
 
 
+def record(run: RunRecorder) -> Recording:
+    """Train for one epoch, and leave it to the recorder to clear gradients."""
+    for indices in run.batches(N, 6):
+        with run.step(indices) as step:
+            step.backward(mean_loss(run.model, indices))
+            run.optimiser.step()
+    return run.finish()
+
+
 def record_adapted(folder: Path, given: str) -> tuple[Adapted, Recording]:
     """Train an adapter; the optimiser has all parameters, or only those that are trained."""
     model = Adapted()
@@ -117,12 +126,7 @@ def test_groups_of_frozen_parameters_alone_keep_their_settings(tmp_path: Path) -
     trained = [model.down.weight, model.up.weight]
     groups: list[dict[str, Any]] = [{"params": list(model.base.parameters()), "lr": 9.0}, {"params": trained}]
     optimiser = torch.optim.AdamW(groups, lr=0.1)
-    run = RunRecorder(tmp_path / "run", model, optimiser)
-    for indices in run.batches(N, 6):
-        with run.step(indices) as step:
-            step.backward(mean_loss(model, indices))
-            optimiser.step()
-    recording = run.finish()
+    recording = record(RunRecorder(tmp_path / "run", model, optimiser))
     assert recording.groups == ((), ("down.weight", "up.weight"))
     assert [group["lr"] for group in recording.steps[0].groups] == [9.0, 0.1]
     assert_same(repeat(recording, Adapted()), model)
@@ -140,12 +144,7 @@ def test_an_optimiser_may_remember_what_is_frozen_by_now(tmp_path: Path) -> None
     optimiser.step()
     model.base.requires_grad_(False)
     start = copy.deepcopy(model)
-    run = RunRecorder(tmp_path / "run", model, optimiser)
-    for indices in run.batches(N, 6):
-        with run.step(indices) as step:
-            step.backward(mean_loss(model, indices))
-            optimiser.step()
-    recording = run.finish()
+    recording = record(RunRecorder(tmp_path / "run", model, optimiser))
     assert recording.groups == (("down.weight", "up.weight"),)
     assert_same(repeat(recording, start), model)
     assert sum(path.stat().st_size for path in (tmp_path / "run").glob("*.moments.*")) < 1000
