@@ -113,16 +113,21 @@ def main() -> None:
     parser.add_argument("--selections", nargs="+", choices=SELECTIONS, default=list(SELECTIONS))
     parser.add_argument("--queries", type=int, nargs="+", default=[1, 16])
     parser.add_argument("--repeats", type=int, default=15)
+    parser.add_argument("--precision", default="highest", choices=("highest", "high", "medium"), help="of products")
     parser.add_argument("--small", action="store_true", help="a model of seconds, to see that it runs")
     options = parser.parse_args()
     device = torch.empty(0, device=options.device).device  # with its number
+    torch.set_float32_matmul_precision(options.precision)
     torch.manual_seed(0)
     small: dict[str, Any] = {"n_embd": 64, "n_head": 4, "vocab_size": 500} if options.small else {}
     config = GPT2Config(**small, bos_token_id=None, eos_token_id=None)
     model: Any = GPT2LMHeadModel(config).to(device).eval()
     size = sum(p.numel() for p in model.parameters())
     where = torch.cuda.get_device_name(device) if device.type == "cuda" else f"{torch.get_num_threads()} CPU threads"
-    print(f"{where}, torch {torch.__version__}, {size / 1e6:.0f} M parameters, float32")
+    print(
+        f"{where}, torch {torch.__version__}, {size / 1e6:.0f} M parameters, float32, "
+        f"matrix products in {options.precision!r} precision"
+    )
     print(f"\n{options.sources} sources, in plain forward passes of the same queries:\n")
     columns = ["imprints in", "values per source", "tokens", "queries", "plain", "jvp", "gradient"]
     columns += ["memory of jvp", "of a forward"]

@@ -2,20 +2,24 @@
 
 import hashlib
 import json
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
+
+from torch import Tensor
 
 from imprint.errors import StoreError
 from imprint.recorder import MOMENTS
 from imprint.recording.records import Circumstances
 from imprint.store.checkpoint import File
+from imprint.store.fingerprint import of_each, of_tensors
 from imprint.store.folder import write_sealed
 from imprint.store.records import Checksum, Count, NotNegative, read
 from imprint.store.values import Value, read_json
 
 RECORD = "recording.json"
-SCHEMA = 1
+SCHEMA = 2
 _LONGEST = 256 << 20  # bytes: a model with a million frozen parameters has as many
 _INCIDENTAL = ("finished", "seconds", "versions")  # which a run that is repeated need not have again
 
@@ -62,6 +66,7 @@ class Header:
     buffers: the persistent buffers.
     frozen: the other parameters, whether the optimiser has them or not, of which only a hash is kept. Recordings of
         earlier versions have those of the optimiser in `groups`.
+    frozen_sha256: see `hash_frozen`.
     settings, schedule: of the optimiser's groups and of a scheduler at the latest checkpoint, for resuming.
     """
 
@@ -98,6 +103,13 @@ class Header:
     def write(self, folder: Path) -> None:
         """Write the record of a folder; durable once this returns."""
         write_sealed(folder / RECORD, asdict(self))
+
+
+def hash_frozen(tensors: Mapping[str, Tensor], schema: int = SCHEMA) -> str:
+    """Hash the parameters that are not trained: since schema 2 each by itself, so that several are hashed at once."""
+    if schema == 1:
+        return of_tensors(tensors)
+    return hashlib.sha256(json.dumps(of_each(tensors), sort_keys=True).encode()).hexdigest()
 
 
 def read_header(folder: Path) -> Header:

@@ -8,12 +8,12 @@ from torch.optim import Optimizer
 from imprint.display import count_of, name_some
 from imprint.errors import StoreError, TaskError
 from imprint.recording.checkpoints import read_optimiser_state, read_state
-from imprint.recording.header import Header, Kept, read_header
+from imprint.recording.header import Header, Kept, hash_frozen, read_header
 from imprint.recording.journal import STEPS, read_journal
 from imprint.recording.records import Circumstances, OptimiserState, Step
 from imprint.recording.settings import find_class
 from imprint.store.files import sha256
-from imprint.store.fingerprint import DataPrint, of_tensors
+from imprint.store.fingerprint import DataPrint
 from imprint.store.remote import open_whole
 from imprint.task import Parameters, Task
 
@@ -155,7 +155,8 @@ class Recording:
                     f"{own[name].dtype} in the model. Build the task from a model in the precision it was trained in."
                 )
         parameters = dict(task.model.named_parameters())
-        if of_tensors({name: parameters[name] for name in self.frozen}) != self._header.frozen_sha256:
+        frozen = {name: parameters[name] for name in self.frozen}
+        if hash_frozen(frozen, self._header.schema) != self._header.frozen_sha256:
             raise TaskError(
                 f"{self.path} was recorded with other values of the {count_of(len(self.frozen), 'frozen parameter')} "
                 f"({name_some(self.frozen, 3)}), or with the same in another precision: build the task from the model "

@@ -18,11 +18,11 @@ from imprint.recording.checkpoints import (
     read_optimiser_state,
     read_state,
 )
-from imprint.recording.header import SCHEMA, Header, Kept
+from imprint.recording.header import SCHEMA, Header, Kept, hash_frozen
 from imprint.recording.memory import give_memory
 from imprint.recording.settings import describe_groups, name_class, restore_groups
 from imprint.recording.watching import Stamp, name_groups, refuse_untrained, stamp
-from imprint.store.fingerprint import DataPrint, of_tensors
+from imprint.store.fingerprint import DataPrint
 
 
 class Subject:
@@ -133,7 +133,6 @@ class Subject:
 
     def describe(self, n: int, seed: int, every: int | None, data: DataPrint | None) -> Header:
         """Return what is known of a run before its first step."""
-        frozen, frozen_sha256 = self._describe_frozen()
         return Header(
             schema=SCHEMA,
             finished=False,
@@ -143,8 +142,8 @@ class Subject:
             optimiser=name_class(type(self.optimiser)),
             groups=self.groups,
             buffers=tuple(self._persistent),
-            frozen=frozen,
-            frozen_sha256=frozen_sha256,
+            frozen=tuple(self._frozen),
+            frozen_sha256=hash_frozen(self._frozen),
             data=data,
             versions={"python": platform.python_version(), "torch": torch.__version__},
         )
@@ -162,7 +161,7 @@ class Subject:
         for what, same in (
             ("trained parameters", header.groups == self.groups),
             ("buffers", header.buffers == tuple(self._persistent)),
-            ("frozen parameters", (header.frozen, header.frozen_sha256) == self._describe_frozen()),
+            ("frozen parameters", self._has_frozen(header)),
             ("data", None in (header.data, data) or header.data == data),
         ):
             if not same:
@@ -188,9 +187,9 @@ class Subject:
                     f"step={kept.step}."
                 )
 
-    def _describe_frozen(self) -> tuple[tuple[str, ...], str]:
-        """Return the names of the parameters that are not trained, and a hash of their values."""
-        return tuple(self._frozen), of_tensors(self._frozen)
+    def _has_frozen(self, header: Header) -> bool:
+        """Tell whether the parameters that are not trained are those that a recording was begun with."""
+        return header.frozen == tuple(self._frozen) and hash_frozen(self._frozen, header.schema) == header.frozen_sha256
 
 
 def _list_groups(optimiser: Optimizer) -> list[list[int]]:

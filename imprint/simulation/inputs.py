@@ -38,7 +38,7 @@ from imprint.simulation.recorded import (
 from imprint.simulation.states import States
 from imprint.sources import Sources, require_sources
 from imprint.store.draws import Draws
-from imprint.store.fingerprint import of_data, of_members, of_sources, of_tensors, partly_hashed
+from imprint.store.fingerprint import of_data, of_each, of_members, of_sources, of_tensors, partly_hashed
 from imprint.store.probe_examples import choose_probes
 from imprint.store.probing import ProbeValues, describe_modules, evaluate_probes, evaluate_regulariser
 from imprint.store.request import DTYPES, DataHashes, ParameterSpec, Probed, Request, specify
@@ -230,7 +230,7 @@ class Inputs:
             dtype=self.stored_as,
             plan=self.plan,
             parameters=specify(self.task),
-            fixed={name: of_tensors({name: tensor}) for name, tensor in self.fixed.items()},
+            fixed=of_each(self.fixed),
             states=tuple(states),
             moments=tuple(self._moments(index) for index in every),
             sources=of_sources(self.sources),

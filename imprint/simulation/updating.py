@@ -72,15 +72,34 @@ def update(
     as it was.
     """
     require_sources(sources)
-    given = {"checkpoints": checkpoints, "run": run, "collate_fn": collate_fn, "device": device, "memory": memory}
+    options = {"checkpoints": checkpoints, "run": run, "collate_fn": collate_fn, "device": device, "memory": memory}
+    given = _Given(task, data, plan, {**options, "progress": progress})
     with changing(store) as version:
         found = _Change.find(version.store, sources, checkpoints)
         found.refuse_dropping(drop)
-        made = _apply(version, found, task, data, plan, given, progress)
+        made = _apply(version, found, given)
         remove_supplement(made.path)
     made.origin = {"task": task, "data": data, "sources": sources, "run": run, "collate_fn": collate_fn}
     made.origin["before"] = store  # a temporary folder lives as long as its first store
     return made
+
+
+@dataclass(frozen=True)
+class _Given:
+    """What a simulation is given beside its sources.
+
+    plan: None for that of the store. options: of `settle_inputs` and `simulate_into`.
+    """
+
+    task: Task
+    data: Any
+    plan: Plan | None
+    options: dict[str, Any]
+
+    @property
+    def progress(self) -> bool | Advance:
+        progress: bool | Advance = self.options["progress"]
+        return progress
 
 
 @dataclass(frozen=True)
@@ -184,20 +203,12 @@ def _recognise(store: Store, sources: Sources) -> Table:
     return Table.of(replace(whole, names=store.source_names))
 
 
-def _apply(
-    version: Next,
-    found: _Change,
-    task: Task,
-    data: Any,
-    plan: Plan | None,
-    given: dict[str, Any],
-    progress: bool | Advance,
-) -> Store:
+def _apply(version: Next, found: _Change, given: _Given) -> Store:
     """Simulate what is lacking and write the next version of a store; return it as it is if nothing is to be done."""
     store, before = version.store, version.store.manifest
     fresh = found.checkpoints > len(store.checkpoints)
     if not found.simulates:
-        _check_given(found, task, data, plan, given, progress)
+        _check_given(found, given)
     if found.is_nothing():
         describe_changed(store.path, store.source_ids, found.about)
         return Store(store.path)
@@ -208,7 +219,7 @@ def _apply(
     )
     origins = [version.origin]
     if found.simulates:
-        own = _simulate(found, task, data, found.all if fresh else found.new, plan, given, progress)
+        own = _simulate(found, found.all if fresh else found.new, given)
         origins.append(Origin.of(store.path / UPDATE, own))
         manifest = _add_up(manifest, own, before)
         if fresh:
@@ -219,23 +230,16 @@ def _apply(
             added = adopt(store.path, origins[1], range(len(store.checkpoints), found.checkpoints))
             manifest = replace(manifest, request=request, checkpoints=(*before.checkpoints, *added))
             origins = [replace(version.origin, checkpoints=manifest.checkpoints)]
-    return version.write(manifest, origins, found.rows, Table.of(found.sources), "updated", found.about, progress)
+    return version.write(manifest, origins, found.rows, Table.of(found.sources), "updated", found.about, given.progress)
 
 
-def _check_given(
-    found: _Change,
-    task: Task,
-    data: Any,
-    plan: Plan | None,
-    given: dict[str, Any],
-    progress: bool | Advance,
-) -> None:
+def _check_given(found: _Change, given: _Given) -> None:
     """Refuse what the store was not made from, where nothing is simulated that would be compared with it."""
     before = found.store.manifest
-    options = {name: value for name, value in given.items() if name != "memory"} | _options_of(before)
-    plan = before.plan if plan is None else plan
-    inputs, _ = settle_inputs(task, data, found.sources, plan, **options, repeat=None, progress=progress)
-    with task.evaluating():
+    options = {name: value for name, value in given.options.items() if name != "memory"} | _options_of(before)
+    plan = before.plan if given.plan is None else given.plan
+    inputs, _ = settle_inputs(given.task, given.data, found.sources, plan, **options, repeat=None)
+    with given.task.evaluating():
         _compare(found.store, inputs.request(), inputs, 0)
 
 
@@ -248,15 +252,7 @@ def _options_of(before: Manifest) -> dict[str, Any]:
     }
 
 
-def _simulate(
-    found: _Change,
-    task: Task,
-    data: Any,
-    sources: Sources,
-    plan: Plan | None,
-    given: dict[str, Any],
-    progress: bool | Advance,
-) -> Manifest:
+def _simulate(found: _Change, sources: Sources, given: _Given) -> Manifest:
     """Simulate some sources as those of a store were; return what is in the folder of the update then."""
     store, before = found.store, found.store.manifest
     layers = [name for checkpoint in store.checkpoints if checkpoint.decided for name in checkpoint.decided.layers]
@@ -266,7 +262,7 @@ def _simulate(
             f"{store.path} keeps imprints of single examples as factors, and source {group!r} has several examples: "
             'simulate a new store, or one with form="dense" or "projected" for both kinds.'
         )
-    if plan is None:
+    if given.plan is None:
         _refuse_short_plan(before.plan, found.checkpoints)
     first = len(store.checkpoints) if found.checkpoints > len(store.checkpoints) else 0
 
@@ -276,9 +272,9 @@ def _simulate(
         wanted, request = range(first, found.checkpoints), replace(request, fixed=before.request.fixed)
         return Supplement(store, request, inputs.seen, check_choices, wanted, compares_ends=by_end)
 
-    plan = before.plan if plan is None else plan
-    options = {**given, **_options_of(before), "progress": progress}
-    made, _ = simulate_into(open_supplement, task, data, sources, plan, **options)
+    plan = before.plan if given.plan is None else given.plan
+    options = {**given.options, **_options_of(before)}
+    made, _ = simulate_into(open_supplement, given.task, given.data, sources, plan, **options)
     return made
 
 

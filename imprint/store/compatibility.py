@@ -9,7 +9,7 @@ from torch import nn
 from imprint.batches import is_columnar, map_tensors
 from imprint.errors import ConcurrencyError, StoreError, first_line
 from imprint.store.comparison import compare_losses
-from imprint.store.fingerprint import of_tensors, sum_of_bits
+from imprint.store.fingerprint import of_each, sum_of_bits
 from imprint.store.layouts import base_layout
 from imprint.store.manifest import Manifest
 from imprint.store.opening import Files
@@ -75,8 +75,9 @@ class Compatibility:
         sums = {name: sum_of_bits(tensor) for name, tensor in now.items()}
         if self._recognised.get(task.model) == sums:
             return
+        found = of_each(now)
         for name, known in fixed.items():
-            if of_tensors({name: now[name]}) != known:
+            if found[name] != known:
                 raise StoreError(
                     f"the store was made with another base model: {name!r} has other values, or another precision, "
                     "than the parameter that was left alone in training."

@@ -6,8 +6,10 @@ What a loss function does cannot be hashed: `imprint.store.probing` recognises i
 
 import hashlib
 import math
+import os
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,6 +34,7 @@ SAMPLED = 1024
 MEASURED = 8  # queries whose F is kept
 _TOGETHER = 64  # samples collated at once: a hash must not depend on the caller's batch size
 _PIECE = 64 << 20  # bytes of a column that are hashed at once
+_AT_ONCE = 8  # tensors that are hashed in threads of their own, and so are copied from a GPU
 
 
 def of_data(data: Data, how: HashData = "all") -> DataPrint:
@@ -213,6 +216,12 @@ def of_tensors(tensors: Mapping[str, Tensor]) -> str:
         digest.update(f"{name}{tensor.dtype}{tuple(tensor.shape)}".encode())
         digest.update(raw_bytes(tensor).data)
     return digest.hexdigest()
+
+
+def of_each(tensors: Mapping[str, Tensor]) -> dict[str, str]:
+    """Hash each tensor as `of_tensors` hashes it alone, several at once: a large model has gigabytes of them."""
+    with ThreadPoolExecutor(min(_AT_ONCE, os.cpu_count() or 1)) as pool:
+        return dict(zip(tensors, pool.map(lambda name: of_tensors({name: tensors[name]}), tensors), strict=True))
 
 
 def sum_of_bits(tensor: Tensor) -> int:

@@ -1,6 +1,7 @@
 """Of a run with frozen parameters, the recording has what was trained, and a hash of the rest."""
 
 import copy
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,8 @@ import torch
 from torch import nn
 
 from imprint import Recording, RunRecorder, Sources, Task, TaskError, simulate
+from imprint.recording.header import read_header
+from imprint.store.fingerprint import of_tensors
 from tests.recording.runs import N, X, Y, assert_same, contents, make_model, mean_loss, repeat
 
 
@@ -48,6 +51,17 @@ def record_adapted(folder: Path, given: str) -> tuple[Adapted, Recording]:
             step.backward(mean_loss(model, indices))
             optimiser.step()
     return model, run.finish()
+
+
+def test_recordings_of_the_first_schema_hash_all_frozen_parameters_at_once(tmp_path: Path) -> None:
+    model, recording = record_adapted(tmp_path / "run", "trained")
+    frozen = {name: p for name, p in model.named_parameters() if not p.requires_grad}
+    header = replace(read_header(recording.path), schema=1, frozen_sha256=of_tensors(frozen))
+    header.write(recording.path)
+    first = Recording(recording.path)
+    assert first.complete(Task.classifier(Adapted()), 4)
+    with pytest.raises(TaskError, match="other values of the 2 frozen parameters"):
+        first.complete(Task.classifier(Adapted(seed=1)), 4)
 
 
 def test_of_a_fine_tune_the_adapter_is_kept_and_a_hash_of_what_is_frozen(tmp_path: Path) -> None:
