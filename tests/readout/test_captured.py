@@ -193,7 +193,7 @@ def test_a_call_that_finds_graphs_stale_is_read_again(store: Store, fake: Fake) 
     for _ in range(5):
         reader.block(*blocks[0], queries, 5)  # whose graph is thereby at its 6th repetition, the other at its first
     KNOB["scale"] = 3.0
-    torch.testing.assert_close(reader.scores(queries), plain(task, store, queries))
+    torch.testing.assert_close(reader.scores(queries), plain(task, store, queries), rtol=1e-6, atol=1e-6)
     assert reader.stale
 
 
