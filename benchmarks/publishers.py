@@ -29,8 +29,9 @@ from imprint import Attribution, Plan, Sources, attribute, simulate
 from imprint.evaluation import Subsets, Truth, replay_run, replay_seeds
 from imprint.tensors.vectors import root_mean_square
 
-MAIN = ("tune", "removals", "story", "retrained", "validation", "sets", "rivals", "ekfac", "embeddings", "expected")
-STAGES = (*MAIN, "path", "derivative", "bergson", "served")
+MAIN = ("tune", "removals", "story", "retrained", "validation", "sets")
+RIVALS = ("rivals", "ekfac", "embeddings", "derivative")
+STAGES = (*MAIN, *RIVALS, "expected", "path", "bergson", "served")
 
 
 def tune(case: Case, results: Results) -> None:
@@ -179,7 +180,7 @@ def main() -> None:
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--memory", help="what replays may use, such as 12GiB; by default a share of what is there")
     parser.add_argument("--small", action="store_true", help="a tiny random model, to see that it runs")
-    parser.add_argument("--stages", nargs="+", choices=STAGES, default=STAGES[:-2])
+    parser.add_argument("--stages", nargs="+", choices=STAGES, default=STAGES[:-3])
     parser.add_argument("--bergson", help="the Python that has bergson, for the stage of that name")
     parser.add_argument(
         "--vllm", default=".venv-vllm/bin/python", help="the Python that has vLLM, for the stage served"

@@ -13,10 +13,12 @@ from publishers_case import Case
 from publishers_results import EXACT, Results
 from torch import Tensor
 
+from imprint.benchmarking.settings import sotu
 from imprint.store.files import write
 
 STORIES = 3  # answers that are drawn word by word
 LINE = 118  # characters of a line of an answer
+HEIGHT = 3  # lines that an answer takes
 MEAN = f"{EXACT}, mean of "
 COLOURS = "RdBu"  # red hinders, blue helps
 COSTS: Mapping[
@@ -61,8 +63,10 @@ def _save(case: Case, name: str, figure: Figure) -> None:
 def _draw_who(case: Case, scores: Tensor) -> Figure:
     """Draw the mean effect of leaving out each president on held-out passages of each."""
     effects = -scores[: len(case.passages)] / len(case.documents.documents)
-    names = [name.replace("_", " ").title() for name in case.sources.names]
-    means = torch.stack([effects[case.own == index].mean(0) for index in range(len(names))])
+    presidents = [name for name in sotu.PRESIDENTS if name in case.sources.names]  # in the order of their time
+    order = [case.sources.names.index(name) for name in presidents]
+    means = torch.stack([effects[case.own == index].mean(0)[order] for index in order])
+    names = [_name(president) for president in presidents]
     figure, axes = plt.subplots(figsize=(7.5, 6.5))
     largest = float(means.abs().max())
     shown = axes.imshow(means.numpy(), cmap=COLOURS + "_r", norm=TwoSlopeNorm(0, -largest, largest))
@@ -77,9 +81,9 @@ def _draw_who(case: Case, scores: Tensor) -> Figure:
 def _draw_words(story: Sequence[Mapping[str, Any]]) -> Figure:
     """Draw the answers that a president moved most, every word on the colour of what that president contributes."""
     most = sorted(story, key=lambda each: each["effects"][each["most helpful"]])[:STORIES]
-    figure, panels = plt.subplots(len(most), figsize=(10, 2.1 * len(most)), squeeze=False)
+    figure, panels = plt.subplots(len(most), figsize=(10, (0.3 * HEIGHT + 0.3) * len(most)), squeeze=False)
     for axes, told in zip(panels[:, 0], most, strict=True):
-        president = told["most helpful"].replace("_", " ").title()
+        president = _name(told["most helpful"])
         effect = told["effects"][told["most helpful"]]
         axes.set_title(
             f"{told['prompt']} …   without {president}: {effect:+.2f} nats", loc="left", fontsize=10, weight="bold"
@@ -89,12 +93,16 @@ def _draw_words(story: Sequence[Mapping[str, Any]]) -> Figure:
     return figure
 
 
+def _name(president: str) -> str:
+    return president.title().replace("Mck", "McK")
+
+
 def _write_words(axes: Axes, words: Sequence[tuple[str, float]]) -> None:
     axes.set_axis_off()
     axes.set_xlim(0, LINE)
     largest = max(abs(contribution) for _, contribution in words) or 1.0
     colours, lines = plt.get_cmap(COLOURS), list(_break_lines(words))
-    axes.set_ylim(-max(4, len(lines)), 0)
+    axes.set_ylim(-HEIGHT, 0)
     for number, line in enumerate(lines):
         at = 0.0
         for text, contribution in line:
@@ -133,18 +141,22 @@ def _tabulate(found: Mapping[str, Any], question: str) -> str:
     """Return a table of a ground truth as Markdown, the best method first."""
     rows: dict[str, dict[str, Any]] = dict(found[question])
     bounds = {name: rows.pop(name) for name in ("ceiling", "ground truth") if name in rows}
-    columns = [name for name, value in next(iter(rows.values())).items() if isinstance(value, dict)]
+    columns = list(dict.fromkeys(name for row in rows.values() for name in row if isinstance(row[name], dict)))
     head = ["method", *columns, "slope", "own first", "variant", "seconds of it"]
     main = "all sets" if "all sets" in columns else columns[0]
     lines = [" | ".join(head), " | ".join(["---", *["---:"] * (len(head) - 1)])]
     for name, row in sorted(rows.items(), key=lambda each: -each[1][main]["value"]):
-        cells = [f"{v['value']:.2f} [{v['low']:.2f}, {v['high']:.2f}]" for v in (row[column] for column in columns)]
+        cells = [_format_interval(row.get(column)) for column in columns]
         slope = f"{row[main]['slope']:.2f}"
         own = f"{row['own first']:.0%}" if "own first" in row else ""
         seconds = _sum_seconds(found, name, str(row.get("variant", "")))
         lines.append(" | ".join([name, *cells, slope, own, str(row.get("variant", "")), seconds]))
     title = f"## {question.replace('_', ' ')} {json.dumps(bounds) if bounds else ''}"
     return "\n".join([title, "", *(f"| {line} |" for line in lines)])
+
+
+def _format_interval(found: Mapping[str, float] | None) -> str:
+    return f"{found['value']:.2f} [{found['low']:.2f}, {found['high']:.2f}]" if found else ""
 
 
 def _sum_seconds(found: Mapping[str, Any], method: str, variant: str) -> str:

@@ -127,7 +127,7 @@ def score_ekfac(case: Case, results: Results) -> None:
     from rivals_ekfac import EkFac
 
     _, run = case.recorded()
-    for step in run.checkpoints[1::2] if len(run.checkpoints) > 3 else run.checkpoints[1:]:
+    for step in sorted({*run.checkpoints[1::2], run.checkpoints[-1]}):
         model = case.wrap(0).eval()
         model.load_state_dict(run.state(step), strict=False)
         with results.timed(f"EK-FAC at step {step}"):
@@ -199,13 +199,24 @@ class Sets:
 
     def correlate(self, scores: Tensor) -> dict[str, float]:
         """Return the mean rank correlation with its interval, and the slope of real on predicted effects."""
-        predicted, truth = self._predict(scores), self.actual.mean(0)
-        value = _mean_correlation(predicted, truth)
-        resampled = [_mean_correlation(predicted[np.ix_(*each)], truth[np.ix_(*each)]) for each in self.chosen]
-        low, high = np.nanquantile(resampled, [0.025, 0.975])
-        away, rises = centre(predicted), centre(truth)
+        away, rises = centre(self._predict(scores)), centre(self.actual.mean(0))
         slope = float((away * rises).sum() / max(np.square(away).sum(), 1e-300))
-        return {"value": value, "low": float(low), "high": float(high), "slope": slope}
+        return {"value": self.value(scores), **_interval(self._resample(scores)), "slope": slope}
+
+    def differ(self, scores: Tensor, others: Tensor) -> dict[str, float]:
+        """Return by how much the mean rank correlation exceeds that of other scores, with its interval."""
+        value = self.value(scores) - self.value(others)
+        return {"value": value, **_interval(self._resample(scores) - self._resample(others))}
+
+    def _resample(self, scores: Tensor) -> Array:
+        """Return the mean rank correlation on each resampling, (resamplings,)."""
+        predicted, truth = self._predict(scores), self.actual.mean(0)
+        return np.array([_mean_correlation(predicted[np.ix_(*each)], truth[np.ix_(*each)]) for each in self.chosen])
+
+
+def _interval(resampled: Array) -> dict[str, float]:
+    low, high = np.nanquantile(resampled, [0.025, 0.975])
+    return {"low": float(low), "high": float(high)}
 
 
 def _mean_correlation(predicted: Array, truth: Array) -> float:
@@ -235,7 +246,7 @@ def _compare_this_run(case: Case, truth: Truth, scores: Mapping[str, Tensor]) ->
         those = (sizes == drop) & ~tuning
         columns[f"{drop} dropped"] = Sets(removed[those], actual[:, passages][:, :, those.numpy()], truth.subsets.n)
     columns["all sets"] = Sets(removed[~tuning], actual[:, passages][:, :, ~tuning.numpy()], truth.subsets.n)
-    rows = _tabulate(columns, chosen, {name: each[: len(passages)] for name, each in scores.items()})
+    rows = _tabulate(columns, chosen, {name: each[: len(passages)] for name, each in scores.items()}, EXACT)
     if len(case.queries) > len(passages):
         answers = slice(len(passages), None)
         those = ~tuning
@@ -257,13 +268,14 @@ def _compare_expected(case: Case, truth: Truth, scores: Mapping[str, Tensor]) ->
         "sets": Sets(removed[~single], actual[:compared, :, ~single.numpy()], truth.subsets.n),
     }
     columns = {name: sets for name, sets in columns.items() if len(sets.removed)}
-    passages = {name: each[: len(case.passages)] for name, each in scores.items()}
+    passages, best = {name: each[: len(case.passages)] for name, each in scores.items()}, EXACT
     if EXACT in passages and compared < truth.runs:
         replays = -truth.subsets.n * torch.from_numpy(actual[compared:, :, single.numpy()])
         together = torch.cat([passages[EXACT][None], replays])
-        passages[f"replayed removals, mean of {len(together)} runs"] = together.mean(0)
+        best = f"{EXACT}, mean of {len(together)} runs"
+        passages[best] = together.mean(0)
     chosen = _choose(list(columns.values())[-1], passages, len(case.passages))
-    rows = _tabulate(columns, chosen, passages)
+    rows = _tabulate(columns, chosen, passages, best)
     for name in chosen:
         rows[name]["variant"] = chosen[name].partition(" | ")[2]
     own = torch.from_numpy(-actual[:compared, :, single.numpy()].mean(0))
@@ -288,9 +300,14 @@ def _choose(sets: Sets, scores: Mapping[str, Tensor], queries: int) -> dict[str,
     return {method: name for method, (_, name) in best.items()}
 
 
-def _tabulate(columns: Mapping[str, Sets], chosen: Mapping[str, str], scores: Mapping[str, Tensor]) -> dict[str, Any]:
+def _tabulate(
+    columns: Mapping[str, Sets], chosen: Mapping[str, str], scores: Mapping[str, Tensor], best: str = ""
+) -> dict[str, Any]:
+    """Correlate the methods with each column, and say how far the others are behind the best on the last one."""
+    last = list(columns.values())[-1]
     return {
         method: {column: sets.correlate(scores[name]) for column, sets in columns.items()}
+        | ({"behind": last.differ(scores[best], scores[name])} if best in scores and name != best else {})
         for method, name in chosen.items()
     }
 
@@ -304,7 +321,8 @@ def _show(title: str, rows: Mapping[str, Mapping[str, Any]]) -> None:
     print(f"\n{title}")
     for method, row in rows.items():
         cells = [
-            f"{column}: {found['value']:.3f} [{found['low']:.3f}, {found['high']:.3f}] slope {found['slope']:.2f}"
+            f"{column}: {found['value']:.3f} [{found['low']:.3f}, {found['high']:.3f}]"
+            + (f" slope {found['slope']:.2f}" if "slope" in found else "")
             if isinstance(found, dict)
             else f"{column}: {found if isinstance(found, str) else format(found, '.3f')}"
             for column, found in row.items()
