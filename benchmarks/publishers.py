@@ -135,8 +135,9 @@ def _mean(values: dict[str, float]) -> float:
 
 def run(case: Case, results: Results, stages: Sequence[str], bergson: str = "", vllm: str = "") -> None:
     """Do the stages that are asked for, and keep the scores of every method; then make the tables."""
-    results.keep(settings=asdict(case.settings), examples=len(case.documents.documents), device=_describe(case.device))
+    results.keep(settings=asdict(case.settings), examples=len(case.documents.documents))
     if "tune" in stages:
+        results.keep(device=_describe(case.device), versions={"torch": torch.__version__})
         tune(case, results)
     if "removals" in stages:
         results.add_scores({"replayed removals": remove_each(case, results).scores})

@@ -20,6 +20,11 @@ STORIES = 3  # answers that are drawn word by word
 LINE = 118  # characters of a line of an answer
 HEIGHT = 3  # lines that an answer takes
 MEAN = f"{EXACT}, mean of "
+LABELS = {
+    "derivative of the run": "derivative of the run (MAGIC's quantity)",
+    "embeddings": "embedding similarity",
+    "size": "size of the source",
+}
 COLOURS = "RdBu"  # red hinders, blue helps
 COSTS: Mapping[
     str, Callable[[str], tuple[str, ...]]
@@ -66,7 +71,7 @@ def _draw_who(case: Case, scores: Tensor) -> Figure:
     presidents = [name for name in sotu.PRESIDENTS if name in case.sources.names]  # in the order of their time
     order = [case.sources.names.index(name) for name in presidents]
     means = torch.stack([effects[case.own == index].mean(0)[order] for index in order])
-    names = [_name(president) for president in presidents]
+    names = [_format_name(president) for president in presidents]
     figure, axes = plt.subplots(figsize=(7.5, 6.5))
     largest = float(means.abs().max())
     shown = axes.imshow(means.numpy(), cmap=COLOURS + "_r", norm=TwoSlopeNorm(0, -largest, largest))
@@ -79,11 +84,11 @@ def _draw_who(case: Case, scores: Tensor) -> Figure:
 
 
 def _draw_words(story: Sequence[Mapping[str, Any]]) -> Figure:
-    """Draw the answers that a president moved most, every word on the colour of what that president contributes."""
+    """Draw the answers that one president helped most, every word on the colour of what that president contributes."""
     most = sorted(story, key=lambda each: each["effects"][each["most helpful"]])[:STORIES]
     figure, panels = plt.subplots(len(most), figsize=(10, (0.3 * HEIGHT + 0.3) * len(most)), squeeze=False)
     for axes, told in zip(panels[:, 0], most, strict=True):
-        president = _name(told["most helpful"])
+        president = _format_name(told["most helpful"])
         effect = told["effects"][told["most helpful"]]
         axes.set_title(
             f"{told['prompt']} …   without {president}: {effect:+.2f} nats", loc="left", fontsize=10, weight="bold"
@@ -93,7 +98,8 @@ def _draw_words(story: Sequence[Mapping[str, Any]]) -> Figure:
     return figure
 
 
-def _name(president: str) -> str:
+def _format_name(president: str) -> str:
+    """Return the name of a president as it is written."""
     return president.title().replace("Mck", "McK")
 
 
@@ -131,16 +137,16 @@ def _draw_methods(rows: Mapping[str, Mapping[str, Any]], drops: Sequence[int]) -
         found, colour = rows[name]["all sets"], "tab:blue" if name == EXACT else "tab:grey"
         axes.barh(place, value, color=colour)
         axes.plot([found["low"], found["high"]], [place, place], color="black", linewidth=1.2)
-    axes.set_yticks(range(len(named)), [name for _, name in named])
+    axes.set_yticks(range(len(named)), [LABELS.get(name, name) for _, name in named])
     axes.axvline(0, color="black", linewidth=0.8)
-    axes.set_xlabel(f"rank correlation with real removals of {min(drops)} to {max(drops)} presidents, per query")
+    axes.set_xlabel(f"rank correlation with replays without {min(drops)} to {max(drops)} presidents, per query")
     return figure
 
 
 def _tabulate(found: Mapping[str, Any], question: str) -> str:
     """Return a table of a ground truth as Markdown, the best method first."""
     rows: dict[str, dict[str, Any]] = dict(found[question])
-    bounds = {name: rows.pop(name) for name in ("ceiling", "ground truth") if name in rows}
+    bounds = {name: rows.pop(name) for name in ("ceiling", "agreement of runs", "ground truth") if name in rows}
     columns = list(dict.fromkeys(name for row in rows.values() for name in row if isinstance(row[name], dict)))
     head = ["method", *columns, "slope", "own first", "variant", "seconds of it"]
     main = "all sets" if "all sets" in columns else columns[0]
@@ -150,7 +156,7 @@ def _tabulate(found: Mapping[str, Any], question: str) -> str:
         slope = f"{row[main]['slope']:.2f}"
         own = f"{row['own first']:.0%}" if "own first" in row else ""
         seconds = _sum_seconds(found, name, str(row.get("variant", "")))
-        lines.append(" | ".join([name, *cells, slope, own, str(row.get("variant", "")), seconds]))
+        lines.append(" | ".join([LABELS.get(name, name), *cells, slope, own, str(row.get("variant", "")), seconds]))
     title = f"## {question.replace('_', ' ')} {json.dumps(bounds) if bounds else ''}"
     return "\n".join([title, "", *(f"| {line} |" for line in lines)])
 

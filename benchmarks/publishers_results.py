@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 import torch
 from publishers_case import Case
+from publishers_sets import Sets, find_removed
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -25,11 +26,9 @@ from imprint.benchmarking.settings import minilm
 from imprint.evaluation import Truth
 from imprint.evaluation.lexical import bm25, characters, size_only, tf_idf
 from imprint.evaluation.similarity import source_similarity
-from imprint.statistics import Array, ceiling, centre, correlations, ranks
 from imprint.store.files import write, write_tensors
 
-DAMPINGS = (0.01, 0.1, 1.0, 10.0)
-RESAMPLES = 300
+DAMPINGS = (0.01, 0.1, 1.0, 10.0, 100.0)
 EXACT = "replayed removals"
 
 
@@ -133,7 +132,7 @@ def score_ekfac(case: Case, results: Results) -> None:
         with results.timed(f"EK-FAC at step {step}"):
             folder = case.folder / "ekfac"
             factors = EkFac(model, case.documents.columns, folder=folder, device=case.device, batch=32)
-            for damping in DAMPINGS[:3]:
+            for damping in DAMPINGS[1:]:
                 scores = factors.score(case.queries.columns, damping * factors.mean_eigenvalue)
                 name = f"EK-FAC | step {step}, damping {damping:g}"
                 results.add_scores({name: sum_by_source(scores.cpu(), case.sources.members)})
@@ -169,61 +168,6 @@ def _name_variants(steps: Any, kept: list[dict[str, Tensor]]) -> dict[str, Tenso
     return named
 
 
-class Sets:
-    """Rank correlations of predicted with real effects of leaving out sets, per query; with 95% intervals.
-
-    Intervals resample queries and sets together: what a set does to all queries alike is one draw, not one per query.
-    """
-
-    def __init__(self, removed: Tensor, actual: Array, n: int) -> None:
-        """removed: (sets, sources), true where a set lacks a source. actual: effects, (runs, queries, sets)."""
-        self.removed, self.actual, self.n = removed.double(), actual, n
-        draw, (_, queries, sets) = np.random.default_rng(0), actual.shape
-        self.chosen = (
-            []
-            if not sets
-            else [(draw.integers(0, queries, queries), draw.integers(0, sets, sets)) for _ in range(RESAMPLES)]
-        )
-
-    @property
-    def ceiling(self) -> float:
-        """What a perfect predictor would reach, from the agreement of runs; NaN with one run."""
-        return ceiling(ranks(self.actual))
-
-    def value(self, scores: Tensor) -> float:
-        """Return the mean rank correlation alone."""
-        return _mean_correlation(self._predict(scores), self.actual.mean(0))
-
-    def _predict(self, scores: Tensor) -> Array:
-        return (-(scores @ self.removed.T) / self.n).numpy()
-
-    def correlate(self, scores: Tensor) -> dict[str, float]:
-        """Return the mean rank correlation with its interval, and the slope of real on predicted effects."""
-        away, rises = centre(self._predict(scores)), centre(self.actual.mean(0))
-        slope = float((away * rises).sum() / max(np.square(away).sum(), 1e-300))
-        return {"value": self.value(scores), **_interval(self._resample(scores)), "slope": slope}
-
-    def differ(self, scores: Tensor, others: Tensor) -> dict[str, float]:
-        """Return by how much the mean rank correlation exceeds that of other scores, with its interval."""
-        value = self.value(scores) - self.value(others)
-        return {"value": value, **_interval(self._resample(scores) - self._resample(others))}
-
-    def _resample(self, scores: Tensor) -> Array:
-        """Return the mean rank correlation on each resampling, (resamplings,)."""
-        predicted, truth = self._predict(scores), self.actual.mean(0)
-        return np.array([_mean_correlation(predicted[np.ix_(*each)], truth[np.ix_(*each)]) for each in self.chosen])
-
-
-def _interval(resampled: Array) -> dict[str, float]:
-    low, high = np.nanquantile(resampled, [0.025, 0.975])
-    return {"low": float(low), "high": float(high)}
-
-
-def _mean_correlation(predicted: Array, truth: Array) -> float:
-    found = correlations(ranks(predicted), ranks(truth))
-    return float(np.nanmean(found)) if np.isfinite(found).any() else float("nan")
-
-
 def evaluate_methods(case: Case, results: Results) -> None:
     """Compare every method with the ground truth that is there, and print tables."""
     scores = results.scores
@@ -237,79 +181,81 @@ def evaluate_methods(case: Case, results: Results) -> None:
 
 def _compare_this_run(case: Case, truth: Truth, scores: Mapping[str, Tensor]) -> dict[str, Any]:
     _, tuning = case.draw_sets()
-    removed, actual = _removed(truth), truth.effects.double().numpy()
-    sizes, passages = removed.sum(1), np.arange(len(case.passages))
-    tuned = Sets(removed[tuning], actual[:, :, tuning.numpy()][:, passages], truth.subsets.n)
-    chosen = _choose(tuned, scores, len(passages))
-    columns = {}
-    for drop in case.settings.drops:
-        those = (sizes == drop) & ~tuning
-        columns[f"{drop} dropped"] = Sets(removed[those], actual[:, passages][:, :, those.numpy()], truth.subsets.n)
-    columns["all sets"] = Sets(removed[~tuning], actual[:, passages][:, :, ~tuning.numpy()], truth.subsets.n)
-    rows = _tabulate(columns, chosen, {name: each[: len(passages)] for name, each in scores.items()}, EXACT)
-    if len(case.queries) > len(passages):
-        answers = slice(len(passages), None)
-        those = ~tuning
-        on = {"answers, all sets": Sets(removed[those], actual[:, answers][:, :, those.numpy()], truth.subsets.n)}
-        for name, found in _tabulate(on, chosen, {name: each[answers] for name, each in scores.items()}).items():
+    passages, answers = slice(len(case.passages)), slice(len(case.passages), None)
+    every = Sets(find_removed(truth.subsets.membership()), truth.effects.double().numpy(), truth.subsets.n)
+    on_passages = {name: each[passages] for name, each in scores.items()}
+    chosen = _choose(every.select(tuning, passages), on_passages)
+    sizes = every.removed.sum(1)
+    columns = {f"{drop} dropped": every.select((sizes == drop) & ~tuning, passages) for drop in case.settings.drops}
+    columns["all sets"] = every.select(~tuning, passages)
+    rows = _correlate(columns, chosen, on_passages)
+    if len(case.queries) > len(case.passages):
+        on_answers = {name: each[answers] for name, each in scores.items()}
+        for name, found in _correlate({"answers": every.select(~tuning, answers)}, chosen, on_answers).items():
             rows[name] |= found
-    for name in chosen:
-        rows[name]["own first"] = _own_first(scores[chosen[name]], case)
-        rows[name]["variant"] = chosen[name].partition(" | ")[2]
+    _tell_behind(rows, columns["all sets"], chosen, on_passages, {"behind": EXACT})
+    for name, row in rows.items():
+        row["own first"] = _own_first(on_passages[chosen[name]], case)
     return rows
 
 
 def _compare_expected(case: Case, truth: Truth, scores: Mapping[str, Tensor]) -> dict[str, Any]:
-    removed, actual = _removed(truth), truth.effects.double().numpy()[:, : len(case.passages)]
-    single = removed.sum(1) == 1
     compared = truth.runs - truth.runs // 2  # the other runs predict, together with the one of the trained model
-    columns = {
-        "without each": Sets(removed[single], actual[:compared, :, single.numpy()], truth.subsets.n),
-        "sets": Sets(removed[~single], actual[:compared, :, ~single.numpy()], truth.subsets.n),
-    }
-    columns = {name: sets for name, sets in columns.items() if len(sets.removed)}
-    passages, best = {name: each[: len(case.passages)] for name, each in scores.items()}, EXACT
+    removed, actual = find_removed(truth.subsets.membership()), truth.effects.double().numpy()[:, : len(case.passages)]
+    single = removed.sum(1) == 1
+    runs, every = Sets(removed, actual, truth.subsets.n), Sets(removed, actual[:compared], truth.subsets.n)
+    columns = {"without each": every.select(single)}
+    if not bool(single.all()):
+        columns["sets"] = every.select(~single)
+    passages = {name: each[: len(case.passages)] for name, each in scores.items()}
+    against = {"behind one run": EXACT}
     if EXACT in passages and compared < truth.runs:
         replays = -truth.subsets.n * torch.from_numpy(actual[compared:, :, single.numpy()])
         together = torch.cat([passages[EXACT][None], replays])
-        best = f"{EXACT}, mean of {len(together)} runs"
-        passages[best] = together.mean(0)
-    chosen = _choose(list(columns.values())[-1], passages, len(case.passages))
-    rows = _tabulate(columns, chosen, passages, best)
-    for name in chosen:
-        rows[name]["variant"] = chosen[name].partition(" | ")[2]
-    own = torch.from_numpy(-actual[:compared, :, single.numpy()].mean(0))
-    rows["ground truth"] = {"own first": _own_first(own, case)}
+        against["behind"] = f"{EXACT}, mean of {len(together)} runs"
+        passages[against["behind"]] = together.mean(0)
+    chosen = _choose(columns["without each"], passages)
+    rows = _correlate(columns, chosen, passages)
+    _tell_behind(rows, columns["without each"], chosen, passages, against)
+    own = [_own_first(torch.from_numpy(-run[:, single.numpy()]), case) for run in actual]
+    rows["ground truth"] = {f"own first, run {number}": share for number, share in enumerate(own, 1)}
     rows["ceiling"] = {name: each.ceiling for name, each in columns.items()}
+    rows["agreement of runs"] = {"without each": runs.select(single).agreement}
     return rows
 
 
-def _removed(truth: Truth) -> Tensor:
-    """Return which sources each set lacks, (sets, sources), without the baseline."""
-    lacking = ~truth.subsets.membership()
-    return lacking[lacking.any(1)]
-
-
-def _choose(sets: Sets, scores: Mapping[str, Tensor], queries: int) -> dict[str, str]:
+def _choose(sets: Sets, scores: Mapping[str, Tensor]) -> dict[str, str]:
     """Return the best variant of each method."""
     best: dict[str, tuple[float, str]] = {}
     for name, each in scores.items():
-        value = sets.value(each[:queries])
-        method = name.partition(" | ")[0]
-        best[method] = max(best.get(method, (-2.0, name)), (float(np.nan_to_num(value, nan=-1.0)), name))
+        method, value = name.partition(" | ")[0], float(np.nan_to_num(sets.value(each), nan=-1.0))
+        best[method] = max(best.get(method, (-2.0, name)), (value, name))
     return {method: name for method, (_, name) in best.items()}
 
 
-def _tabulate(
-    columns: Mapping[str, Sets], chosen: Mapping[str, str], scores: Mapping[str, Tensor], best: str = ""
-) -> dict[str, Any]:
-    """Correlate the methods with each column, and say how far the others are behind the best on the last one."""
-    last = list(columns.values())[-1]
+def _correlate(
+    columns: Mapping[str, Sets], chosen: Mapping[str, str], scores: Mapping[str, Tensor]
+) -> dict[str, dict[str, Any]]:
+    """Correlate the chosen variant of each method with each column."""
     return {
-        method: {column: sets.correlate(scores[name]) for column, sets in columns.items()}
-        | ({"behind": last.differ(scores[best], scores[name])} if best in scores and name != best else {})
+        method: {"variant": name.partition(" | ")[2]}
+        | {column: sets.correlate(scores[name]) for column, sets in columns.items()}
         for method, name in chosen.items()
     }
+
+
+def _tell_behind(
+    rows: dict[str, dict[str, Any]],
+    sets: Sets,
+    chosen: Mapping[str, str],
+    scores: Mapping[str, Tensor],
+    against: Mapping[str, str],
+) -> None:
+    """Say in every other row by how much it is behind certain scores, each under its title."""
+    for title, best in against.items():
+        for method, name in chosen.items():
+            if best in scores and name != best:
+                rows[method][title] = sets.differ(scores[best], scores[name])
 
 
 def _own_first(scores: Tensor, case: Case) -> float:

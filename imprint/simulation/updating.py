@@ -72,8 +72,8 @@ def update(
     as it was.
     """
     require_sources(sources)
-    options = {"checkpoints": checkpoints, "run": run, "collate_fn": collate_fn, "device": device, "memory": memory}
-    given = _Given(task, data, plan, {**options, "progress": progress})
+    named = {"checkpoints": checkpoints, "run": run, "collate_fn": collate_fn, "device": device}
+    given = _Basis(task, data, plan, named, memory, progress)
     with changing(store) as version:
         found = _Change.find(version.store, sources, checkpoints)
         found.refuse_dropping(drop)
@@ -85,21 +85,31 @@ def update(
 
 
 @dataclass(frozen=True)
-class _Given:
-    """What a simulation is given beside its sources.
+class _Basis:
+    """What the sources of an update are simulated from.
 
-    plan: None for that of the store. options: of `settle_inputs` and `simulate_into`.
+    plan: None for that of the store. named: arguments that `settle_inputs` and `simulate_into` have in common.
     """
 
     task: Task
     data: Any
     plan: Plan | None
-    options: dict[str, Any]
+    named: Mapping[str, Any]
+    memory: int | str | None
+    progress: bool | Advance
 
-    @property
-    def progress(self) -> bool | Advance:
-        progress: bool | Advance = self.options["progress"]
-        return progress
+    def plan_for(self, before: Manifest) -> Plan:
+        return before.plan if self.plan is None else self.plan
+
+    def options_for(self, before: Manifest) -> dict[str, Any]:
+        """Return options of a simulation, among them those that the store was made with."""
+        return {
+            **self.named,
+            "batch_size": before.execution.batch_size,
+            "dtype": DTYPES[before.dtype],
+            "hash_data": how_hashed(vars(before.request.data)),
+            "progress": self.progress,
+        }
 
 
 @dataclass(frozen=True)
@@ -203,7 +213,7 @@ def _recognise(store: Store, sources: Sources) -> Table:
     return Table.of(replace(whole, names=store.source_names))
 
 
-def _apply(version: Next, found: _Change, given: _Given) -> Store:
+def _apply(version: Next, found: _Change, given: _Basis) -> Store:
     """Simulate what is lacking and write the next version of a store; return it as it is if nothing is to be done."""
     store, before = version.store, version.store.manifest
     fresh = found.checkpoints > len(store.checkpoints)
@@ -233,26 +243,16 @@ def _apply(version: Next, found: _Change, given: _Given) -> Store:
     return version.write(manifest, origins, found.rows, Table.of(found.sources), "updated", found.about, given.progress)
 
 
-def _check_given(found: _Change, given: _Given) -> None:
+def _check_given(found: _Change, given: _Basis) -> None:
     """Refuse what the store was not made from, where nothing is simulated that would be compared with it."""
     before = found.store.manifest
-    options = {name: value for name, value in given.options.items() if name != "memory"} | _options_of(before)
-    plan = before.plan if given.plan is None else given.plan
-    inputs, _ = settle_inputs(given.task, given.data, found.sources, plan, **options, repeat=None)
+    known = (given.task, given.data, found.sources, given.plan_for(before))
+    inputs, _ = settle_inputs(*known, **given.options_for(before), repeat=None)
     with given.task.evaluating():
         _compare(found.store, inputs.request(), inputs, 0)
 
 
-def _options_of(before: Manifest) -> dict[str, Any]:
-    """Return how a store was simulated, beside its plan."""
-    return {
-        "batch_size": before.execution.batch_size,
-        "dtype": DTYPES[before.dtype],
-        "hash_data": how_hashed(vars(before.request.data)),
-    }
-
-
-def _simulate(found: _Change, sources: Sources, given: _Given) -> Manifest:
+def _simulate(found: _Change, sources: Sources, given: _Basis) -> Manifest:
     """Simulate some sources as those of a store were; return what is in the folder of the update then."""
     store, before = found.store, found.store.manifest
     layers = [name for checkpoint in store.checkpoints if checkpoint.decided for name in checkpoint.decided.layers]
@@ -272,9 +272,8 @@ def _simulate(found: _Change, sources: Sources, given: _Given) -> Manifest:
         wanted, request = range(first, found.checkpoints), replace(request, fixed=before.request.fixed)
         return Supplement(store, request, inputs.seen, check_choices, wanted, compares_ends=by_end)
 
-    plan = before.plan if given.plan is None else given.plan
-    options = {**given.options, **_options_of(before)}
-    made, _ = simulate_into(open_supplement, given.task, given.data, sources, plan, **options)
+    known = (given.task, given.data, sources, given.plan_for(before))
+    made, _ = simulate_into(open_supplement, *known, **given.options_for(before), memory=given.memory)
     return made
 
 

@@ -75,7 +75,7 @@ class Compatibility:
         sums = {name: sum_of_bits(tensor) for name, tensor in now.items()}
         if self._recognised.get(task.model) == sums:
             return
-        found = of_each(now)
+        found = of_each(now)  # all of them, before the first is compared: other models are rare
         for name, known in fixed.items():
             if found[name] != known:
                 raise StoreError(

@@ -34,7 +34,7 @@ SAMPLED = 1024
 MEASURED = 8  # queries whose F is kept
 _TOGETHER = 64  # samples collated at once: a hash must not depend on the caller's batch size
 _PIECE = 64 << 20  # bytes of a column that are hashed at once
-_AT_ONCE = 8  # tensors that are hashed in threads of their own, and so are copied from a GPU
+_AT_ONCE = 8  # tensors that are hashed at the same time, each copied from the GPU by its own thread
 
 
 def of_data(data: Data, how: HashData = "all") -> DataPrint:

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from imprint import Recording, RunRecorder, Sources, Task, TaskError, simulate
+from imprint import Recording, RunRecorder, Sources, StoreError, Task, TaskError, simulate
 from imprint.recording.header import read_header
 from imprint.store.fingerprint import of_tensors
 from tests.recording.runs import N, X, Y, assert_same, contents, make_model, mean_loss, repeat
@@ -62,6 +62,31 @@ def test_recordings_of_the_first_schema_hash_all_frozen_parameters_at_once(tmp_p
     assert first.complete(Task.classifier(Adapted()), 4)
     with pytest.raises(TaskError, match="other values of the 2 frozen parameters"):
         first.complete(Task.classifier(Adapted(seed=1)), 4)
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+def test_an_unfinished_recording_of_the_first_schema_resumes_with_the_frozen_parameters_it_had(
+    seed: int, tmp_path: Path
+) -> None:
+    def begin(model: Adapted) -> RunRecorder:
+        trained = [p for p in model.parameters() if p.requires_grad]
+        return RunRecorder(tmp_path / "run", model, torch.optim.AdamW(trained, lr=0.1), n=N)
+
+    run = begin(Adapted())
+    with run.step([0, 1, 2]) as step:
+        step.backward(mean_loss(run.model, torch.tensor([0, 1, 2])))
+        run.optimiser.step()
+    run.close()
+    frozen = {name: p for name, p in run.model.named_parameters() if not p.requires_grad}
+    replace(read_header(tmp_path / "run"), schema=1, frozen_sha256=of_tensors(frozen)).write(tmp_path / "run")
+    if seed:
+        with pytest.raises(StoreError, match="an unfinished recording with other frozen parameters"):
+            begin(Adapted(seed))
+    else:
+        resumed = begin(Adapted())
+        assert resumed.resume() == 0
+        assert record(resumed).complete(Task.classifier(Adapted()), 4)
+        assert read_header(tmp_path / "run").schema == 1
 
 
 def test_of_a_fine_tune_the_adapter_is_kept_and_a_hash_of_what_is_frozen(tmp_path: Path) -> None:

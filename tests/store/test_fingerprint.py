@@ -17,7 +17,7 @@ from imprint.data import Data
 from imprint.errors import DataError, ReadoutError, ReliabilityWarning
 from imprint.evaluation import Subsets, retrain
 from imprint.evaluation.matching import check_origin
-from imprint.store.fingerprint import SAMPLED, compare_data, of_batches, of_data, recognise_data
+from imprint.store.fingerprint import SAMPLED, compare_data, of_batches, of_data, of_each, of_tensors, recognise_data
 
 CPU, N = torch.device("cpu"), 1400
 DRAWN = {*np.random.default_rng(0).choice(N, SAMPLED, replace=False).tolist()}  # the examples of a sample
@@ -34,6 +34,18 @@ def test_queries_of_the_same_bytes_and_another_kind_are_others() -> None:
     rows = numbers.reshape(2, 4)
     assert of(rows) != of(rows.reshape(2, 2, 2))
     assert of(rows) != of(rows[:, :2], rows[:, 2:])
+
+
+def test_tensors_that_are_hashed_at_once_have_the_hashes_they_have_alone() -> None:
+    tensors = {
+        **{f"{index}": torch.randn(50 + index, 3) for index in range(20)},
+        "half": torch.randn(4, 4).bfloat16().T,
+        "parameter": nn.Parameter(torch.zeros(())),
+        "none": torch.empty(0, 2),
+    }
+    assert of_each(tensors) == {name: of_tensors({name: tensor}) for name, tensor in tensors.items()}
+    assert len(set(of_each(tensors).values())) == len(tensors)
+    assert of_each({}) == {}
 
 
 def test_queries_may_be_cut_into_any_batches() -> None:
