@@ -29,7 +29,7 @@ from imprint import Attribution, Plan, Sources, attribute, simulate
 from imprint.evaluation import Subsets, Truth, replay_run, replay_seeds
 from imprint.tensors.vectors import root_mean_square
 
-MAIN = ("tune", "removals", "story", "retrained", "validation", "sets")
+MAIN = ("tune", "removals", "story", "validation", "sets", "retrained")
 RIVALS = ("rivals", "ekfac", "embeddings", "derivative")
 STAGES = (*MAIN, *RIVALS, "expected", "path", "bergson", "served")
 
@@ -143,12 +143,12 @@ def run(case: Case, results: Results, stages: Sequence[str], bergson: str = "", 
         results.add_scores({"replayed removals": remove_each(case, results).scores})
     if "story" in stages:
         tell(case, results)
-    if "retrained" in stages:
-        check_removals(case, results)
     if "validation" in stages:
         validate_store(case, results)
     if "sets" in stages:
         remove_sets(case, results)
+    if "retrained" in stages:
+        check_removals(case, results)
     if "rivals" in stages:
         score_rivals(case, results)
     if "ekfac" in stages:

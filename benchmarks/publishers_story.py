@@ -10,8 +10,10 @@ from typing import Any
 import torch
 from publishers_case import Case
 from publishers_results import Results
+from torch import Tensor
 
 from imprint import Attribution, Store, validate
+from imprint.evaluation import Truth
 from imprint.language import LanguageTask, token_scores
 from imprint.language.tokens import TokenAttribution
 from imprint.task import Parameters
@@ -40,22 +42,29 @@ def tell(case: Case, results: Results) -> None:
 
 
 def check_removals(case: Case, results: Results) -> None:
-    """Make the run again by plain training without three presidents, and compare with what the store predicts.
+    """Make the run again by plain training without three presidents, and without a set of them; compare with replays.
 
-    They are those with the largest, a middling and the smallest effect.
+    The three are those with the largest, a middling and the smallest effect. The set is the first of the largest ones
+    that replays were made without, if there are any.
     """
     tuned, _ = case.recorded()
     exact = -results.scores["replayed removals"] / len(case.documents.documents)
     by_size = root_mean_squares(exact).argsort(descending=True).tolist()
-    chosen = [by_size[0], by_size[len(by_size) // 2], by_size[-1]]
+    some = (by_size[0], by_size[len(by_size) // 2], by_size[-1])
+    chosen: dict[tuple[int, ...], Tensor] = {(index,): exact[:, index] for index in some}
+    if (case.folder / "sets" / "truth.json").is_file():
+        truth = Truth.load(case.folder / "sets")
+        sets = [removed for removed in truth.subsets.removed if removed]
+        largest = max(range(len(sets)), key=lambda index: len(sets[index]))
+        chosen[sets[largest]] = truth.effects[0, :, largest].double()
     found = {}
-    with results.timed(f"plain training without {len(chosen)} presidents"):
+    with results.timed(f"plain training without {len(chosen)} sets"):
         plain = case.measure(tuned, case.train_again({}))
-        for index in chosen:
-            without = case.train_again(dict.fromkeys(case.sources.members[index].tolist(), 0.0))
-            change = case.measure(tuned, without) - plain
-            off = root_mean_square(change - exact[:, index]) / root_mean_square(change)
-            found[case.sources.names[index]] = float(off)
+        for sources, replayed in chosen.items():
+            members = [index for source in sources for index in case.sources.members[source].tolist()]
+            change = case.measure(tuned, case.train_again(dict.fromkeys(members, 0.0))) - plain
+            off = root_mean_square(change - replayed) / root_mean_square(change)
+            found[" + ".join(case.sources.names[source] for source in sources)] = float(off)
     results.keep(retrained=found)
 
 

@@ -33,17 +33,21 @@ def _run(out: Path, monkeypatch: pytest.MonkeyPatch, *stages: str) -> dict[str, 
 def test_every_method_is_compared_with_removals_that_no_rival_was_tuned_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    found = _run(tmp_path, monkeypatch, "tune", "removals", "sets", "rivals", "expected", "derivative")
+    found = _run(tmp_path, monkeypatch, "tune", "removals", "sets", "retrained", "rivals", "expected", "derivative")
     ours, derivative = (found["this_run"][name] for name in ("replayed removals", "derivative of the run"))
+    size = found["this_run"]["size"]
     for row in (ours, derivative):
         for column in ("2 dropped", "3 dropped", "all sets", "answers"):
             assert row[column]["low"] <= row[column]["value"] <= row[column]["high"]
+    assert found["this_run"]["size"]["behind"]["value"] == ours["all sets"]["value"] - size["all sets"]["value"]
     assert {"BM25", "TF-IDF", "TRAK", "gradient product", "size"} < set(found["this_run"])
     assert found["this_run"]["TRAK"]["variant"].startswith(("step", "all checkpoints"))
     assert "replayed removals, mean of 2 runs" in found["expected"]
     scores = load_file(tmp_path / "scores.safetensors")
     removed, slope = (scores[name].flatten() for name in ("replayed removals", "derivative of the run"))
     assert torch.corrcoef(torch.stack([removed, slope]))[0, 1] > 0.8  # two ways to weigh the same sources less
+    assert sorted(name.count(" + ") for name in found["retrained"]) == [0, 0, 0, 2]
+    assert all(off < 0.02 for off in found["retrained"].values())
     tables = (tmp_path / "report.md").read_text()
     assert "| BM25 |" in tables
     assert "## expected" in tables
