@@ -116,6 +116,7 @@ def attribute(
     try:
         found = collect()
         if reader.stale:  # found out on the way
+            bar.total *= 2
             found = collect()
     finally:
         bar.close()

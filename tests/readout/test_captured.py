@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from imprint import Plan, Reader, ReadoutError, Sources, Store, Task, TaskError, simulate
+from imprint import Plan, Reader, ReadoutError, Sources, Store, Task, TaskError, attribute, simulate
 from imprint.compat import without_values
 from imprint.data import Data
 from imprint.readout import captured
@@ -195,6 +195,36 @@ def test_a_call_that_finds_graphs_stale_is_read_again(store: Store, fake: Fake) 
     KNOB["scale"] = 3.0
     torch.testing.assert_close(reader.scores(queries), plain(task, store, queries), rtol=1e-6, atol=1e-6)
     assert reader.stale
+
+
+class Turned(nn.Module):
+    """A model that depends on a value of Python."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = new_model()
+
+    def forward(self, x: Tensor) -> Tensor:
+        logits: Tensor = KNOB["scale"] * self.inner(x)
+        return logits
+
+
+def test_an_attribution_that_finds_graphs_stale_is_made_again_and_counts_that(fake: Fake) -> None:
+    task, queries, calls = Task.classifier(Turned(), measure="margin"), columns(60, 1), list[tuple[int, int]]()
+    store = simulated(task)
+    plainly = Reader(task, store, capture=False)
+
+    def turn(done: int, total: int) -> None:
+        calls.append((done, total))
+        if len(calls) == 7:
+            KNOB["scale"] = 3.0
+
+    result = attribute(task, store, queries, batch_size=5, progress=turn)
+    torch.testing.assert_close(result.scores, plainly.scores(queries), rtol=1e-6, atol=1e-6)
+    assert any("does not repeat itself" in warning for warning in result.warnings)
+    assert len(calls) == 24
+    assert [done for done, _ in calls] == sorted(done for done, _ in calls)
+    assert calls[-1] == (2 * 60 * len(store), 2 * 60 * len(store))
 
 
 def last_logit(model: nn.Module, batch: Batch) -> Tensor:
