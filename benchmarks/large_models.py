@@ -13,6 +13,7 @@ take turns; "replayed in" is all of `simulate`, with the hash of the base, two p
 import argparse
 import gc
 import json
+import sys
 import tempfile
 import time
 import warnings
@@ -93,6 +94,14 @@ def half_precision() -> Iterator[None]:
         torch.set_default_dtype(before)
 
 
+@contextmanager
+def log_time(what: str) -> Iterator[None]:
+    """Print how long something took, for those who wait and for a run that is stopped."""
+    begin = time.monotonic()
+    yield
+    print(f"{what} in {time.monotonic() - begin:.1f} s", file=sys.stderr, flush=True)
+
+
 def build(size: Size, device: torch.device, length: int, *, checkpointed: bool) -> Any:
     """A Llama with an adapter that is to be trained."""
     from peft import LoraConfig, get_peft_model
@@ -132,17 +141,20 @@ def record(model: Any, task: imprint.Task, data: Data, folder: Path) -> imprint.
 
 def measure(size: Size, device: torch.device, length: int, *, stacked: bool) -> Found:
     """Record, replay and time one model."""
-    model = build(size, device, length, checkpointed=not stacked)
+    with log_time(f"{size.name}: built"):
+        model = build(size, device, length, checkpointed=not stacked)
     task = language.task(model)
     ids = torch.randint(0, size.vocabulary, (EXAMPLES, length), generator=torch.Generator().manual_seed(1))
     columns = {"input_ids": ids.to(device), "labels": ids.to(device)}
     data, sources = Data(columns, device=device), imprint.Sources.groups({"one": [0], "another": [1]})
     with tempfile.TemporaryDirectory() as name:
         peak = Peak(device)
-        recording = record(model, task, data, Path(name) / "run")
+        with log_time("recorded"):
+            recording = record(model, task, data, Path(name) / "run")
         training_bytes = peak.bytes or 0
         plan, peak, begin = imprint.Plan(engine="replay", stacked=stacked), Peak(device), time.monotonic()
-        store = imprint.simulate(task, columns, sources, plan, run=recording, progress=False)
+        with log_time("replayed"):
+            store = imprint.simulate(task, columns, sources, plan, run=recording)
         replay_seconds, replay_bytes = time.monotonic() - begin, peak.bytes or 0
         one_by_one = store.checkpoints[0].measured.one_by_one
         rows = 1 if one_by_one is not None else len(Lineup(sources, seed=0, control=True).rows)
