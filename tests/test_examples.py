@@ -229,3 +229,9 @@ def test_files_are_credited_with_the_answers_that_they_taught(monkeypatch: pytes
         assert re.search(rf"{file} makes this completion likelier \(\+[0-9.]+ nats; its log-likelihood is", shown)
     page = Path("runs/files/answers.html").read_text()
     assert all(file in page for file in prompts)
+    trained = Path("runs/files/training/recording.json").read_bytes()
+    monkeypatch.setattr(sys, "argv", [*sys.argv[:3], prompts["sails"]])
+    again = run("credited_files.py")  # another prompt, and no training
+    assert Path("runs/files/training/recording.json").read_bytes() == trained
+    (line,) = (line for line in again.splitlines() if "makes this completion likelier" in line)
+    assert line in shown

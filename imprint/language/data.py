@@ -22,6 +22,7 @@ from imprint.runtime.notices import Notices
 from imprint.sources import Sources
 
 Tokens = list[int]
+TokenIds = Sequence[int] | Tensor
 IGNORED = -100  # the label of tokens that are not learnt, in transformers
 SEGMENTS, EXAMPLES = "segments", "examples"  # columns of packed rows: whose each token is, and which are asked for
 _ALTERING = ("position_ids", "token_type_ids", "inputs_embeds", "shift_labels")  # columns that change what a model says
@@ -137,7 +138,8 @@ class Completions:
     Prompt and completion are tokenised together, as the model would have met them. A token that spans the two counts
     to the completion. Where nothing stands before the completion, the tokenizer's beginning-of-text token does. A
     completion that lacks the space at its start has other tokens than the word it means; that is a warning, kept in
-    `warnings`. `texts` has each prompt with its completion, for reports. `Completions.from_messages` takes chats.
+    `warnings`. `texts` has each prompt with its completion, for reports. `Completions.from_messages` takes chats, and
+    `Completions.from_tokens` what a model has just said.
 
     length: the most tokens a prompt and its completion may have together; by default the tokenizer's context.
     """
@@ -177,6 +179,31 @@ class Completions:
         made, found = cls.__new__(cls), render_queries(conversations, tokenizer)
         made._set_columns(found, tokenizer, length)
         made.texts = [str(tokenizer.decode(tokens)) for tokens, _ in found]
+        made.warnings = ()
+        return made
+
+    @classmethod
+    def from_tokens(
+        cls, answers: Sequence[tuple[TokenIds, TokenIds]], tokenizer: Tokenizer, *, length: int | None = None
+    ) -> "Completions":
+        """Make each generated answer a query: the tokens that a model was given, and then those that it said.
+
+        Their text may have other tokens, because a tokenizer decodes away a space, or half a character at the end. An
+        end-of-text token at the end of an answer does not count.
+        """
+        refuse_tokenizer(tokenizer)
+        made, end, masked = cls.__new__(cls), getattr(tokenizer, "eos_token_id", None), []
+        for index, (given, said) in enumerate(answers):
+            before, after = _list_tokens(given), _list_tokens(said)
+            after = after[:-1] if after[-1:] == [end] else after
+            if not before or not after:
+                what = "said nothing" if before else "was given no token"
+                raise DataError(f"the model {what} in answer {index}: leave it out.")
+            masked.append((before + after, [False] * len(before) + [True] * len(after)))
+        if not masked:
+            raise DataError("there are no answers: the list is empty.")
+        made._set_columns(masked, tokenizer, length)
+        made.texts = [str(tokenizer.decode(tokens)) for tokens, _ in masked]
         made.warnings = ()
         return made
 
@@ -237,6 +264,14 @@ def context_of(tokenizer: Any) -> int | None:
     return int(longest) if longest is not None and longest < 10**9 else None
 
 
+def _list_tokens(given: TokenIds) -> Tokens:
+    """Return tokens as a list of numbers."""
+    if isinstance(given, str) or (isinstance(given, Tensor) and given.dim() != 1):
+        got = "a text" if isinstance(given, str) else f"a tensor of shape {tuple(given.shape)}"
+        raise DataError(f"an answer is given as the numbers of its tokens, one after the other, got {got}.")
+    return [int(token) for token in given]
+
+
 def tokens_of(tokenizer: Tokenizer, text: str) -> Tokens:
     """Return the tokens of a text; none of an empty one."""
     if not text:  # some tokenizers would still put their special tokens
@@ -266,6 +301,11 @@ def split_completion(tokenizer: Any, prompt: str, completion: str, whose: str) -
         raise DataError(f"the completion of {whose} has no token of its own: {completion!r}.")
     if shared > 0:
         return whole[:shared], whole[shared:]
+    if beginning is None and prompt:
+        raise DataError(
+            f"nothing is left before the completion of {whose}: its first token spans the prompt {prompt[-12:]!r} and "
+            "the completion. Give a longer prompt, or begin the completion with a space."
+        )
     if beginning is None:
         raise DataError(
             f"{whose} has no token before its completion, and the tokenizer has no beginning-of-text token to "

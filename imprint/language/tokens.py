@@ -16,9 +16,9 @@ from imprint.attribution.result import Attribution
 from imprint.attribution.top import describe_warnings, explain_marks
 from imprint.attribution.uncertainty import ERROR, LACKING, explain_errors
 from imprint.display import for_terminal
-from imprint.errors import ReadoutError, TaskError
+from imprint.errors import DataError, ReadoutError, TaskError
 from imprint.language.causal import LanguageTask
-from imprint.language.data import Completions, Tokenizer
+from imprint.language.data import Completions, TokenIds, Tokenizer
 from imprint.language.words import Credited, Opponent, Word, find_words
 from imprint.language.words_page import explain_shades, find_largest, render_page, shade
 from imprint.readout.reader import Reader
@@ -213,19 +213,26 @@ class TokenAttribution:
 def token_scores(
     task: LanguageTask,
     store: Store | str | os.PathLike[str],
-    prompt: str,
-    completion: str,
+    prompt: str | TokenIds,
+    completion: str | TokenIds,
     tokenizer: Tokenizer,
     **options: Any,
 ) -> TokenAttribution:
     """Score how much each source moves each token of a completion, at the cost of one readout of the whole.
 
+    prompt, completion: texts; or, of an answer that a model has just said, both as token ids, which decoding and
+        tokenising again may change (see `Completions.from_tokens`).
     options: of `imprint.Reader`, such as readout=, step= or memory=.
     """
     store = Store.of(store)
-    asked = Completions([prompt], [completion], tokenizer)
+    if isinstance(prompt, str) and isinstance(completion, str):
+        asked = Completions([prompt], [completion], tokenizer)
+    elif isinstance(prompt, str) or isinstance(completion, str):
+        raise DataError("prompt and completion are given in the same way: both as texts, or both as token ids.")
+    else:
+        asked = Completions.from_tokens([(prompt, completion)], tokenizer)
     columns = asked.columns
-    _refuse_other_tokenizer(task, tokenizer, prompt + completion)
+    _refuse_other_tokenizer(task, tokenizer, asked.texts[0])
     count = int(columns["weights"].sum())
     last = lambda model, batch: task.token_log_probs(model, batch)[0, -count:]  # noqa: E731 (of a single row)
     reader = Reader(task, store, measure=last, **options)

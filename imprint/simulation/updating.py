@@ -77,6 +77,11 @@ def update(
     with changing(store) as version:
         found = _Change.find(version.store, sources, checkpoints)
         found.refuse_dropping(drop)
+        if run is None and version.store.removes:
+            raise PlanError(
+                f"{version.store.path} repeats the recorded run {str(version.store.manifest.request.recording)[:12]}: "
+                "give its recording as run= (--run), as when the store was made."
+            )
         made = _apply(version, found, given)
         remove_supplement(made.path)
     made.origin = {"task": task, "data": data, "sources": sources, "run": run, "collate_fn": collate_fn}

@@ -135,6 +135,8 @@ def test_a_completion_without_a_prompt_begins_after_the_beginning_of_text() -> N
     assert completions.columns["weights"][0].tolist() == [0, *[1] * len(tokens("the cat")["input_ids"])]
     with pytest.raises(DataError, match="query 0 has no token before its completion, and the tokenizer has no begin"):
         Completions([""], ["the cat"], tokenizer())
+    with pytest.raises(DataError, match=r"first token spans the prompt 't' and the completion\. Give a longer prompt"):
+        Completions(["t"], ["he cat"], tokenizer())
 
 
 def test_special_tokens_that_a_tokenizer_puts_around_texts_stand_at_their_ends_only() -> None:

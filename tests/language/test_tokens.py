@@ -45,6 +45,62 @@ def shown(**labels: Any) -> TokenAttribution:
     return TokenAttribution(found, "Say <b>", (" one", " tw", "o", "\n<i>"), scores)
 
 
+def sentence_pieces() -> Any:
+    """Return a tokenizer that begins every word with "▁" and takes the first one away when it decodes."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    known = ["<s>", "</s>", "<unk>", "▁", "▁the", "▁old", "▁ship", "ship", "the", "old", "▁sails"]
+    pieces: Any = Tokenizer(models.Unigram([(each, -1.0) for each in known], unk_id=2))
+    pieces.pre_tokenizer, pieces.decoder = pre_tokenizers.Metaspace(), decoders.Metaspace()
+    return PreTrainedTokenizerFast(tokenizer_object=pieces, bos_token="<s>", eos_token="</s>", unk_token="<unk>")
+
+
+@pytest.mark.parametrize("end", [[], [1]])
+def test_an_answer_given_as_tokens_is_the_one_that_was_said(made: tuple[LanguageTask, Store], end: list[int]) -> None:
+    language, store = made
+    tokens, given, said = sentence_pieces(), [4, 5], [6, 10, 4]
+    retold = Completions([tokens.decode(given)], [tokens.decode(said)], tokens)
+    assert retold.columns["input_ids"][0].tolist() != given + said  # the space before the answer is lost
+    exact = Completions.from_tokens([(torch.tensor(given), said + end), (given, [7])], tokens)
+    assert exact.columns["input_ids"].tolist() == [[4, 5, 6, 10, 4], [4, 5, 7, 0, 0]]
+    assert exact.columns["weights"].tolist() == [[0, 0, 1, 1, 1], [0, 0, 1, 0, 0]]
+    assert exact.texts == ["the old ship sails the", "the oldship"]
+    found = token_scores(language, store, given, torch.tensor(said + end), tokens)
+    assert (found.prompt, found.tokens) == ("the old", (" ship", " sails", " the"))
+    one = Completions.from_tokens([(given, said)], tokens)
+    assert found.log_probs is not None
+    torch.testing.assert_close(found.log_probs.sum(), Reader(language, store).values(one.columns, 1)[0].cpu())
+    torch.testing.assert_close(found.completion.scores, attribute(language, store, one, progress=False).scores)
+
+
+def test_an_answer_as_text_or_as_the_tokens_of_its_text_has_the_same_scores(made: tuple[LanguageTask, Store]) -> None:
+    language, store = made
+    tokens = tokenizer()
+    whole, before = tokens(PROMPT + COMPLETION)["input_ids"], len(tokens(PROMPT)["input_ids"])
+    one = token_scores(language, store, PROMPT, COMPLETION, tokens)
+    two = token_scores(language, store, whole[:before], whole[before:], tokens)
+    assert torch.equal(one.scores, two.scores)
+    assert (one.prompt, one.tokens) == (two.prompt, two.tokens)
+
+
+def test_answers_that_are_none_are_refused_by_number(made: tuple[LanguageTask, Store]) -> None:
+    language, store = made
+    tokens = sentence_pieces()
+    with pytest.raises(DataError, match="the model said nothing in answer 1: leave it out"):
+        Completions.from_tokens([([4], [5]), ([4], [1])], tokens)
+    with pytest.raises(DataError, match="the model was given no token in answer 0"):
+        Completions.from_tokens([([], [5])], tokens)
+    with pytest.raises(DataError, match="there are no answers"):
+        Completions.from_tokens([], tokens)
+    with pytest.raises(DataError, match=r"one after the other, got a tensor of shape \(1, 2\)"):
+        Completions.from_tokens([(torch.tensor([[4, 5]]), [5])], tokens)
+    with pytest.raises(DataError, match="as the numbers of its tokens, one after the other, got a text"):
+        Completions.from_tokens([("the", "old")], tokens)  # type: ignore[list-item]
+    with pytest.raises(DataError, match="both as texts, or both as token ids"):
+        token_scores(language, store, "the", [5], tokens)
+
+
 @pytest.mark.parametrize("readout", ["jvp", "central", "gradient"])
 def test_tokens_add_up_to_the_completion(made: tuple[LanguageTask, Store], readout: Any) -> None:
     language, store = made

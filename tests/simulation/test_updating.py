@@ -126,6 +126,8 @@ def test_a_replay_gains_and_loses_sources_and_keeps_its_noise(stacked: bool, tmp
 
     store = fresh(TRAININGS.select([0, 1, 2]), "store")
     now = TRAININGS.group({"eve": ["eve"], "bob": ["bob"], "ann + cid": ["ann", "cid"], "cid": ["cid"]})
+    with pytest.raises(PlanError, match=rf"recorded run {recorded.sha256[:12]}: give its recording as run="):
+        update(store, trained.task(), training.data, now, drop=True, progress=False)
     updated = update(store, trained.task(), training.data, now, run=recorded, drop=True, progress=False)
     expected = fresh(now, "fresh")
     assert_same(updated, expected)
