@@ -87,14 +87,14 @@ class Credited:
             return ["no source makes this completion likelier"]
         if self.opponent is None:
             return []
-        doubt = f": {self.name} does not stand out as helping" if self.total.contribution > 0 else ""
+        doubt = f", so {self.name} does not stand out" if self.total.contribution > 0 else ""
         effect = f"({self.opponent.total.format(3)} nats)"
         return [f"{self.opponent.name} moves the completion further the other way {effect}{doubt}"]
 
     @property
     def lines(self) -> list[str]:
         """What is said of this completion alone."""
-        listed = ", ".join(f"{word.text.strip()} {word.format()}" for word in self.words)
+        listed = ", ".join(f"{word.text.strip() or repr(word.text)} {word.format()}" for word in self.words)
         told = [f"{self.headline}; words that it makes likelier: {listed or 'none'}", *self.caveats]
         return list(map(for_terminal, told))
 

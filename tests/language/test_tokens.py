@@ -253,6 +253,11 @@ def test_without_a_source_words_are_those_of_the_source_that_helps() -> None:
         found.credited(0)
 
 
+def test_words_of_white_space_are_listed_as_such() -> None:
+    found = replace(shown(), tokens=("\n", "\n", " ", "\n"))
+    assert r"words that it makes likelier: '\n\n \n' +2" in repr(found.credited())
+
+
 def test_nobody_is_credited_where_no_source_helps() -> None:
     found = replace(shown(), scores=torch.tensor([[-10.0, 4.0], [0.0, -6.0], [0.0, 0.0], [0.0, 0.0]]))
     assert found.most_helpful == "b" and found.credited().words == ()
@@ -284,9 +289,9 @@ def test_all_that_is_shown_says_whether_it_was_validated_and_which_way_a_source_
     for text in (console.export_text(), hurts.to_html(), repr(hurts.credited())):
         assert "Beta makes this completion likelier (+0.1 nats)" in text
         assert re.search(
-            r"Alpha(>|&gt;) (&|&amp;) co moves the completion further the other way \(-2 nats\): Beta", text
+            r"Alpha(>|&gt;) (&|&amp;) co moves the completion further the other way \(-2 nats\), so Beta", text
         )
-        assert ": Beta does not stand out as helping" in text
+        assert "so Beta does not stand out" in text
     assert re.search("co moves the completion further the other way", repr(hurts))
     assert "makes this completion likelier (+2 nats)" in shown().to_html()
 
