@@ -193,18 +193,24 @@ class Completions:
         """
         refuse_tokenizer(tokenizer)
         made, end, masked = cls.__new__(cls), getattr(tokenizer, "eos_token_id", None), []
+        notices = Notices()
         for index, (given, said) in enumerate(answers):
             before, after = _list_tokens(given), _list_tokens(said)
             after = after[:-1] if after[-1:] == [end] else after
             if not before or not after:
                 what = "said nothing" if before else "was given no token"
                 raise DataError(f"the model {what} in answer {index}: leave it out.")
+            if after[: len(before)] == before:
+                notices.add(
+                    f"answer {index} begins with all tokens that the model was given: if this is what generate "
+                    "returned, cut off the prompt, which counts as said otherwise."
+                )
             masked.append((before + after, [False] * len(before) + [True] * len(after)))
         if not masked:
             raise DataError("there are no answers: the list is empty.")
         made._set_columns(masked, tokenizer, length)
         made.texts = [str(tokenizer.decode(tokens)) for tokens, _ in masked]
-        made.warnings = ()
+        made.warnings = notices.messages
         return made
 
     def _set_columns(self, queries: list[tuple[Tokens, list[bool]]], tokenizer: Tokenizer, length: int | None) -> None:
@@ -269,7 +275,10 @@ def _list_tokens(given: TokenIds) -> Tokens:
     if isinstance(given, str) or (isinstance(given, Tensor) and given.dim() != 1):
         got = "a text" if isinstance(given, str) else f"a tensor of shape {tuple(given.shape)}"
         raise DataError(f"an answer is given as the numbers of its tokens, one after the other, got {got}.")
-    return [int(token) for token in given]
+    tokens = [int(token) for token in given]
+    if min(tokens, default=0) < 0:
+        raise DataError(f"an answer is given as the numbers of its tokens, got {min(tokens)} among them.")
+    return tokens
 
 
 def tokens_of(tokenizer: Tokenizer, text: str) -> Tokens:

@@ -15,6 +15,7 @@ from rich.console import Console
 from imprint import DataError, ReadoutError, SourcesError, Store, TaskError, attribute
 from imprint.attribution.labels import Labels
 from imprint.attribution.noise import describe_noise
+from imprint.errors import ReliabilityWarning
 from imprint.language import (
     Completions,
     LanguageTask,
@@ -91,6 +92,10 @@ def test_answers_that_are_none_are_refused_by_number(made: tuple[LanguageTask, S
         Completions.from_tokens([([4], [5]), ([4], [1])], tokens)
     with pytest.raises(DataError, match="the model was given no token in answer 0"):
         Completions.from_tokens([([], [5])], tokens)
+    with pytest.raises(DataError, match="got -100 among them"):
+        Completions.from_tokens([([4], [5, -100])], tokens)
+    with pytest.warns(ReliabilityWarning, match="answer 0 begins with all tokens that the model was given"):
+        assert len(Completions.from_tokens([([4, 5], [4, 5, 6])], tokens).warnings) == 1
     with pytest.raises(DataError, match="there are no answers"):
         Completions.from_tokens([], tokens)
     with pytest.raises(DataError, match=r"one after the other, got a tensor of shape \(1, 2\)"):
