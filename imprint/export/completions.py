@@ -154,6 +154,8 @@ class Server:
             connection.request(method, place, None if body is None else json.dumps(body), headers)
             response = connection.getresponse()
             content = response.read(_ANSWER)
+            if response.length:  # of a server that was killed: `read` returns what there is
+                raise http.client.IncompleteRead(content, response.length)
             wait = response.getheader("Retry-After", "")
         finally:
             connection.close()

@@ -14,6 +14,7 @@ from transformers import LlamaForCausalLM
 
 from imprint.export import Export
 
+CUT = 1  # in place of a status: the server is killed after the head of its answer
 Body = dict[str, Any]
 Change = Callable[[Body, Body], "tuple[int, Any]"]
 
@@ -112,13 +113,15 @@ class _Handler(BaseHTTPRequestHandler):
             self.close_connection = True
             return
         content = (answer if isinstance(answer, str) else json.dumps(answer)).encode()
-        self.send_response(status)
+        cut = status == CUT
+        self.send_response(200 if cut else status)
         if self.fake.retry_after is not None:
             self.send_header("Retry-After", self.fake.retry_after)
         self.send_header("Content-Length", str(len(content)))
         with suppress(ConnectionError):  # a client that no longer waits
             self.end_headers()
-            self.wfile.write(content)
+            self.wfile.write(b"" if cut else content)
+        self.close_connection |= cut
 
 
 @contextmanager

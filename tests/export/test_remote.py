@@ -14,7 +14,7 @@ from imprint import ReadoutError
 from imprint.export import Export, RemoteReader, Scores, completions, read_peft, read_remote
 from imprint.export.completions import Server, ServerGone
 from tests.export import served
-from tests.export.fake import Body, Fake, running
+from tests.export.fake import CUT, Body, Fake, running
 
 
 @pytest.fixture(scope="module")
@@ -274,7 +274,7 @@ def test_a_server_that_does_not_load_says_why(status: int, message: str, expecte
     assert len(fake.requests) == 1  # what cannot help is not tried again
 
 
-@pytest.mark.parametrize("status", [0, 429, 500, 503], ids=["broken", "busy", "error", "unavailable"])
+@pytest.mark.parametrize("status", [0, CUT, 429, 500, 503], ids=["broken", "cut", "busy", "error", "unavailable"])
 def test_a_request_that_fails_is_sent_again(status: int, fake: Fake) -> None:
     failed: set[str] = set()
 
