@@ -18,7 +18,7 @@ from imprint.store.files import write
 
 STORIES = 3  # answers that are drawn word by word
 LINE = 118  # characters of a line of an answer
-HEIGHT = 3  # lines that an answer takes
+HEIGHT = 3  # lines that an answer has room for; longer ones are drawn closer
 MEAN = f"{EXACT}, mean of "
 LABELS = {
     "derivative of the run": "derivative of the run (MAGIC's quantity)",
@@ -108,7 +108,7 @@ def _write_words(axes: Axes, words: Sequence[tuple[str, float]]) -> None:
     axes.set_xlim(0, LINE)
     largest = max(abs(contribution) for _, contribution in words) or 1.0
     colours, lines = plt.get_cmap(COLOURS), list(_break_lines(words))
-    axes.set_ylim(-HEIGHT, 0)
+    axes.set_ylim(-max(HEIGHT, len(lines)), 0)
     for number, line in enumerate(lines):
         at = 0.0
         for text, contribution in line:

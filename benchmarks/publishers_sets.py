@@ -1,6 +1,7 @@
 """How well predicted effects of leaving out sets of presidents rank the real ones; used by benchmarks/publishers.py."""
 
 from collections.abc import Callable
+from dataclasses import asdict
 from functools import partial
 from itertools import combinations
 
@@ -49,12 +50,12 @@ class Sets:
         predicted = self._predict(scores)
         away, rises = centre(predicted), centre(self.actual.mean(0))
         slope = float((away * rises).sum() / max(np.square(away).sum(), 1e-300))
-        return {**_as_json(self._estimate(partial(self._figure, predicted), correlation=True)), "slope": slope}
+        return {**asdict(self._estimate(partial(self._figure, predicted), correlation=True)), "slope": slope}
 
     def differ(self, scores: Tensor, others: Tensor) -> dict[str, float]:
         """Return by how much the mean correlation exceeds that of other scores, with its interval."""
         one, two = (partial(self._figure, self._predict(each)) for each in (scores, others))
-        return _as_json(self._estimate(lambda *chosen: one(*chosen) - two(*chosen), correlation=False))
+        return asdict(self._estimate(lambda *chosen: one(*chosen) - two(*chosen), correlation=False))
 
     def _predict(self, scores: Tensor) -> Array:
         found: Array = (-(scores.double() @ self.removed.T) / self.n).numpy()
@@ -83,7 +84,3 @@ def find_removed(membership: Tensor) -> Tensor:
     """Return which sources each set lacks, (sets, sources), without the baseline."""
     lacking = ~membership
     return lacking[lacking.any(1)]
-
-
-def _as_json(found: Estimate) -> dict[str, float]:
-    return {"value": found.value, "low": found.low, "high": found.high}

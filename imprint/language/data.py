@@ -275,7 +275,7 @@ def _list_tokens(given: TokenIds) -> Tokens:
     if isinstance(given, str) or (isinstance(given, Tensor) and given.dim() != 1):
         got = "a text" if isinstance(given, str) else f"a tensor of shape {tuple(given.shape)}"
         raise DataError(f"an answer is given as the numbers of its tokens, one after the other, got {got}.")
-    tokens = [int(token) for token in given]
+    tokens = [int(token) for token in (given.tolist() if isinstance(given, Tensor) else given)]
     if min(tokens, default=0) < 0:
         raise DataError(f"an answer is given as the numbers of its tokens, got {min(tokens)} among them.")
     return tokens
