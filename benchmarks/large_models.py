@@ -5,9 +5,10 @@
     python benchmarks/large_models.py --small                  # tiny ones on the CPU, in a minute
 
 Llamas with random weights, in bfloat16, under a float32 adapter on every linear layer, with gradient checkpointing. A
-few steps of AdamW are recorded, and the run is replayed without one source. All sources share the one base: memory
-beyond that of training would be a copy of it. Steps are medians of plain training steps and of steps of the replay that
-take turns; "replayed in" is all of `simulate`, with the hash of the base, two perturbed starts and every check.
+few steps of AdamW are recorded, and the run is replayed without each of 16 sources. All sources share the one base:
+memory beyond that of training would be a copy of it. Steps are medians of plain training steps and of steps of the
+replay that take turns; "replayed in" is all of `simulate`: the replays of sources and of two perturbed starts, the hash
+of the base, and every check.
 """
 
 import argparse
@@ -37,7 +38,8 @@ from imprint.simulation.engines.replay.stack import Stack
 from imprint.simulation.engines.replay.training import Repetition, Training, as_recorded
 from imprint.tensors.vectors import repeated
 
-EXAMPLES, BATCH, STEPS, RANK = 8, 2, 4, 16
+SOURCES, EXAMPLES, STEPS, RANK = 16, 16, 4, 16  # every source has an example
+BATCH = EXAMPLES // STEPS
 TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 
 
@@ -129,9 +131,7 @@ def record(model: Any, task: imprint.Task, data: Data, folder: Path) -> imprint.
     """Train a few steps with a recorder."""
     optimiser = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-4)
     run = imprint.RunRecorder(folder, model, optimiser, n=EXAMPLES)
-    for number, indices in enumerate(run.batches(EXAMPLES, BATCH, epochs=STEPS)):
-        if number == STEPS:
-            break
+    for indices in run.batches(EXAMPLES, BATCH, epochs=1):
         with run.step(indices) as step:
             optimiser.zero_grad()
             step.backward(task.loss(model, data.gather(indices)).mean())
@@ -146,7 +146,10 @@ def measure(size: Size, device: torch.device, length: int, *, stacked: bool) -> 
     task = language.task(model)
     ids = torch.randint(0, size.vocabulary, (EXAMPLES, length), generator=torch.Generator().manual_seed(1))
     columns = {"input_ids": ids.to(device), "labels": ids.to(device)}
-    data, sources = Data(columns, device=device), imprint.Sources.groups({"one": [0], "another": [1]})
+    data, sources = (
+        Data(columns, device=device),
+        imprint.Sources.groups({f"{index}": [index] for index in range(SOURCES)}),
+    )
     with tempfile.TemporaryDirectory() as name:
         peak = Peak(device)
         with log_time("recorded"):

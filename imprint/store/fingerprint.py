@@ -11,6 +11,7 @@ import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from itertools import zip_longest
 from typing import Any
 
 import numpy as np
@@ -34,6 +35,7 @@ SAMPLED = 1024
 MEASURED = 8  # queries whose F is kept
 _TOGETHER = 64  # samples collated at once: a hash must not depend on the caller's batch size
 _PIECE = 64 << 20  # bytes of a column that are hashed at once
+_LARGE = 64 << 20  # bytes of tensors from which on they are read by a thread of its own
 _AT_ONCE = 8  # tensors that are hashed at the same time, each copied from the GPU by its own thread
 
 
@@ -211,11 +213,26 @@ def _columns(leaf: object, count: int) -> Iterator[Bytes]:
 def of_tensors(tensors: Mapping[str, Tensor]) -> str:
     """Hash names, shapes, dtypes and values."""
     digest = hashlib.sha256()
-    for name in sorted(tensors):
+    for name, values in _read_ahead(tensors):
         tensor = tensors[name]
         digest.update(f"{name}{tensor.dtype}{tuple(tensor.shape)}".encode())
-        digest.update(raw_bytes(tensor).data)
+        digest.update(values.data)
     return digest.hexdigest()
+
+
+def _read_ahead(tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, Bytes]]:
+    """Return the bytes of each tensor, by name; the next large one is copied from a GPU while the last is hashed."""
+    names = sorted(tensors)
+    if len(names) < 2 or sum(tensor.nbytes for tensor in tensors.values()) < _LARGE:
+        yield from ((name, raw_bytes(tensors[name])) for name in names)
+        return
+    with ThreadPoolExecutor(1) as pool:
+        ahead = pool.submit(raw_bytes, tensors[names[0]])
+        for name, following in zip_longest(names, names[1:]):
+            values = ahead.result()
+            if following is not None:
+                ahead = pool.submit(raw_bytes, tensors[following])
+            yield name, values
 
 
 def of_each(tensors: Mapping[str, Tensor]) -> dict[str, str]:

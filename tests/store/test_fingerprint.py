@@ -1,5 +1,6 @@
 """Fingerprints tell what differs, and do not tell what is only cut or placed otherwise."""
 
+import hashlib
 import warnings
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from imprint.evaluation import Subsets, retrain
 from imprint.evaluation.matching import check_origin
 from imprint.store.fingerprint import SAMPLED, compare_data, of_batches, of_data, of_each, of_tensors, recognise_data
 
+on_a_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")
 CPU, N = torch.device("cpu"), 1400
 DRAWN = {*np.random.default_rng(0).choice(N, SAMPLED, replace=False).tolist()}  # the examples of a sample
 UNSEEN = next(i for i in range(N) if i not in DRAWN)
@@ -46,6 +48,16 @@ def test_tensors_that_are_hashed_at_once_have_the_hashes_they_have_alone() -> No
     assert of_each(tensors) == {name: of_tensors({name: tensor}) for name, tensor in tensors.items()}
     assert len(set(of_each(tensors).values())) == len(tensors)
     assert of_each({}) == {}
+
+
+@pytest.mark.parametrize("where", ["cpu", pytest.param("cuda", marks=on_a_gpu)])
+def test_large_tensors_are_read_ahead_and_hashed_in_order(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    tensors = {name: torch.randn(3, 5, device=where).bfloat16() for name in ("d", "b", "a", "c")}
+    known = of_tensors(tensors)
+    assert known != of_tensors(dict.fromkeys(tensors, tensors["a"]))
+    monkeypatch.setattr("imprint.store.fingerprint._LARGE", 1)
+    assert of_tensors(tensors) == known
+    assert of_tensors({}) == hashlib.sha256().hexdigest()
 
 
 def test_queries_may_be_cut_into_any_batches() -> None:
