@@ -11,7 +11,6 @@ import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from itertools import zip_longest
 from typing import Any
 
 import numpy as np
@@ -34,8 +33,7 @@ DataPrint = dict[str, str | None]
 SAMPLED = 1024
 MEASURED = 8  # queries whose F is kept
 _TOGETHER = 64  # samples collated at once: a hash must not depend on the caller's batch size
-_PIECE = 64 << 20  # bytes of a column that are hashed at once
-_LARGE = 64 << 20  # bytes of tensors from which on they are read by a thread of its own
+_PIECE = 64 << 20  # bytes of a column or tensor that are hashed at once
 _AT_ONCE = 8  # tensors that are hashed at the same time, each copied from the GPU by its own thread
 
 
@@ -213,26 +211,27 @@ def _columns(leaf: object, count: int) -> Iterator[Bytes]:
 def of_tensors(tensors: Mapping[str, Tensor]) -> str:
     """Hash names, shapes, dtypes and values."""
     digest = hashlib.sha256()
-    for name, values in _read_ahead(tensors):
+    for name in sorted(tensors):
         tensor = tensors[name]
         digest.update(f"{name}{tensor.dtype}{tuple(tensor.shape)}".encode())
-        digest.update(values.data)
+        for piece in _read_pieces(tensor):
+            digest.update(piece.data)
     return digest.hexdigest()
 
 
-def _read_ahead(tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, Bytes]]:
-    """Return the bytes of each tensor, by name; the next large one is copied from a GPU while the last is hashed."""
-    names = sorted(tensors)
-    if len(names) < 2 or sum(tensor.nbytes for tensor in tensors.values()) < _LARGE:
-        yield from ((name, raw_bytes(tensors[name])) for name in names)
+def _read_pieces(tensor: Tensor) -> Iterator[Bytes]:
+    """Return the bytes of a tensor; each piece is overwritten by the next.
+
+    From a GPU they come through pinned memory that is used again: copies into fresh memory take longer than the hash,
+    and several at once delay each other.
+    """
+    if tensor.device.type != "cuda":
+        yield raw_bytes(tensor)
         return
-    with ThreadPoolExecutor(1) as pool:
-        ahead = pool.submit(raw_bytes, tensors[names[0]])
-        for name, following in zip_longest(names, names[1:]):
-            values = ahead.result()
-            if following is not None:
-                ahead = pool.submit(raw_bytes, tensors[following])
-            yield name, values
+    values = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+    pinned = torch.empty(min(_PIECE, len(values)), dtype=torch.uint8, pin_memory=True)
+    for piece in values.split(_PIECE):
+        yield pinned[: len(piece)].copy_(piece).numpy()
 
 
 def of_each(tensors: Mapping[str, Tensor]) -> dict[str, str]:

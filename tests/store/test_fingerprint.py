@@ -1,6 +1,5 @@
 """Fingerprints tell what differs, and do not tell what is only cut or placed otherwise."""
 
-import hashlib
 import warnings
 from pathlib import Path
 from typing import Any
@@ -50,14 +49,20 @@ def test_tensors_that_are_hashed_at_once_have_the_hashes_they_have_alone() -> No
     assert of_each({}) == {}
 
 
-@pytest.mark.parametrize("where", ["cpu", pytest.param("cuda", marks=on_a_gpu)])
-def test_large_tensors_are_read_ahead_and_hashed_in_order(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    tensors = {name: torch.randn(3, 5, device=where).bfloat16() for name in ("d", "b", "a", "c")}
-    known = of_tensors(tensors)
-    assert known != of_tensors(dict.fromkeys(tensors, tensors["a"]))
-    monkeypatch.setattr("imprint.store.fingerprint._LARGE", 1)
-    assert of_tensors(tensors) == known
-    assert of_tensors({}) == hashlib.sha256().hexdigest()
+@on_a_gpu
+@pytest.mark.parametrize("piece", [7, 64, 1 << 20])
+def test_tensors_on_a_gpu_have_the_hash_they_have_on_the_cpu(piece: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("imprint.store.fingerprint._PIECE", piece)
+    tensors = {
+        **{f"{index}": torch.randn(50 + index, 3) for index in range(20)},
+        "half": torch.randn(4, 4).bfloat16().T,
+        "parameter": nn.Parameter(torch.zeros(())),
+        "none": torch.empty(0, 2),
+        "mask": torch.rand(9) < 0.5,
+    }
+    there = {name: tensor.detach().cuda() for name, tensor in tensors.items()}
+    assert of_tensors(there) == of_tensors(tensors)
+    assert of_each(there) == of_each(tensors)
 
 
 def test_queries_may_be_cut_into_any_batches() -> None:
