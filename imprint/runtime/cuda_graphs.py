@@ -4,6 +4,7 @@ A graph repeats the operations, at the same addresses, and not the Python code t
 decides what may be repeated like that.
 """
 
+import gc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -49,7 +50,7 @@ class Recorder:
         if not self._graphs:  # torch refuses a pool again that all graphs have left
             self._pool = torch.cuda.graph_pool_handle()
         into = torch.cuda.graph(graph, self._pool, self._stream, capture_error_mode="thread_local")
-        with torch.cuda.device(self._device), self._abandoned_on_failure(), without_values(), into, MadeInPlace():
+        with torch.cuda.device(self._device), self._undisturbed(), without_values(), into, MadeInPlace():
             found = compute()
         self._graphs.add(graph)
 
@@ -60,13 +61,26 @@ class Recorder:
         return repeat
 
     @contextmanager
-    def _abandoned_on_failure(self) -> Iterator[None]:
+    def _undisturbed(self) -> Iterator[None]:
+        """Abandon a recording that fails; what is freed meanwhile, such as another graph, could make it fail."""
         try:
-            with torch.cuda.stream(self._stream):  # torch leaves its own stream set if a capture fails
+            with without_collection(), torch.cuda.stream(self._stream):  # which torch leaves set if a capture fails
                 yield
         except BaseException:
             abandon_capture(self._device, self._pool)
             raise
+
+
+@contextmanager
+def without_collection() -> Iterator[None]:
+    """Have Python collect no garbage."""
+    before = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if before:
+            gc.enable()
 
 
 def recorder_for(device: torch.device) -> Recorder | None:

@@ -1,5 +1,6 @@
 """Captured readouts give the scores of plain ones, or notice that they do not; on a CPU with a recorder of Python."""
 
+import gc
 import logging
 import weakref
 from collections.abc import Callable
@@ -15,7 +16,7 @@ from imprint.compat import without_values
 from imprint.data import Data
 from imprint.readout import captured
 from imprint.readout.kernels import ReadoutName
-from imprint.runtime.cuda_graphs import MadeInPlace, Recorder, Unrepeatable
+from imprint.runtime.cuda_graphs import MadeInPlace, Recorder, Unrepeatable, without_collection
 from imprint.task import Batch
 from tests.readout.reading import columns, new_model, simulated
 from tests.simulation.removals import SOURCES, HandMadeRun, make_data, make_model, make_plan, make_task, removing_engine
@@ -466,6 +467,21 @@ def test_an_error_in_a_recording_is_no_error_of_the_readout(
     assert fake.rehearsed == 1 and all(torch.equal(scores, plain(task, store, columns(5, 1))) for scores in found)
 
 
+@pytest.mark.parametrize("before", [True, False])
+def test_no_garbage_is_collected_during_a_recording(before: bool) -> None:
+    was = gc.isenabled()
+    try:
+        (gc.enable if before else gc.disable)()
+        with without_collection():
+            assert not gc.isenabled()
+        assert gc.isenabled() is before
+        with pytest.raises(ValueError, match="fails"), without_collection():
+            raise ValueError("fails")
+        assert gc.isenabled() is before
+    finally:
+        (gc.enable if was else gc.disable)()
+
+
 def test_batches_with_anything_but_tensors_are_read_plainly(store: Store, fake: Fake) -> None:
     task = Task.classifier(new_model())
     reader, (x, y) = Reader(task, store), columns(5, 1)
@@ -574,7 +590,8 @@ def test_a_perceptron_on_a_gpu(readout: ReadoutName, cuda: torch.device) -> None
 
 @on_a_gpu
 @pytest.mark.parametrize("name", [*CAPTURED, "dict_batch_with_titles", "data_dependent_branch", "seeded_noise"])
-def test_every_kind_of_model_on_a_gpu(name: str, cuda: torch.device) -> None:
+def test_every_kind_of_model_on_a_gpu(name: str, cuda: torch.device, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)  # which says why something is not captured
     check_member(name, cuda)
 
 
