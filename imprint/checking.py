@@ -4,8 +4,8 @@ import logging
 import os
 import shutil
 import warnings
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import closing, contextmanager
 from dataclasses import asdict, dataclass
 from functools import partial
 from itertools import islice
@@ -25,7 +25,7 @@ from imprint.plan import Checkpoints, Plan, format_plan
 from imprint.readout.base import Base
 from imprint.readout.kernels import ReadoutName, forward_only
 from imprint.readout.reader import Reader
-from imprint.runtime.progress import format_duration
+from imprint.runtime.progress import Advance, Progress, format_duration
 from imprint.runtime.turns import settle_child
 from imprint.simulation import engines
 from imprint.simulation.estimate import Estimate, estimate
@@ -150,6 +150,7 @@ def check(
     training_steps: int | None = None,
     training_batch: int | None = None,
     compare: bool = True,
+    progress: bool | Advance = True,
 ) -> Check:
     """Try every engine and readout on a few examples, measure a few steps, and compare with plain retraining.
 
@@ -160,6 +161,7 @@ def check(
     train: how models are retrained, as for `retrain`; `Together` tells how long that takes.
     training_steps, training_batch: how many steps a training has, and how many examples a step, if nothing else tells.
     compare: whether to measure what retraining and replaying would take (`ways` and `advice` of the result).
+    progress: as in `simulate`.
     """
     settle_child()
     training = Training(train, training_steps, training_batch)
@@ -173,28 +175,39 @@ def check(
         aside = checkpoints is not None and isinstance(plan, Plan) and plan.rules.question == "expected"
         repeated = None if aside else recorded
     inputs = Inputs.checked(task, data, sources, plan, checkpoints, hash_data=hash_data, run=repeated, **options)
+    inputs.refuse_other_data()
     problems: list[str] = []
+    bar = Progress("checking", 0, "units", progress)
     expected: Estimate | None = None
-    with task.evaluating(), _silence():  # one thread at a time, as what is made quiet belongs to all of them
+    with (
+        closing(bar),
+        task.evaluating(),
+        _silence(),
+    ):  # one thread at a time, as what is made quiet belongs to all of them
         if batch_size is None:
             fit_batches(inputs, memory, engines.get(inputs.plan).rows_per_source(inputs.plan))
         state = inputs.state(inputs.first)
+        bar.announce("trying the task on a few examples")
         inputs.examine()
         batch, count = _gather_queries(inputs, queries, collate_fn)
-        stores = _try_engines(inputs, state, data, collate_fn)
+        stores = _try_engines(inputs, state, data, collate_fn, bar.announce)
+        bar.announce("trying readouts")
         readouts = _try_readouts(inputs, state, stores, batch, count)
         try:
             if isinstance(chosen := stores.get(inputs.plan.engine), Exception):
                 raise chosen
+            bar.announce("timing a few steps")
             try:
                 expected = estimate(inputs, memory, out)
             except SimulationError:  # if for its curvature, then by what a closer look says of it
                 _look_ahead(inputs, memory, patient=False)
                 raise
+            bar.announce("looking at every checkpoint")
             _look_ahead(inputs, memory, patient=expected.seconds <= _PATIENCE)
             problems += _check_disk(expected, out)
         except (ImprintError, torch.OutOfMemoryError) as error:
             problems.append(_explain(error))
+        bar.announce("timing what else answers the question")
         ways = list_ways(measure_costs(inputs, expected, recorded, training, memory, out)) if compare else ()
     if readouts and not any(readout.works for readout in readouts):
         problems.append(f"no readout works: {readouts[0].remark}")
@@ -217,15 +230,16 @@ def check(
 
 
 def _try_engines(
-    inputs: Inputs, state: Parameters, data: Any, collate_fn: Collate | None
+    inputs: Inputs, state: Parameters, data: Any, collate_fn: Collate | None, announce: Callable[[str], None]
 ) -> dict[str, Store | Exception]:
     """Simulate a step by each engine that takes a checkpoint; those that repeat a run are tried by an estimate."""
+    found: dict[str, Store | Exception] = {}
     with coarse_curvature():
-        return {
-            engine.name: _try_plan(inputs, state, data, engine.trial(inputs.plan), collate_fn)
-            for engine in engines.registered()
-            if engine.rules.question != "this_run"
-        }
+        for engine in engines.registered():
+            if engine.rules.question != "this_run":
+                announce(f"trying the engine {engine.name}")
+                found[engine.name] = _try_plan(inputs, state, data, engine.trial(inputs.plan), collate_fn)
+    return found
 
 
 def _try_plan(

@@ -94,8 +94,9 @@ class Data:
             raise DataError(f"a mapping must hold tensors with one row per example; {wrong!r} is not a tensor.")
         elif isinstance(dataset, list) and dataset and is_columns(dataset[0]) and collate_fn is None:
             raise DataError(
-                "expected a dataset, got a list of batches: give a DataLoader or a generator of batches, a tuple (x, "
-                "y) with all rows, or, if these are samples, a torch Dataset."
+                "a list whose items are groups of tensors may hold samples or batches. Samples: give collate_fn=, such "
+                "as torch.utils.data.default_collate if they have the same shapes, or a torch Dataset. Batches: give a "
+                "DataLoader, a generator of batches, or a tuple (x, y) with all rows."
             )
         elif isinstance(dataset, tuple) and any(isinstance(leaf, Tensor) for leaf in dataset):
             raise DataError("a tuple of data must hold only tensors, each with one row per example.")

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
-from torch.utils.data import DataLoader, Subset, TensorDataset
+from torch.utils.data import DataLoader, Subset, TensorDataset, default_collate
 
 from imprint import DataError
 from imprint.batches import is_columnar, leaves, length, map_tensors
@@ -192,6 +192,14 @@ def test_a_batch_is_columnar_if_every_leaf_has_a_row_per_sample(batch: Any, colu
 
 def test_a_device_can_be_named_by_a_text() -> None:
     assert Data((X, Y), device="cpu").device == CPU
+
+
+def test_a_list_of_samples_that_may_be_batches_needs_a_collate_function() -> None:
+    samples = [{"ids": torch.full((5,), row), "labels": torch.zeros(5)} for row in range(3)]
+    with pytest.raises(DataError, match=r"Samples: give collate_fn=, such as torch\.utils\.data\.default_collate"):
+        Data(samples, device=CPU)
+    data = Data(samples, device=CPU, collate_fn=default_collate)
+    assert len(data) == 3 and data.gather(torch.tensor([2, 0]))["ids"].tolist() == [[2] * 5, [0] * 5]
 
 
 class _Broken(Squares):

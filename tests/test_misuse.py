@@ -63,7 +63,7 @@ def test_a_number_is_no_list_of_members() -> None:
 
 def test_a_list_of_batches_is_not_taken_for_samples() -> None:
     task, store = made()
-    with pytest.raises(DataError, match="got a list of batches"):
+    with pytest.raises(DataError, match="may hold samples or batches"):
         attribute(task, store, [columns(4), columns(4)], progress=False)
     assert len(attribute(task, store, iter([columns(4), columns(4)]), progress=False)) == 8
 

@@ -38,7 +38,7 @@ from imprint.simulation.recorded import (
 from imprint.simulation.states import States
 from imprint.sources import Sources, require_sources
 from imprint.store.draws import Draws
-from imprint.store.fingerprint import of_data, of_each, of_members, of_sources, of_tensors, partly_hashed
+from imprint.store.fingerprint import DataPrint, of_data, of_each, of_members, of_sources, of_tensors, partly_hashed
 from imprint.store.probe_examples import choose_probes
 from imprint.store.probing import ProbeValues, describe_modules, evaluate_probes, evaluate_regulariser
 from imprint.store.request import DTYPES, DataHashes, ParameterSpec, Probed, Request, specify
@@ -113,6 +113,16 @@ class Inputs:
             inputs.notices.add(other_state)
         assert inputs.settings  # a plan with settings for other checkpoints is refused here
         return inputs
+
+    @cached_property
+    def data_hashes(self) -> DataPrint:
+        """The hashes of the data, as far as they are wanted."""
+        return of_data(self.data, self.hash_data)
+
+    def refuse_other_data(self) -> None:
+        """Refuse other data than the run was recorded with, where the recording has their hash."""
+        if self.run is not None:
+            refuse_other_data(self.run, self.data_hashes, len(self.data))
 
     def examine(self) -> None:
         """Try the task on a few examples: refuse what would be silently wrong, and keep what else is to be known."""
@@ -220,9 +230,7 @@ class Inputs:
         pulls = own("regulariser failed", evaluate_regulariser, functional, theta)
         self._refuse_nonfinite(pulls)
         every = range(len(self.states))
-        hashes = of_data(self.data, self.hash_data)
-        if self.run is not None:
-            refuse_other_data(self.run, hashes, len(self.data))
+        self.refuse_other_data()
         states = [of_tensors(first if index == self.first else self._read(index)) for index in every]
         _warn_same(states)
         return Request(
@@ -235,7 +243,7 @@ class Inputs:
             moments=tuple(self._moments(index) for index in every),
             sources=of_sources(self.sources),
             members=of_members(self.sources),
-            data=DataHashes(**hashes),
+            data=DataHashes(**self.data_hashes),
             probes=Probed(examples, seen),
             modules=describe_modules(self.task.model),
             regulariser=tuple(pulls),

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from imprint import Check, Plan, PlanError, Recording, RunRecorder, Sources, Task, check
+from imprint import Check, DataError, Plan, PlanError, Recording, RunRecorder, Sources, Task, check
 from imprint.advice import costs
 from imprint.evaluation import Together, Training
 from imprint.evaluation.training_cost import TrainingCost
@@ -20,10 +20,10 @@ def tasks(found: Check) -> dict[str, float | None]:
     return {way.task: way.seconds for way in found.ways}
 
 
-def record(folder: Path, member: Member, steps: int = 4) -> Recording:
+def record(folder: Path, member: Member, steps: int = 4, **options: Any) -> Recording:
     model = member.task.model
     optimiser = torch.optim.SGD(model.parameters(), lr=0.1)
-    run = RunRecorder(folder, model, optimiser)
+    run = RunRecorder(folder, model, optimiser, **options)
     for step, indices in enumerate(run.batches(12, 4, epochs=steps)):
         if step == steps:
             break
@@ -146,3 +146,29 @@ def test_nothing_is_compared_if_nobody_asks() -> None:
 def test_a_length_that_is_none_is_refused(given: dict[str, Any], message: str) -> None:
     with pytest.raises(PlanError, match=message):
         checked(classifier(), Plan(), **given)
+
+
+def test_other_data_than_was_recorded_are_refused_before_anything_is_tried(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    member = classifier()
+    run = record(tmp_path / "run", member, data=member.data)
+    monkeypatch.delattr("imprint.checking._try_engines")
+    with pytest.raises(DataError, match="was recorded with other training data"):
+        check(member.task, tuple(column.flip(0) for column in member.data), member.sources, run=run)
+
+
+def test_a_check_tells_what_it_is_doing() -> None:
+    told: list[str] = []
+
+    class Told:
+        def __call__(self, done: int, total: int, /) -> None:
+            raise AssertionError("nothing is counted")
+
+        def announce(self, phase: str, /) -> None:
+            told.append(phase)
+
+    member = classifier()
+    check(member.task, member.data, member.sources, PLANS["tangent"], progress=Told())
+    assert told[0] == "trying the task on a few examples" and "trying the engine spectral" in told
+    assert told[-1] == "timing what else answers the question" and len(told) == len(set(told))

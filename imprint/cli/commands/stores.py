@@ -127,10 +127,10 @@ def check(
     - `imprint check my_model.py:task --training-steps 1000 --training-batch 32`, for a training of 1,000 steps
     """
     experiment = _read_experiment(context)
-    with redirect_prints(), errors.status("loading, and timing a few steps"):
+    with redirect_prints(), show_progress(errors, "checking") as advance:
         objects = Objects(experiment)
         queries_too = objects.queries if objects.has("queries") else None
-        found = _check(objects, experiment.out, queries=queries_too, **objects.training)
+        found = _check(objects, experiment.out, queries=queries_too, progress=advance, **objects.training)
     if json:
         typer.echo(dumps(found.to_json()))
     else:
@@ -231,8 +231,8 @@ def simulate(
     if part is not None:
         note["line"] = format_command(context)
     elif checking and not has_anything(folder):
-        with redirect_prints(), errors.status("loading, and timing a few steps"):
-            found = _check(objects, folder, compare=False)
+        with redirect_prints(), show_progress(errors, "checking") as advance:
+            found = _check(objects, folder, compare=False, progress=advance)
         errors.print(render_check(found))
         if not found.ok:
             raise typer.Exit(1)
