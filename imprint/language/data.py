@@ -192,7 +192,8 @@ class Completions:
         end-of-text token at the end of an answer does not count.
         """
         refuse_tokenizer(tokenizer)
-        made, end, masked = cls.__new__(cls), getattr(tokenizer, "eos_token_id", None), []
+        begin, end = (getattr(tokenizer, f"{name}_token_id", None) for name in ("bos", "eos"))
+        made, masked = cls.__new__(cls), []
         notices = Notices()
         for index, (given, said) in enumerate(answers):
             before, after = _list_tokens(given), _list_tokens(said)
@@ -200,7 +201,7 @@ class Completions:
             if not before or not after:
                 what = "said nothing" if before else "was given no token"
                 raise DataError(f"the model {what} in answer {index}: leave it out.")
-            if after[: len(before)] == before:
+            if after[: len(before)] == before and (len(before) > 1 or before == [begin]):
                 notices.add(
                     f"answer {index} begins with all tokens that the model was given: if this is what generate "
                     "returned, cut off the prompt, which counts as said otherwise."
@@ -209,7 +210,7 @@ class Completions:
         if not masked:
             raise DataError("there are no answers: the list is empty.")
         made._set_columns(masked, tokenizer, length)
-        made.texts = [str(tokenizer.decode(tokens)) for tokens, _ in masked]
+        made.texts = [str(tokenizer.decode(tokens[tokens[0] == begin :])) for tokens, _ in masked]
         made.warnings = notices.messages
         return made
 

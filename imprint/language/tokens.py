@@ -258,8 +258,10 @@ def token_scores(
         validation=find_verdict(store, task.measure_name),
         source_about=store.about,
     )
-    texts = _texts(tokenizer, columns["input_ids"][0].tolist())
-    prompt, tokens = "".join(texts[:-count]), tuple(texts[-count:])
+    given = columns["input_ids"][0].tolist()
+    texts = _texts(tokenizer, given)
+    begins = given[0] == getattr(tokenizer, "bos_token_id", None)  # which nobody wants to read
+    prompt, tokens = "".join(texts[begins:-count]), tuple(texts[-count:])
     return TokenAttribution(labels, prompt, tokens, scores, noise, replicates, log_probs)
 
 

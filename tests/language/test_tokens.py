@@ -85,6 +85,15 @@ def test_an_answer_as_text_or_as_the_tokens_of_its_text_has_the_same_scores(made
     assert (one.prompt, one.tokens) == (two.prompt, two.tokens)
 
 
+def test_the_beginning_of_a_text_is_given_to_the_model_and_not_shown(made: tuple[LanguageTask, Store]) -> None:
+    language, store = made
+    tokens = sentence_pieces()
+    assert Completions.from_tokens([([0, 4, 5], [6])], tokens).texts == ["the old ship"]
+    found = token_scores(language, store, [0, 4, 5], [6], tokens)
+    assert found.prompt.strip() == "the old" and found.tokens == (" ship",)
+    assert not torch.equal(found.scores, token_scores(language, store, [4, 5], [6], tokens).scores)
+
+
 def test_answers_that_are_none_are_refused_by_number(made: tuple[LanguageTask, Store]) -> None:
     language, store = made
     tokens = sentence_pieces()
@@ -96,6 +105,9 @@ def test_answers_that_are_none_are_refused_by_number(made: tuple[LanguageTask, S
         Completions.from_tokens([([4], [5, -100])], tokens)
     with pytest.warns(ReliabilityWarning, match="answer 0 begins with all tokens that the model was given"):
         assert len(Completions.from_tokens([([4, 5], [4, 5, 6])], tokens).warnings) == 1
+    assert not Completions.from_tokens([([4], [4, 6])], tokens).warnings  # one word said again
+    with pytest.warns(ReliabilityWarning, match="begins with all tokens"):
+        Completions.from_tokens([([0], [0, 4])], tokens)  # and the beginning of a text is never said
     with pytest.raises(DataError, match="there are no answers"):
         Completions.from_tokens([], tokens)
     with pytest.raises(DataError, match=r"one after the other, got a tensor of shape \(1, 2\)"):
