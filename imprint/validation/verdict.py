@@ -202,10 +202,10 @@ def decide(
 ) -> tuple[Outcome, str]:
     """Decide what some figures validate, and say why."""
     if found.queries < QUERIES:
-        return "undecided", f"it takes at least {QUERIES} queries to decide, and there are {found.queries}"
+        return "undecided", f"a test needs at least {QUERIES} queries, and had {found.queries}"
     if min(found.sources, found.removals) < SOURCES:
         made = f"{count_of(found.removals, 'removal')} of {count_of(found.sources, 'source')}"
-        return "undecided", f"it takes at least {SOURCES} removals of as many sources to decide, and there are {made}"
+        return "undecided", f"a test needs at least {SOURCES} removals of as many sources, and had {made}"
     if question == "expected" and found.runs < SEEDS:
         return "undecided", f"an expectation over seeds takes at least {SEEDS} runs, and there are {found.runs}"
     if found.by_size is None:

@@ -183,11 +183,11 @@ GOOD = Figures(100, 8, 8, 3, correlation=0.9, p=0.001, slope=1.0, slope_low=0.8,
     ("change", "outcome", "words"),
     [
         ({}, "sizes validated", "order and the size"),
-        ({"queries": 19}, "undecided", "at least 20 queries to decide, and there are 19"),
+        ({"queries": 19}, "undecided", "at least 20 queries, and had 19"),
         (
             {"sources": 4},
             "undecided",
-            "at least 5 removals of as many sources to decide, and there are 8 removals of 4 sources",
+            "at least 5 removals of as many sources, and had 8 removals of 4 sources",
         ),
         ({"runs": 2}, "undecided", "at least 3 runs, and there are 2"),
         ({"by_size": None}, "undecided", "changes nothing"),
