@@ -28,7 +28,7 @@ from imprint.store.checkpoint import Checkpoint, File, ShardFigures, read_figure
 from imprint.store.comparison import difference
 from imprint.store.describing import describe_new
 from imprint.store.layouts import find_misfit, imprints_layout
-from imprint.store.manifest import MANIFEST, SOURCES, Manifest, add_costs
+from imprint.store.manifest import MANIFEST, SOURCES, Manifest, add_costs, find_other_circumstance
 from imprint.store.merging import find_finished, find_target, merging_into, refuse_mixture, tidy_up
 from imprint.store.part_descriptions import read_shared_descriptions
 from imprint.store.part_ends import refuse_other_ends
@@ -151,9 +151,9 @@ def _read_shared(folders: Sequence[PartsFolder]) -> _Shared:
 def _count_parts(folders: Sequence[PartsFolder]) -> int:
     """Return of how many parts the store is made."""
     counts = [_read_request(folder).of for folder in folders]
-    if len(set(counts)) > 1:
+    if other := next((place for place, count in enumerate(counts) if count != counts[0]), 0):
         raise StoreError(
-            f"the parts in {folders[0].path} are {counts[0]}, and those in another folder {max(counts)}: parts of "
+            f"{folders[0].path} holds parts of {counts[0]}, and {folders[other].path} parts of {counts[other]}: "
             "different divisions cannot be merged."
         )
     return counts[0]
@@ -373,13 +373,11 @@ class _Merging:
 
 def _compare_circumstances(manifests: Sequence[Manifest]) -> str | None:
     """Say that parts were made under different circumstances, which rounding may show."""
-    first, *others = ({**vars(m.execution), **m.versions} for m in manifests)
-    for number, other in enumerate(others, 2):
-        for name in sorted({*first, *other}):
-            if first.get(name) != other.get(name):
-                return (
-                    f"parts were made under different circumstances ({name} was {first.get(name)} for part 1 and "
-                    f"{other.get(name)} for part {number}): their imprints agree up to rounding, and a repetition "
-                    "differs in it."
-                )
+    first, *others = manifests
+    for number, manifest in enumerate(others, 2):
+        if (other := find_other_circumstance(first, manifest)) is not None:
+            return (
+                f"parts were made under different circumstances (parts 1 and {number}: {other}): their imprints agree "
+                "up to rounding, and repeating the store gives the same up to rounding."
+            )
     return None

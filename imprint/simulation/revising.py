@@ -10,6 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
+from pathlib import Path
 
 from imprint.about import About
 from imprint.display import count_of, name_some
@@ -23,15 +24,17 @@ from imprint.store.describing import describe_changed
 from imprint.store.folder import locked
 from imprint.store.history import MOST, Kind, Revision, extend_history
 from imprint.store.manifest import Manifest, versions
+from imprint.store.parts import PartsFolder
 from imprint.store.reading import Store
 from imprint.store.signing import VALIDATION, warn_unsigned
+from imprint.store.supplement import remove_supplement
 from imprint.store.table import Table
 from imprint.store.writing import write_manifest
 
 logger = logging.getLogger(__name__)
 EARLIER = (
-    "was made by a version that did not keep by what the members of sources are recognised: call imprint.update with "
-    "all of its sources first, or `imprint update`, which adds that"
+    "was made by a version that did not record which examples each source has: call imprint.update with all of its "
+    "sources first, or `imprint update`, which adds that"
 )
 
 
@@ -40,11 +43,9 @@ class Next:
     """The next version of a store, in the same folder; made under the lock of the store.
 
     store: the version that is there.
-    cleared: how many files of versions before it were removed.
     """
 
     store: Store
-    cleared: int = 0
 
     @property
     def origin(self) -> Origin:
@@ -56,6 +57,10 @@ class Next:
         """What the names of new files end with: no earlier version has used it."""
         manifest = self.store.manifest
         return f"-r{len(manifest.history) + manifest.forgotten + 1}"
+
+    def clear(self) -> int:
+        """Remove what changes before have left, before anything of this version is written; count the files."""
+        return clear_unused(self.store.path, self.store.manifest)
 
     def write(
         self,
@@ -127,15 +132,14 @@ def describe_change(
 
 @contextmanager
 def changing(store: Store | str | os.PathLike[str]) -> Iterator[Next]:
-    """Keep other processes from changing a store, and remove what changes before have left."""
+    """Keep other processes from changing a store."""
     opened = Store.of(store)
     if opened.mirror is not None:
         raise StoreError(
             f"{opened.place} is in a bucket, where stores are not changed: simulate its sources at another address."
         )
     with locked(opened.path):
-        found = Store(opened.path)  # another process may have changed it since it was opened
-        yield Next(found, clear_unused(found.path, found.manifest))
+        yield Next(Store(opened.path))  # another process may have changed it since it was opened
 
 
 def drop(
@@ -148,17 +152,19 @@ def drop(
     """Drop sources from a store; return its new version.
 
     sources: their ids, or names that only one has.
-    erase: whether to remove the files of the version before at once. By default they stay until the next change, so
-        that whoever has the store open can go on reading.
+    erase: whether to remove the files of the version before at once, with all that unfinished updates and merges have
+        left in the folder. By default they stay until the next change, so that whoever has the store open can go on
+        reading.
 
     Neither the task nor the data is needed. The training data stays what it was: a dropped source was trained on, and
     gets no more credit. Sources that were dropped before are gone already, which the log says: so the same call again
     completes one that was killed.
     """
     with changing(store) as version:
-        made = _drop(version, sources, progress)
-        if erase:
-            clear_unused(made.path, made.manifest)
+        made, past = _drop(version, sources, progress)
+        erased = _erase(made) if erase else 0
+        if past:
+            _log_past(past, erased)
     if isinstance(store, Store):
         made.origin = {**store.origin, "before": store}  # a temporary folder lives as long as its first store
         if (known := made.origin.get("sources")) is not None:
@@ -167,7 +173,21 @@ def drop(
     return made
 
 
-def _drop(version: Next, sources: str | Iterable[str], progress: bool | Advance) -> Store:
+def _erase(store: Store) -> int:
+    """Remove everything that does not belong to this version of a store; count the files."""
+    before = _count_files(store.path)
+    clear_unused(store.path, store.manifest)
+    remove_supplement(store.path)
+    PartsFolder(store.path).remove()
+    return before - _count_files(store.path)
+
+
+def _count_files(folder: Path) -> int:
+    return sum(place.is_file() for place in folder.rglob("*"))
+
+
+def _drop(version: Next, sources: str | Iterable[str], progress: bool | Advance) -> tuple[Store, list[str]]:
+    """Drop sources; return the new version, and which of the sources it did not have any more."""
     before, table = version.store, version.store.table
     if not table.members:
         raise StoreError(f"{before.path} {EARLIER}.")
@@ -175,11 +195,9 @@ def _drop(version: Next, sources: str | Iterable[str], progress: bool | Advance)
         raise SourcesError("there are no sources to drop: give their ids.")
     past = _find_past(given, before)
     gone = {find_source(each, table.ids, table.names) for each in given if each not in past}
-    if past:
-        _log_past(past, version.cleared)
     if not gone:
         describe_changed(before.path, table.ids, {})  # a killed process may not have come to it
-        return before
+        return before, past
     kept = [place for place in range(len(table)) if place not in gone]
     if not kept:
         raise SourcesError(f"these are all {len(table)} sources of {before.path}: delete the folder instead.")
@@ -187,7 +205,9 @@ def _drop(version: Next, sources: str | Iterable[str], progress: bool | Advance)
     request = replace(before.manifest.request, sources=left.sha256, members=left.sha256)
     shared = before.manifest.shared and None  # how many of those that are left overlap, only their members tell
     manifest = replace(before.manifest, request=request, shared=shared)
-    return version.write(manifest, [version.origin], [(0, each) for each in kept], left, "dropped", None, progress)
+    version.clear()
+    rows = [(0, each) for each in kept]
+    return version.write(manifest, [version.origin], rows, left, "dropped", None, progress), past
 
 
 def _read_given(sources: str | Iterable[str]) -> list[str]:
@@ -204,9 +224,9 @@ def _find_past(given: Sequence[str], store: Store) -> list[str]:
     return [each for each in dict.fromkeys(given) if each in past and each not in known]
 
 
-def _log_past(past: Sequence[str], cleared: int) -> None:
+def _log_past(past: Sequence[str], files: int) -> None:
     """Say what a repeated call finds done, and what it has completed."""
-    erased = f"; {count_of(cleared, 'file')} of earlier versions erased now" if cleared else ""
+    erased = f"; {count_of(files, 'file')} of earlier versions erased now" if files else ""
     logger.warning(
         "%s %s dropped before%s: nothing of %s is in this version of the store",
         *(name_some(past), "was" if len(past) == 1 else "were", erased, "it" if len(past) == 1 else "them"),

@@ -1,7 +1,7 @@
 """Merges stores of one base into a new one: the same data, checkpoints and plan, simulated alike, of other sources."""
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -15,10 +15,10 @@ from imprint.simulation.concluding import conclude
 from imprint.simulation.revising import EARLIER, assemble, describe_change
 from imprint.store.assembling import Assembly, Origin, Row, describe_file
 from imprint.store.checkpoint import Checkpoint
-from imprint.store.comparison import describe_other_end, difference
+from imprint.store.comparison import compare_losses, compare_training_data, describe_other_end, difference
 from imprint.store.describing import warn_of_others
 from imprint.store.folder import locked
-from imprint.store.manifest import MANIFEST, SOURCES, Manifest, add_costs
+from imprint.store.manifest import MANIFEST, SOURCES, Manifest, add_costs, find_other_circumstance
 from imprint.store.merging import refuse_other_files
 from imprint.store.parts import place_file
 from imprint.store.reading import Store
@@ -37,6 +37,7 @@ def merge_stores(folders: Sequence[Path], out: Path, progress: bool | Advance) -
     for store in stores:
         if not store.table.members:
             raise StoreError(f"{store.path} {EARLIER}.")
+    for store in stores[1:]:
         _refuse_other_base(stores[0], store)
     table, rows = _unite_sources(stores)
     before = tuple(store.sha256 for store in stores)
@@ -55,7 +56,7 @@ def merge_stores(folders: Sequence[Path], out: Path, progress: bool | Advance) -
             shared=None,
             cost=add_costs([store.manifest.cost for store in stores]),
             created=datetime.now(UTC).isoformat(timespec="seconds"),
-            warnings=tuple(dict.fromkeys(message for store in stores for message in store.warnings)),
+            warnings=tuple(dict.fromkeys(_collect_warnings(stores))),
             history=(describe_change("merged", before, table.ids, ()),),
             forgotten=0,
         )
@@ -81,9 +82,28 @@ def _describe(merged: Store, stores: Sequence[Store]) -> Store:
 def _return_merged(out: Path, before: tuple[str, ...]) -> Store:
     """Return the store in a folder, if it was merged from stores with these checksums."""
     found = Store(out)
-    if not any(revision.before == before for revision in found.manifest.history):
+    merges = [revision.kind == "merged" and revision.before == before for revision in found.manifest.history]
+    if not any(merges):
         raise StoreError(f"{out} already holds a store, made otherwise: give another folder.")
+    if not merges[-1]:
+        raise StoreError(
+            f"{out} holds these stores merged, and was changed since: open it, or give another folder to merge them "
+            "again."
+        )
     return found
+
+
+def _collect_warnings(stores: Sequence[Store]) -> Iterator[str]:
+    """Return the warnings of all stores, and one if they were not simulated alike."""
+    for store in stores:
+        yield from store.warnings
+    for store in stores[1:]:
+        if (other := find_other_circumstance(stores[0].manifest, store.manifest)) is not None:
+            yield (
+                f"the stores that were merged were made under different circumstances ({other}): imprints agree with "
+                "those of one simulation up to rounding."
+            )
+            return
 
 
 def _refuse_other_base(first: Store, other: Store) -> None:
@@ -93,6 +113,13 @@ def _refuse_other_base(first: Store, other: Store) -> None:
     now = replace(now, sources=was.sources, members=was.members)
     if different := difference(was, now, lambda examples: now.probes.values):
         raise StoreError(f"{where}: {different}.")
+    likeness = compare_training_data(was, now)
+    if likeness.by == "none" and (different := compare_losses(was.probes.values, now.probes.values)):
+        raise StoreError(
+            f"{where}: {different}. The training data was not hashed: it is other data, or differs at each reading, "
+            f"which nothing tells apart. {_INSTEAD}"
+        )
+    likeness.warn()
     choices = _CHOICES if first.removes else ("lr", *_CHOICES)  # a recorded run has its own learning rates
     for index, (one, two) in enumerate(zip(first.checkpoints, other.checkpoints, strict=True)):
         if one.decided is None or two.decided is None:

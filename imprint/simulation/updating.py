@@ -4,10 +4,11 @@ The sources that are given are those that the store will have, as a simulation o
 source are compared by digests: one that has others is another source, and is simulated again.
 """
 
+import logging
 import os
 import warnings
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ from imprint.about import NOTHING, About
 from imprint.data import Collate
 from imprint.display import name_some
 from imprint.errors import PlanError, ReliabilityWarning, SourcesError, StoreError
-from imprint.plan import Checkpoints, Plan
+from imprint.plan import Checkpoints, Plan, Settings
 from imprint.runtime.progress import Advance
 from imprint.simulation.inputs import Inputs
 from imprint.simulation.recorded import Recorded
@@ -28,13 +29,16 @@ from imprint.sources import Sources, require_sources
 from imprint.store.assembling import Origin, Row, adopt
 from imprint.store.comparison import compare_losses, compare_training_data, difference
 from imprint.store.describing import describe_changed
+from imprint.store.draws import Draws, refuse_other_draws
 from imprint.store.fingerprint import Likeness, are_sources, how_hashed, of_members, of_sources
-from imprint.store.manifest import Manifest, add_costs
+from imprint.store.manifest import Manifest, add_costs, find_other_circumstance
 from imprint.store.reading import Store
 from imprint.store.request import DTYPES, Request
-from imprint.store.supplement import UPDATE, Supplement, remove_supplement
+from imprint.store.supplement import UPDATE, Supplement, holds_other_work, remove_supplement
 from imprint.store.table import Table
 from imprint.task import Task
+
+logger = logging.getLogger(__name__)
 
 
 @torch.inference_mode(False)
@@ -83,7 +87,10 @@ def update(
                 "give its recording as run= (--run), as when the store was made."
             )
         made = _apply(version, found, given)
-        remove_supplement(made.path)
+        if found.simulates or not holds_other_work(made):
+            remove_supplement(made.path)
+        else:
+            logger.warning("%s is of another update, and is kept: finish that, or delete it", made.path / UPDATE)
     made.origin = {"task": task, "data": data, "sources": sources, "run": run, "collate_fn": collate_fn}
     made.origin["before"] = store  # a temporary folder lives as long as its first store
     return made
@@ -190,8 +197,9 @@ class _Change:
                 "are to be dropped, give drop=True (--drop)."
             )
         raise SourcesError(
-            f"{name_some(lost, 5)} would be lost, which the sources given do not have. Give all sources that the store "
-            "is to have, and drop=True (--drop) if imprints of the others are to be dropped."
+            f"{name_some(lost, 5)} {'is' if len(lost) == 1 else 'are'} in the store, but not among the sources given. "
+            "Give all sources that the store is to have, and drop=True (--drop) if imprints of the others are to be "
+            "dropped."
         )
 
     @property
@@ -212,8 +220,8 @@ def _recognise(store: Store, sources: Sources) -> Table:
     whole = sources.select(own) if len(own) == len(store) else None
     if whole is None or not are_sources(replace(whole, names=store.source_names), store.manifest.request.sources):
         raise SourcesError(
-            f"{store.path} was made by a version that did not keep by what the members of sources are recognised: give "
-            "all of its sources, unchanged, and new ones beside them. Then others can be dropped or changed."
+            f"{store.path} was made by a version that did not record which examples each source has: give all of its "
+            "sources, unchanged, and new ones beside them. Then others can be dropped or changed."
         )
     return Table.of(replace(whole, names=store.source_names))
 
@@ -233,8 +241,9 @@ def _apply(version: Next, found: _Change, given: _Basis) -> Store:
         shared=found.sources.shared,
     )
     origins = [version.origin]
-    if found.simulates:
-        own = _simulate(found, found.all if fresh else found.new, given)
+    own = _simulate(found, found.all if fresh else found.new, given) if found.simulates else None
+    version.clear()
+    if own is not None:
         origins.append(Origin.of(store.path / UPDATE, own))
         manifest = _add_up(manifest, own, before)
         if fresh:
@@ -273,9 +282,13 @@ def _simulate(found: _Change, sources: Sources, given: _Basis) -> Manifest:
 
     def open_supplement(request: Request, inputs: Inputs) -> Supplement:
         likeness = _compare(store, request, inputs, first)
-        by_end = likeness.by != "all" and inputs.data.changing_example() is None
+        by_end = (likeness.by != "all" or request.plan.dropout) and inputs.data.changing_example() is None
         wanted, request = range(first, found.checkpoints), replace(request, fixed=before.request.fixed)
-        return Supplement(store, request, inputs.seen, check_choices, wanted, compares_ends=by_end)
+        made_with = Draws(before.execution.batch_size, torch.device(before.execution.device).type)
+        refuse_other_draws(made_with, inputs.draws, request.n, f"{store.path} has imprints", "simulate a new store")
+        return Supplement(
+            *(store, request, inputs.seen, check_choices, wanted, inputs.draws), compares_ends=bool(by_end)
+        )
 
     known = (given.task, given.data, sources, given.plan_for(before))
     made, _ = simulate_into(open_supplement, *known, **given.options_for(before), memory=given.memory)
@@ -294,9 +307,8 @@ def _refuse_short_plan(plan: Plan, checkpoints: int) -> None:
 
 def _compare(store: Store, request: Request, inputs: Inputs, first: int) -> Likeness:
     """Refuse to add to a store what was simulated from something else. Sources may differ, and later checkpoints."""
-    before = store.manifest.request
-    other = before.n != request.n or not compare_training_data(before, request).same
-    if other:
+    before, likeness = store.manifest.request, compare_training_data(store.manifest.request, request)
+    if before.n != request.n or not likeness.same:
         what = f"{before.n} training examples, now {request.n}" if before.n != request.n else "other training data"
         raise StoreError(
             f"{store.path} cannot be updated: it was made from {what}. More or other data is another base, with which "
@@ -307,10 +319,10 @@ def _compare(store: Store, request: Request, inputs: Inputs, first: int) -> Like
     if first:
         later = {name: getattr(before, name) + getattr(request, name)[count:] for name in ("states", "moments", "runs")}
         same = all(before.plan.at(k, count) == request.plan.at(k, len(request.states)) for k in range(count))
-        expected = replace(expected, **later, plan=request.plan if same else before.plan)
+        settings = {each.name: getattr(request.plan, each.name) for each in fields(Settings)} if same else {}
+        expected = replace(expected, **later, plan=replace(before.plan, **settings))
     if different := difference(expected, request, inputs.seen):
         raise StoreError(f"{store.path} cannot be updated: {different}.")
-    likeness = compare_training_data(before, request)
     if likeness.by == "none" and inputs.data.changing_example() is None:  # losses of other data tell nothing
         _compare_unhashed(store, inputs)
     else:
@@ -337,10 +349,9 @@ def _compare_unhashed(store: Store, inputs: Inputs) -> None:
 def _add_up(manifest: Manifest, own: Manifest, before: Manifest) -> Manifest:
     """Add what was simulated to the costs and the warnings of a store."""
     messages = [*before.warnings, *own.warnings]
-    was, now = ({**vars(each.execution), **each.versions} for each in (before, own))
-    if name := next((name for name in sorted({*was, *now}) if was.get(name) != now.get(name)), None):
+    if (other := find_other_circumstance(before, own)) is not None:
         messages.append(
-            f"the store was updated under other circumstances than it was made under ({name} was {was.get(name)}, then "
-            f"{now.get(name)}): imprints agree with those of one simulation up to rounding."
+            f"the store was updated under other circumstances than it was made under ({other}): imprints agree with "
+            "those of one simulation up to rounding."
         )
     return replace(manifest, cost=add_costs([before.cost, own.cost]), warnings=tuple(dict.fromkeys(messages)))

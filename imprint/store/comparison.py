@@ -6,7 +6,6 @@ size of losses that are not near 0, and from how much a small relative change of
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from itertools import zip_longest
 from typing import Any
 
 import numpy as np
@@ -99,7 +98,9 @@ def _compare_tasks(before: Request, now: Request, evaluate: Evaluate) -> str | N
             return f"{different}: outputs changed, which the curvature is computed from"
         if different := compare_gradients(was, value):
             return f"{different}, though its values are the same: what it detaches changed"
-    for earlier, pull in zip_longest(before.regulariser, now.regulariser, fillvalue=math.inf):
+    if len(before.regulariser) != len(now.regulariser):
+        return f"the regulariser was evaluated at {len(before.regulariser)} places, is at {len(now.regulariser)}"
+    for earlier, pull in zip(before.regulariser, now.regulariser, strict=True):
         if not abs(earlier - pull) <= 1e-3 * max(abs(earlier), abs(pull)):
             return f"the regulariser changed: its value was {earlier:.4g} where it is {pull:.4g}"
     return None

@@ -86,6 +86,13 @@ def add_costs(costs: Sequence[Cost]) -> Cost:
     return Cost(sum(cost.seconds for cost in costs), max(peaks, default=None), any(cost.resumed for cost in costs))
 
 
+def find_other_circumstance(before: "Manifest", now: "Manifest") -> str | None:
+    """Describe the first difference in where and how two simulations ran; None if there is none."""
+    was, found = ({**vars(each.execution), **each.versions} for each in (before, now))
+    names = (name for name in sorted({*was, *found}) if was.get(name) != found.get(name))
+    return next((f"{name} was {was.get(name)}, then {found.get(name)}" for name in names), None)
+
+
 def versions() -> dict[str, str]:
     """Return the versions of everything a result may depend on."""
     found = {"python": platform.python_version(), "torch": torch.__version__}

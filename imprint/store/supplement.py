@@ -13,11 +13,13 @@ import torch
 from imprint.errors import StoreError
 from imprint.store.checkpoint import Checkpoint, File
 from imprint.store.comparison import Evaluate, describe_other_end
+from imprint.store.draws import Draws
 from imprint.store.files import sync, temporary_folder
-from imprint.store.manifest import Manifest
+from imprint.store.manifest import JOURNAL, Manifest
 from imprint.store.parts import refuse_damaged
 from imprint.store.reading import Store
 from imprint.store.request import Request
+from imprint.store.values import read_json
 from imprint.store.workspace import CheckChoices, Workspace
 from imprint.task import Parameters
 
@@ -43,13 +45,14 @@ class Supplement(Workspace[Manifest]):
         evaluate: Evaluate,
         check: CheckChoices,
         checkpoints: range,
+        draws: Draws | None,
         *,
         compares_ends: bool,
     ) -> None:
         self._compares_ends = compares_ends
         self._store, self._checkpoints, self._sound = store, checkpoints, set[str]()
         self.begins = checkpoints.start > 0
-        super().__init__(store.path / UPDATE, request, evaluate, check)
+        super().__init__(store.path / UPDATE, request, evaluate, check, draws=draws)
         self.begin()  # a checkpoint that the store has is never settled here, and so would not be noted
 
     def _open_finished(self) -> Manifest:
@@ -97,6 +100,21 @@ class Supplement(Workspace[Manifest]):
             refuse_damaged(self._store.path / name, file, f"restore {self._store.path} from a copy")
             self._sound.add(name)
         return file
+
+
+def holds_other_work(store: Store) -> bool:
+    """Tell whether the folder holds what the store lacks, and not what a killed update had already put into it."""
+    if not (place := store.path / UPDATE / JOURNAL).is_file():
+        return False
+    try:
+        request = Request.from_json(read_json(place).unsealed().mapping()["request"])
+    except (StoreError, KeyError):
+        return True
+    history, table = store.manifest.history, store.table
+    if request.states != store.manifest.request.states or not history or history[-1].kind != "updated":
+        return True
+    added = {*history[-1].added_ids} or {*table.ids}  # further checkpoints are of all sources
+    return table.select([row for row, name in enumerate(table.ids) if name in added]).sha256 != request.members
 
 
 def remove_supplement(store: Path) -> None:

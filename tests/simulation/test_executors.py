@@ -9,17 +9,18 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 import torch
 
-from imprint import PartsError, Plan, PlanError, RayExecutor, Sources, StoreError, Task, simulate
+from imprint import PartsError, Plan, PlanError, RayExecutor, Sources, Store, StoreError, Task, simulate
 from imprint.errors import DataError, ReliabilityWarning
 from imprint.simulation import sharing
-from imprint.simulation.executors import Executor, InProcess, Outcome, Place, Recipe, Reports, running
-from imprint.simulation.executors.forwarding import Forwarded, forward
+from imprint.simulation.executors import Executor, InProcess, Outcome, Place, Recipe, Reports, on_ray, running
+from imprint.simulation.executors.forwarding import Message, forward
 from imprint.simulation.executors.pickling import to_bytes
-from imprint.simulation.executors.running import Heard
+from imprint.simulation.executors.running import Reporter
 from imprint.simulation.sharing import make_part
 from imprint.store.parts import PartsFolder, Share
 from tests.simulation.killing import PLANS, Killed, Made, contents, data, dies_after, run, run_part, task
@@ -226,19 +227,19 @@ def test_interrupting_keeps_what_is_there(made: Made, tmp_path: Path) -> None:
     assert contents(run(tmp_path / "store", TANGENT, executor=InProcess()).path) == contents(made(TANGENT))
 
 
-def heard(told: list[tuple[int, int]], of: int = 2, known: tuple[str, ...] = ()) -> Heard:
+def new_reporter(told: list[tuple[int, int]], of: int = 2, known: tuple[str, ...] = ()) -> Reporter:
     def tell(done: int, total: int, /) -> None:
         told.append((done, total))
 
     recipe = Recipe(print, {}, PartsFolder("store"), 6, "simulating", "sources", "cpu", str)
-    found = Heard(recipe, tell, known)
+    found = Reporter(recipe, tell, known)
     found.expect(of)
     return found
 
 
 def test_progress_adds_up_and_never_goes_back() -> None:
     told: list[tuple[int, int]] = []
-    found = heard(told)
+    found = new_reporter(told)
     first, second = Share(1, 2).others()
     found.advance(first, 4, 10)
     assert told[-1] == (4, 20)  # the other part has not said how much it has to do
@@ -253,7 +254,7 @@ def test_progress_adds_up_and_never_goes_back() -> None:
 
 def test_finished_parts_are_not_waited_for() -> None:
     told: list[tuple[int, int]] = []
-    found = heard(told, 4)
+    found = new_reporter(told, 4)
     shares = Share(1, 4).others()
     for share in shares[:2]:
         found.finish(share)
@@ -262,7 +263,7 @@ def test_finished_parts_are_not_waited_for() -> None:
 
 
 def test_what_all_workers_say_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
-    found = heard([], known=("the user knows this",))
+    found = new_reporter([], known=("the user knows this",))
     with warnings.catch_warnings(record=True) as seen:
         warnings.simplefilter("always")
         for message in ("a warning", "a warning", "the user knows this", "another"):
@@ -281,15 +282,15 @@ def test_what_all_workers_say_is_said_once(caplog: pytest.LogCaptureFixture) -> 
 
 
 def test_warnings_and_logs_are_forwarded_and_nothing_of_the_machinery() -> None:
-    said: list[Forwarded] = []
+    sent: list[Message] = []
     handlers = logging.getLogger().handlers
-    with forward(said.append):
+    with forward(sent.append):
         for _ in range(3):
             logging.getLogger("imprint.simulation").warning("falls back: %s", "no vmap")
         logging.getLogger("ray.worker").warning("of the machinery")
         logging.getLogger("mine").info("too quiet")
         warnings.warn("doubtful", ReliabilityWarning, stacklevel=1)
-    assert said == [
+    assert sent == [
         ("log", logging.WARNING, "imprint.simulation", "falls back: no vmap"),
         ("warning", "ReliabilityWarning", "doubtful"),
     ]
@@ -305,7 +306,9 @@ def test_what_cannot_be_pickled_is_named() -> None:
             return model(batch[0]).square().sum(1)  # type: ignore[no-any-return]
 
     given = {"sources": groups(), "task": Task(task().model, loss)}
-    with pytest.raises(DataError, match=r"task\.loss, which uses lock cannot be sent .* as it holds a lock"):
+    with pytest.raises(
+        DataError, match=r"task\.loss, which uses lock cannot be sent .* as it holds a lock .*: create it on first use"
+    ):
         to_bytes(print, given, cloudpickle)
     with pytest.raises(DataError, match=r"data\[1\]\['rows'\] cannot be sent .* as it holds a generator"):
         to_bytes(print, {"data": [0, {"rows": (i for i in range(3))}]}, cloudpickle)
@@ -313,18 +316,30 @@ def test_what_cannot_be_pickled_is_named() -> None:
     assert make is print and again["task"].names == task().names
 
 
+@pytest.mark.parametrize("kind", [InProcess, RayExecutor])
+def test_every_executor_checks_the_number_of_parts_and_of_retries(kind: Callable[..., Executor]) -> None:
+    for wrong in (0, -1, 1.5, "2", True):
+        with pytest.raises(PlanError, match=f"parts must be a whole number of at least 1, got {wrong!r}"):
+            kind(parts=wrong)
+    for wrong in (-1, None, "2", True):
+        with pytest.raises(PlanError, match=f"retries must be a whole number of at least 0, got {wrong!r}"):
+            kind(retries=wrong)
+    assert kind(parts=None).parts is None and kind(parts=3, retries=0).parts == 3
+
+
 def test_settings_of_ray_are_checked() -> None:
     for wrong, words in (
-        ({"parts": 0}, "parts must be a whole number of at least 1, got 0"),
         ({"cpus": 1.5}, "cpus must be a whole number of at least 1, got 1.5"),
-        ({"retries": True}, "retries must be a whole number of at least 0"),
         ({"gpus": 1.5}, "gpus must be a whole number, or a share of one such as 0.5"),
     ):
         with pytest.raises(PlanError, match=words):
             RayExecutor(**wrong)
     executor: Executor = RayExecutor(parts=8, gpus=0.5)
     recipe = Recipe(print, {}, PartsFolder("store"), 6, "simulating", "sources", "cuda", str)
-    with pytest.raises(PlanError, match="the parts are given none: give gpus=1"), RayExecutor().open(recipe, heard([])):
+    with (
+        pytest.raises(PlanError, match="the parts are given none: give gpus=1"),
+        RayExecutor().open(recipe, new_reporter([])),
+    ):
         pass
     assert executor.parts == 8
 
@@ -339,3 +354,50 @@ def test_parts_on_one_machine_share_its_memory_and_go_where_their_gpus_are(monke
     assert calls == [{"to": "cuda"}, {"part": "1/2", "memory": 1 << 30, "device": None}]
     make_part("1/2", Place(), task=moved, memory="2GiB", device="cpu")
     assert calls[2:] == [{"part": "1/2", "memory": "2GiB", "device": "cpu"}]
+
+
+@pytest.mark.parametrize(
+    ("options", "node", "parts", "at_once"),
+    [
+        ({"gpus": 1}, {"CPU": 64, "GPU": 8}, 2, 1),
+        ({"gpus": 1}, {"CPU": 64, "GPU": 8}, 20, 1),
+        ({"gpus": 2}, {"CPU": 64, "GPU": 8}, 4, 1),
+        ({"gpus": 0.5}, {"CPU": 64, "GPU": 8}, 20, 2),
+        ({"gpus": 0.25}, {"CPU": 64, "GPU": 1}, 3, 3),
+        ({}, {"CPU": 64}, 2, 2),
+        ({}, {"CPU": 64}, 100, 64),
+        ({"cpus": 8}, {"CPU": 64}, 20, 8),
+        ({"cpus": 8}, {"CPU": 4}, 20, 1),  # no node has room yet
+    ],
+)
+def test_memory_is_divided_by_the_parts_that_share_a_gpu_or_a_node(
+    options: dict[str, Any], node: dict[str, float], parts: int, at_once: int
+) -> None:
+    ray = MagicMock()
+    ray.nodes.return_value = [{"Alive": True, "Resources": node}, {"Alive": False, "Resources": {"CPU": 999}}]
+    pool = on_ray._RayPool(ray, RayExecutor(**options), None, Path("mark"), new_reporter([]))
+    pool.start(Share(1, parts))
+    _, part, where, _ = ray.remote.return_value.return_value.remote.call_args.args
+    assert part == f"1/{parts}" and where.at_once == at_once and where.on_gpu == ("gpus" in options)
+
+
+def test_workers_find_a_store_to_repeat_at_its_address_and_not_in_a_cache(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("obstore")
+    monkeypatch.setenv("IMPRINT_CACHE", str(tmp_path / "cache"))
+    address, executor = f"file://{tmp_path}/bucket/news", Fake()
+    simulate(task(), data(), groups(), TANGENT, out=address, progress=False)
+    for number, repeat in enumerate((address, Store(address))):
+        simulate(task(), data(), groups(), out=tmp_path / str(number), repeat=repeat, progress=False, executor=executor)
+        assert executor.recipe.given["repeat"] == address
+
+
+def test_workers_find_a_store_to_repeat_wherever_they_run(
+    made: Made, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(made(TANGENT).parent)
+    executor = Fake()
+    run(tmp_path / "again", TANGENT, repeat=made(TANGENT).name, executor=executor)
+    assert executor.recipe.given["repeat"] == str(made(TANGENT))
+    assert contents(tmp_path / "again") == contents(made(TANGENT))

@@ -359,7 +359,7 @@ def test_a_damaged_basis_is_refused_by_the_parts_that_would_use_it(tmp_path: Pat
 def test_different_circumstances_are_kept_as_a_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     part(tmp_path / "store", "1/2")
     part(tmp_path / "store", "2/2", batch_size=5)
-    with pytest.warns(ReliabilityWarning, match=r"\(batch_size was 1024 for part 1 and 5 for part 2\)"):
+    with pytest.warns(ReliabilityWarning, match=r"\(parts 1 and 2: batch_size was 1024, then 5\)"):
         store = merge(tmp_path / "store", progress=False)
     assert any("different circumstances" in warning for warning in store.warnings)
 
@@ -384,7 +384,7 @@ def test_parts_that_do_not_exist_are_refused(text: Any, words: str, tmp_path: Pa
 
 
 def test_a_part_cannot_be_validated(tmp_path: Path) -> None:
-    with pytest.raises(PlanError, match="so validate= is for the merged store"):
+    with pytest.raises(PlanError, match=r"does not have all sources, so it takes no validate=: validate the merged"):
         part(tmp_path / "store", "1/2", validate=data())
 
 

@@ -167,7 +167,7 @@ def test_a_split_source_needs_consent_and_goes_where_its_pieces_come(tmp_path: P
     store = make(tmp_path / "store", 0, 1)
     members = EVERY.members[1]
     pieces = Sources.groups({"0": EVERY.members[0], "1a": members[:1], "1b": members[1:]})
-    with pytest.raises(SourcesError, match=r"1 would be lost, .* drop=True \(--drop\)"):
+    with pytest.raises(SourcesError, match=r"1 is in the store, but not .* drop=True \(--drop\)"):
         bring(store, sources=pieces)
     split = bring(store, sources=pieces, drop=True)
     assert split.source_ids == ("0", "1a", "1b")
@@ -270,7 +270,7 @@ def test_a_store_of_an_earlier_version_is_changed_once_all_its_sources_are_known
 
     path = Path(shutil.copytree(STORES / "schema-8", tmp_path / "store"))
     assert PLAN.keep_pair
-    with pytest.raises(StoreError, match=r"did not keep by what .* call imprint\.update"):
+    with pytest.raises(StoreError, match=r"did not record which .* call imprint\.update"):
         drop(path, "ann")
     states = [{name: 0.5 * tensor for name, tensor in old_task().state().items()}, old_task().state()]
     known = {"ann": [0, 1, 2], "bob": [2, 3], "Eve & co": [4, 11]}
