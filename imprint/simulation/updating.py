@@ -197,9 +197,8 @@ class _Change:
                 "are to be dropped, give drop=True (--drop)."
             )
         raise SourcesError(
-            f"{name_some(lost, 5)} {'is' if len(lost) == 1 else 'are'} in the store, but not among the sources given. "
-            "Give all sources that the store is to have, and drop=True (--drop) if imprints of the others are to be "
-            "dropped."
+            f"the sources given lack {name_some(lost, 5)}, which the store has. Give all sources that the store is to "
+            "have, and drop=True (--drop) if imprints of the others are to be dropped."
         )
 
     @property

@@ -167,7 +167,7 @@ def test_a_split_source_needs_consent_and_goes_where_its_pieces_come(tmp_path: P
     store = make(tmp_path / "store", 0, 1)
     members = EVERY.members[1]
     pieces = Sources.groups({"0": EVERY.members[0], "1a": members[:1], "1b": members[1:]})
-    with pytest.raises(SourcesError, match=r"1 is in the store, but not .* drop=True \(--drop\)"):
+    with pytest.raises(SourcesError, match=r"the sources given lack 1, which the store has.* drop=True \(--drop\)"):
         bring(store, sources=pieces)
     split = bring(store, sources=pieces, drop=True)
     assert split.source_ids == ("0", "1a", "1b")
