@@ -24,7 +24,7 @@ from imprint.batches import is_columnar
 from imprint.data import Collate, Data, query_batches, read_texts
 from imprint.errors import ReadoutError, TooLarge
 from imprint.readout.kernels import ReadoutName
-from imprint.readout.reader import Reader
+from imprint.readout.reader import Reader, repeat_if_stale
 from imprint.readout.sizes import pick_rows
 from imprint.runtime.memory import budget
 from imprint.runtime.notices import Notices
@@ -99,11 +99,12 @@ def attribute(
     rank_scores(torch.zeros(1), by)
     count, batch = max(batches, key=lambda pair: pair[0])
     chunks = reader.chunks(batch, count)
-    bar = Progress("attributing", sum(count for count, _ in batches) * len(store), "scores", progress)
+    bar = Progress("attributing", 0, "scores", progress)
     firsts = [0, *accumulate(count for count, _ in batches)]
     lacking = _find_lacking(reader, firsts[-1] * (k or len(store)), memory)
 
     def collect() -> Collected:
+        bar.total += firsts[-1] * len(store)
         found = Collected(len(batches), None if lacking else reader.units, k, by)
         read = reader.block_with_deviations if found.units else lambda *given: (reader.block(*given), None)
         for (start, stop), index in _order_blocks(reader, chunks, len(batches)):
@@ -114,10 +115,7 @@ def attribute(
         return found
 
     try:
-        found = collect()
-        if reader.stale:  # found out on the way
-            bar.total *= 2
-            found = collect()
+        found = repeat_if_stale(reader, collect)
     finally:
         bar.close()
     noise, scores, replicates = _read_noise(reader, batches), found.scores, found.replicates
@@ -282,21 +280,28 @@ class Scorer:
         check: is called again and again, and may raise an error to end this.
         """
         check()
-        reader, parts = self.reader, list[Scored]()
-        at_once = reader.fit(batch, count)
+        at_once = self.reader.fit(batch, count)
         if not at_once:
             raise TooLarge(
                 "a query takes more memory to be read than the readout may use: shorten it, or give memory=."
             )
         size = min(at_once, count) if is_columnar(batch, count) else count
-        for first in range(0, count, size):
-            check()
-            some = batch if size == count else pick_rows(batch, first, first + size)
-            rows = min(size, count - first)
-            scores, deviations = reader.scores_with_deviations(some, rows)
-            noise = reader.noise_changes(some, rows)
-            parts.append(Scored(*(None if each is None else each.cpu() for each in (scores, deviations, noise))))  # type: ignore[arg-type]
-        return Scored.join(parts, range(count))
+
+        def collect() -> list[Scored]:
+            parts = []
+            for first in range(0, count, size):
+                check()
+                some = batch if size == count else pick_rows(batch, first, first + size)
+                parts.append(self._read_part(some, min(size, count - first)))
+            return parts
+
+        return Scored.join(repeat_if_stale(self.reader, collect), range(count))
+
+    def _read_part(self, batch: Batch, count: int) -> Scored:
+        """Score queries that fit the memory budget."""
+        scores, deviations = self.reader.scores_with_deviations(batch, count)
+        noise = self.reader.noise_changes(batch, count)
+        return Scored(scores.cpu(), *(None if each is None else each.cpu() for each in (deviations, noise)))
 
     def label(self, scored: Scored, spans: Sequence[tuple[int, int]]) -> list[Attribution]:
         """Return a result for each span of queries that were read."""

@@ -9,7 +9,7 @@ values of the tensors on its device, but takes the way through the code that Pyt
 - the task checks every batch by its values before a graph computes with it (`Task.check_batch`);
 - what is not known to repeat itself is captured only if the user says so, and no query of a user's own measurement is
   padded;
-- a graph whose first scores differ from plain ones is not used;
+- a graph whose first scores differ from plain ones by more than rounding is not used;
 - its 1st, 2nd, 4th, 8th … repetition is compared with computing the same by Python. If they differ, nothing is captured
   any more, the call that noticed is read again, and a warning says since when nothing was compared.
 
@@ -28,7 +28,7 @@ import torch
 from torch import Tensor, nn
 
 from imprint.batches import Batch, leaves, map_tensors
-from imprint.compat import without_values
+from imprint.compat import TorchDispatchMode, has_convolutions, without_values
 from imprint.errors import ReadoutError, first_line
 from imprint.model.replica import tensors_of
 from imprint.readout.budget import Activations
@@ -42,7 +42,9 @@ _GRAPHS = 8  # at once
 _DROPS = 3  # of a block's graph, after which it is read plainly
 _BLOCKS = 1024  # that are remembered
 _AGREEING = 1e-5  # of the largest score
-_ROUNDED = 0.02  # of the largest score: between queries as they are and padded ones, in bfloat16
+_ROUNDED = {torch.float64: 1e-8, torch.float32: 1e-4}  # of the largest score: between queries as they are and padded
+_ROUNDED_MORE = 0.02  # in half precision or TF32, and in float32 where scores are differences of values
+_LOWERED = ("tf32", "bf16")  # precisions of float32
 _INTERVAL = 1024  # repetitions between two comparisons, at most
 Reading = Callable[[Batch, int], Tensor]
 
@@ -107,6 +109,8 @@ class Captured:
         imprints: Sequence[Tensor],
         prepare: Callable[[], Reading],
         activations: Callable[[Batch, int], Activations],
+        *,
+        linear: bool,
     ) -> Tensor | None:
         """Return the scores of a block by its graph, shape (sources, queries), if capturing `is_on`.
 
@@ -114,6 +118,7 @@ class Captured:
         queries: a batch, and how many queries it has.
         prepare: returns what computes the scores of a batch; it may read values of imprints.
         activations: tells what reading a batch computes: there must be room for it for as long as there is a graph.
+        linear: whether scores are derivatives; as differences of values they have many times their rounding.
         """
         batch, count = queries
         if torch.is_autocast_enabled(self._device.type) or not _is_on(batch, self._device):
@@ -129,7 +134,7 @@ class Captured:
             if activations(padded, count).bytes(place[2] - place[1], count) > self.room:
                 block.plain = True
                 return None
-            return self._capture(block, queries, padded, imprints, prepare)
+            return self._capture(block, queries, padded, imprints, prepare, linear)
         for mine, given in zip(leaves(block.graph.batch), leaves(padded), strict=True):
             mine.copy_(given)
         return self._repeat(block.graph)
@@ -164,6 +169,7 @@ class Captured:
         padded: Batch,
         imprints: Sequence[Tensor],
         prepare: Callable[[], Reading],
+        linear: bool,
     ) -> Tensor | None:
         """Capture a block and return its first scores; None if that is not possible."""
         recorder, static = self._recorder, map_tensors(lambda tensor: tensor.detach().clone(), padded)
@@ -174,8 +180,10 @@ class Captured:
         try:
             reading = prepare()
             compute = lambda: reading(static, queries[1])  # noqa: E731
-            expected = recorder.rehearse(compute)
-            if (apart := _difference(expected, reading(*queries))) > _ROUNDED:
+            with _Precision() as precision:
+                expected = recorder.rehearse(compute)
+            apart = _difference(expected, reading(*queries))
+            if apart > precision.rounding(self._task.replica, linear):
                 raise ReadoutError(f"without the checks of values, and padded, scores differ by {apart:.2g}")
             repeat = recorder.record(compute)
             others = (*imprints, *tensors_of(self._task.replica))  # a module may forget what it had when captured
@@ -213,6 +221,44 @@ class Captured:
             block.plain = block.dropped >= _DROPS
 
 
+class _Precision(TorchDispatchMode):
+    """Finds the lowest precision that anything is computed in.
+
+    Neither the weights nor the scores tell: a float64 model may compute attention in float32, and a measurement may
+    turn autocast on by itself.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._lowest = torch.float64
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for leaf in leaves(result):
+            if isinstance(leaf, Tensor) and leaf.is_floating_point() and leaf.dtype.itemsize < self._lowest.itemsize:
+                self._lowest = leaf.dtype
+        return result
+
+    def rounding(self, model: nn.Module, linear: bool) -> float:
+        """Return how far rounding may move scores, relative to the largest."""
+        if self._lowest == torch.float32 and not (linear and _keeps_float32(model)):
+            return _ROUNDED_MORE
+        return _ROUNDED.get(self._lowest, _ROUNDED_MORE)
+
+
+def _keeps_float32(model: nn.Module) -> bool:
+    """Return whether a model's products of float32 are computed in float32, not in TF32 or bfloat16."""
+    products, convolutions = _float32_precisions()
+    return products not in _LOWERED and not (convolutions in _LOWERED and has_convolutions(model))
+
+
+def _float32_precisions() -> tuple[str, str]:
+    """Return in which precision a GPU computes matrix products and convolutions of float32."""
+    return torch.backends.cuda.matmul.fp32_precision, torch.backends.cudnn.conv.fp32_precision  # type: ignore[attr-defined]
+
+
 def _explain(apart: float, unchecked: int) -> str:
     doubt = f" Up to {unchecked} readouts before were not compared: ask for them again." if unchecked else ""
     return (
@@ -245,6 +291,5 @@ def _describe(batch: Batch) -> Hashable:
 
 def _settings() -> Hashable:
     """Return the settings of torch by which operations are chosen."""
-    cudnn, cuda = torch.backends.cudnn, torch.backends.cuda
-    precision = torch.get_default_dtype(), cuda.matmul.fp32_precision, cudnn.conv.fp32_precision  # type: ignore[attr-defined]
-    return *precision, cudnn.benchmark, torch.are_deterministic_algorithms_enabled()
+    benchmark, deterministic = torch.backends.cudnn.benchmark, torch.are_deterministic_algorithms_enabled()
+    return torch.get_default_dtype(), *_float32_precisions(), benchmark, deterministic

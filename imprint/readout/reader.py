@@ -1,40 +1,34 @@
-"""Score queries from a store: put checkpoints, kernels, calibration, memory budget and fallbacks together.
+"""Score queries from a store: put checkpoints, kernels, memory budget and captured readouts together.
 
-The first queries decide how a model is read: by `vmap` or a loop, by forward mode or by differences (`_prepare`). After
-that a query is a few calls of the kernels.
+The first queries decide how a model is read (`settling`). After that a query is a few calls of the kernels.
 """
 
-import logging
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
-from typing import assert_never, get_args
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
 from imprint.batches import describe_batch, is_columnar, length, map_tensors
-from imprint.checks.measuring import check_derivative, measure_first_queries, natural_scale
 from imprint.errors import ReadoutError, UndefinedScore
 from imprint.readout.base import Base, load_bases
-from imprint.readout.budget import Activations, ImprintCache, Loaded, measure_activations, split_sources
-from imprint.readout.calibration import TRIAL_STEP, calibrate_step, step_lengths
+from imprint.readout.budget import Activations, ImprintCache, Loaded, split_sources
 from imprint.readout.captured import Captured
-from imprint.readout.choice import list_readouts, refuse_readout
 from imprint.readout.factored import FactoredReadout
 from imprint.readout.guards import Observed, explain_silence, explain_undefined
-from imprint.readout.kernels import ReadoutName, difference, find_changed, forward_only, gradient_scores, removed_score
+from imprint.readout.kernels import ReadoutName, forward_only, gradient_scores
+from imprint.readout.settling import ReadoutSettings, Trial, choose_settings, observe_first, read_pairs, settle
 from imprint.readout.sizes import BySize, find_peak, take_some
 from imprint.readout.units import find_units
 from imprint.runtime.memory import budget, peak_bytes, tensor_bytes
-from imprint.runtime.turns import jvp, settle_child
+from imprint.runtime.turns import settle_child
 from imprint.store.reading import Store
 from imprint.task import Batch, Parameters, PerExample, Task
-from imprint.tensors.batching import attempt, vectorise_or_loop
-from imprint.tensors.vectors import over_rows, row
 
-logger = logging.getLogger(__name__)
+Result = TypeVar("Result")
 
 
 class Reader:
@@ -64,28 +58,17 @@ class Reader:
         measure: PerExample | None = None,
         capture: bool | None = None,
     ) -> None:
-        readout = list_readouts(store)[0] if readout is None else readout
-        if readout not in get_args(ReadoutName):
-            raise ReadoutError(f"readout {readout!r} is unknown: use one of {', '.join(get_args(ReadoutName))}.")
-        if step is not None and not (step > 0 and math.isfinite(step)):
-            raise ReadoutError(f"step must be a positive number, got {step}.")
+        self._settings = choose_settings(store, readout, step)
         settle_child()
         store.check_task(task)
-        refuse_readout(store, readout)
         self.task, self.store, self._device = task, store, task.device
-        self.readout: ReadoutName = readout
-        self.details: dict[str, float | str] = {}
         self.observed = Observed()
-        self._step = step
         self._budget = budget(memory, self._device)
         self._captured = Captured(task, self._budget // 4, capture=capture, own=measure is None)
         self._working = self._budget - self._captured.room
-        self._vectorise = True
-        self._in_full = False  # factored imprints are multiplied out first
-        self._settled = False  # whether the first queries have decided how to read
-        self._activations, self._peaks = BySize[Activations](self._measure_activations), BySize[int](self._measure_peak)
+        self._activations = BySize[Activations](lambda *queries: self._settings.measure(self._bases[0], *queries))
+        self._peaks = BySize[int](self._measure_peak)
         self._silent = False  # whether some queries have scores of 0 alone
-        self._derivative: tuple[str, ...] = ()  # warnings about the measurement's derivative
         self._gradients: dict[int, tuple[Batch, Parameters]] = {}  # of the last batch, for its next chunk of sources
         with torch.inference_mode(False):
             self._bases = load_bases(task, store, measure)
@@ -100,7 +83,18 @@ class Reader:
                 for base in self._bases
                 if base.index in shared
             }
+        self._settings = replace(self._settings, factors=bool(self._factored))
         self._imprints = ImprintCache(self._load, room - sum(shared.values()) if keep else room)
+
+    @property
+    def readout(self) -> ReadoutName:
+        """The readout that is used, which the first queries settle."""
+        return self._settings.readout
+
+    @property
+    def details(self) -> dict[str, float | str]:
+        """What results say about how imprints were read."""
+        return self._settings.details
 
     def scores(self, batch: Batch, count: int | None = None) -> Tensor:
         """Return s(b, q) of the queries of a batch, shape (queries, sources).
@@ -118,10 +112,7 @@ class Reader:
             return torch.cat([total for total, _ in found], dim=1), torch.cat(parts, dim=2) if parts else None
 
     def _read_all(self, batch: Batch, count: int | None) -> list[tuple[Tensor, list[Tensor]]]:
-        """Read all chunks, and once more if the last of them showed that graphs of the others were stale."""
-        before = self.stale
-        found = list(self._read_chunks(batch, count))
-        return found if self.stale == before else list(self._read_chunks(batch, count))
+        return repeat_if_stale(self, lambda: list(self._read_chunks(batch, count)))
 
     @property
     def stale(self) -> bool:
@@ -143,7 +134,7 @@ class Reader:
         with forward_only(self.task):
             self._prepare(batch, count)
             activations = self._activations.of(batch, count)
-        size = self.store.bytes // len(self.store) if self._by_factors else tensor_bytes(self._bases[0].theta)
+        size = self.store.bytes // len(self.store) if self._settings.by_factors else tensor_bytes(self._bases[0].theta)
         each = len(self._bases) * (2 * size + activations.per_source * count)
         return split_sources(len(self.store), (self._working - activations.shared * count) // each)
 
@@ -204,7 +195,7 @@ class Reader:
         checkpoints, shares = [base.index for base in self._bases], [base.share for base in self._bases]
         found = self.observed.warnings(self.store.n, checkpoints, shares, predicted=not self.store.removes)
         silent = explain_silence(self.store.checkpoints[self.base.index].measured, removes=self.store.removes)
-        own = (*self._derivative, *[silent] * self._silent, *self._captured.warnings, *map(str, found))
+        own = (*self._settings.warnings, *[silent] * self._silent, *self._captured.warnings, *map(str, found))
         return tuple(dict.fromkeys((*self.store.warnings, *own)))
 
     def values(self, batch: Batch, count: int) -> Tensor:
@@ -227,7 +218,7 @@ class Reader:
             self.store.check_unchanged(self.base.index, 0, 0)
             rows, n = self.store.noise(self.base.index, self._device), self.store.n
             assert rows is not None
-            changes = self.base.removed(rows, n, batch, count, vectorise=self._vectorise).double() / -n
+            changes = self.base.removed(rows, n, batch, count, vectorise=self._settings.vectorise).double() / -n
         if not bool(changes.isfinite().all()):
             raise UndefinedScore("a run with a perturbed start gives queries a value that is no finite number.")
         return changes
@@ -247,7 +238,9 @@ class Reader:
             total = torch.zeros(count, device=self._device, dtype=torch.float64)
             single = map_tensors(lambda t: t.unsqueeze(1), batch)
             for base in self._bases:
-                total += base.share * self._pair_up(base, self._imprints.get(base.index, start, stop)[0], single)
+                imprints = self._imprints.get(base.index, start, stop)[0]
+                found, self._settings = read_pairs(self._settings, base, self.store.n, imprints, single)
+                total += base.share * found
         if not bool(total.isfinite().all()):
             index = int((~total.isfinite()).nonzero()[0, 0])
             raise UndefinedScore(
@@ -260,79 +253,39 @@ class Reader:
         for base in self._bases:
             self.store.check_unchanged(base.index, start, stop)
 
-    def _pair_up(self, base: Base, imprints: Parameters, single: Batch) -> Tensor:
-        """Score each imprint on the query in its own row; here `vmap` runs over the queries too, and may fail again."""
-
-        def one(u: Parameters, c: Tensor, sample: Batch) -> Tensor:
-            def measure(theta: Parameters) -> Tensor:
-                return base.functional.measures(theta, sample, 1)[0]
-
-            if self.readout == "jvp":
-                return jvp(measure, (base.theta,), (u,))[1]  # type: ignore[no-any-return]
-            if self.readout == "removed":
-                return removed_score(measure, base.theta, u, self.store.n)
-            return difference(measure, base.theta, u, c, c)
-
-        given = (imprints, step_lengths(base.scale, imprints, self._step or 1.0), single)
-        if not self._vectorise:
-            return over_rows(one, *given, vectorise=False)  # type: ignore[no-any-return]
-        found, reason = vectorise_or_loop(lambda vectorise: over_rows(one, *given, vectorise=vectorise))
-        if reason is not None:
-            logger.warning("this model does not run under vmap, examples are read one by one: %s", reason)
-            self._vectorise = False
-        return found  # type: ignore[no-any-return]
-
-    @property
-    def _by_factors(self) -> bool:
-        """Whether imprints are read as they are kept: where they are factored, and the readout is linear in them."""
-        linear = self.readout in ("jvp", "gradient")
-        return bool(self._factored) and not self._in_full and self._vectorise and linear
-
     def _read(self, base: Base, start: int, stop: int, batch: Batch, count: int) -> Tensor:
         """Score some sources at one checkpoint, by a CUDA graph if they were read before; shape (sources, queries)."""
-        place, factored = (base.index, start, stop), self._by_factors and base.index in self._factored
-        if self._captured.is_on and self._vectorise and not factored and self.readout != "gradient":
+        place, factored = (base.index, start, stop), self._settings.by_factors and base.index in self._factored
+        if self._captured.is_on and self._settings.vectorise and not factored and self.readout != "gradient":
             imprints, midpoints = self._imprints.get(*place)
             if self._imprints.keeps(*place):
                 tensors = (*imprints.values(), *(midpoints or {}).values())
-                prepare = partial(self._reading, base, start, stop)
-                found = self._captured.read(place, (batch, count), tensors, prepare, self._activations.of)
+                prepare = partial(self._reading, self._settings, base, start, stop)
+                found = self._captured.read(
+                    place, (batch, count), tensors, prepare, self._activations.of, linear=self._settings.linear
+                )
                 if found is not None:
                     return found
         return self._scores(base, start, stop, batch, count)
 
     def _scores(self, base: Base, start: int, stop: int, batch: Batch, count: int) -> Tensor:
         """Score some sources at one checkpoint, shape (sources, queries)."""
-        return self._reading(base, start, stop)(batch, count)
+        return self._reading(self._settings, base, start, stop)(batch, count)
 
-    def _reading(self, base: Base, start: int, stop: int) -> Callable[[Batch, int], Tensor]:
+    def _reading(self, settings: ReadoutSettings, base: Base, start: int, stop: int) -> Callable[[Batch, int], Tensor]:
         """Return what scores some sources at one checkpoint; whatever looks at their values is done before."""
-        if self._by_factors and base.index in self._factored:
+        if settings.by_factors and base.index in self._factored:
             factored = self._factored[base.index]
-            return partial(factored.forward if self.readout == "jvp" else factored.backward, start, stop)
+            return partial(factored.forward if settings.readout == "jvp" else factored.backward, start, stop)
         imprints, midpoints = self._imprints.get(base.index, start, stop)
-        if self.readout == "jvp":
-            return partial(base.jvp, imprints, vectorise=self._vectorise)
-        if self.readout == "gradient":
-            return partial(self._gradient_scores, base, imprints)
-        if self.readout == "central":
-            c = step_lengths(base.scale, imprints, self._step or TRIAL_STEP)
-            return partial(base.central, imprints, c, vectorise=self._vectorise)
-        if self.readout == "removed":
-            changed = find_changed(imprints)
-            return partial(base.removed, imprints, self.store.n, changed=changed, vectorise=self._vectorise)
-        if self.readout == "literal":
-            epsilon = self.store.checkpoints[base.index].choices.epsilon
-            assert epsilon is not None
-            one_sided = self.store.manifest.plan.variant == "one_sided"
-            step = epsilon / self.store.n
-            return partial(base.literal, imprints, midpoints, step, one_sided, vectorise=self._vectorise)
-        assert_never(self.readout)
+        if settings.readout == "gradient":
+            return partial(self._gradient_scores, base, imprints, settings.vectorise)
+        return settings.reading(self.store, base, imprints, midpoints)
 
-    def _gradient_scores(self, base: Base, imprints: Parameters, batch: Batch, count: int) -> Tensor:
+    def _gradient_scores(self, base: Base, u: Parameters, vectorise: bool, batch: Batch, count: int) -> Tensor:
         if base.index not in self._gradients or self._gradients[base.index][0] is not batch:
-            self._gradients[base.index] = batch, base.gradients(batch, count, vectorise=self._vectorise)
-        return gradient_scores(imprints, self._gradients[base.index][1])
+            self._gradients[base.index] = batch, base.gradients(batch, count, vectorise=vectorise)
+        return gradient_scores(u, self._gradients[base.index][1])
 
     def _load(self, checkpoint: int, start: int, stop: int) -> Loaded:
         """Read imprints from the store, with the midpoints where the readout wants them."""
@@ -344,38 +297,20 @@ class Reader:
         return imprints, self.store.midpoints(checkpoint, start, stop, self._device)
 
     def _prepare(self, batch: Batch, count: int) -> None:
-        """Settle on the first queries what works for this model: vmap or a loop, forward mode or differences."""
-        if self._settled:
+        """Have the first queries settle how this model is read."""
+        if self._settings.settled:
             return
-        base = self._bases[0]
-        self.observed.values += measure_first_queries(base.functional, base.theta, batch, count)
-        self.observed.unit = natural_scale(self.task, batch)
-        if (base.functional.measure or self.task.measure) is self.task.loss and self.store.manifest.probes is not None:
-            self.observed.values += self.store.manifest.probes.values.losses
-        self._try_factors(base, batch, count)
-        if failure := self._try_readout(base, batch, count):
-            if self.readout != "jvp":
-                raise ReadoutError(f"the model cannot be read out by {self.readout}: {failure}.")
-            self.readout = "central"
-            if worse := self._try_readout(base, batch, count):
-                raise ReadoutError(f"the model can be read out neither by jvp nor by central: {worse}.")
-            logger.warning("this model does not support forward mode, reading out by central differences: %s", failure)
-            self.details["fallback"] = f"jvp is not possible: {failure}"
-        if self.readout == "central":
-            if self._step is None:
-                some = self._load(base.index, 0, min(4, len(self.store)))[0]
-                self._step = calibrate_step(base, some, batch, count, vectorise=self._vectorise)
-            self.details["central_step"] = self._step
-        if self.readout in ("jvp", "gradient"):
-            direction = row(self._load(base.index, 0, 1)[0], 0)
-            given = (base.functional, base.theta, batch, count, direction)
-            self._derivative = check_derivative(*given, backward=self.readout == "gradient")
-        self._settled = True
-
-    def _measure_activations(self, batch: Batch, count: int) -> Activations:
-        forward_mode = self.readout == "jvp" and not self._by_factors and self._vectorise
-        evaluations = 1 if self.readout == "removed" else 2
-        return measure_activations(self._bases[0], batch, count, forward_mode=forward_mode, evaluations=evaluations)
+        base, some = self._bases[0], partial(min, len(self.store))
+        self.observed = observe_first(self.store, base, batch, count)
+        trial = Trial(
+            base,
+            self._factored.get(base.index),
+            batch,
+            count,
+            score=lambda settings, sources: self._reading(settings, base, 0, some(sources))(batch, count),
+            load=lambda sources: self._load(base.index, 0, some(sources))[0],
+        )
+        self._settings = settle(self._settings, trial)
 
     def _measure_peak(self, batch: Batch, count: int) -> int:
         """Return how many bytes of each query are alive at once while two sources are read."""
@@ -383,26 +318,8 @@ class Reader:
         reading = peak_bytes(lambda: self._scores(base, 0, some, batch, count))
         return max(reading, peak_bytes(lambda: self.noise_changes(batch, count))) // count
 
-    def _try_factors(self, base: Base, batch: Batch, count: int) -> None:
-        """Have factored imprints multiplied out where their factors do not serve this measurement."""
-        if not self._by_factors or base.index not in self._factored:
-            return
 
-        in_full = partial(base.jvp, batch=batch, count=count, vectorise=True)
-        reason = self._factored[base.index].why_unusable(in_full, self.readout == "jvp", batch, count)
-        if reason is not None:
-            logger.warning("factored imprints are multiplied out to be read: %s", reason)
-            self._in_full = True
-
-    def _try_readout(self, base: Base, batch: Batch, count: int) -> str | None:
-        """Read two sources by `vmap`, or else in a loop; return why neither works, None if one does."""
-        reason = None
-        for self._vectorise in (True, False):
-            _, failure = attempt(lambda: self._scores(base, 0, min(2, len(self.store)), batch, count))
-            if failure is None:
-                break
-            reason = failure
-        if failure is None and reason is not None:
-            logger.warning("this model does not run under vmap, sources are read one by one: %s", reason)
-            self.details["one_by_one"] = reason
-        return failure
+def repeat_if_stale(reader: Reader, read: Callable[[], Result]) -> Result:
+    """Return what a function reads; it is called again if captured readouts turn out to be stale on the way."""
+    before, found = reader.stale, read()
+    return found if reader.stale == before else read()

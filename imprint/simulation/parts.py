@@ -68,7 +68,10 @@ def simulate_part(
     """
     share, folder = Share.parse(part), PartsFolder(out)
     if refused := {"validate", "record"} & options.keys():
-        raise PlanError(f"a part has not all sources, so {min(refused)}= is for the merged store: imprint.validate.")
+        raise PlanError(
+            f"a part does not have all sources, so it takes no {min(refused)}=: validate the merged store with "
+            "imprint.validate."
+        )
 
     def open_part(request: Request, inputs: Inputs) -> PartWriter:
         return PartWriter(out, share, request, inputs.seen, check_choices, len(sources), inputs.draws)

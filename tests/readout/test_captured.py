@@ -3,7 +3,7 @@
 import gc
 import logging
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from imprint import Plan, Reader, ReadoutError, Sources, Store, Task, TaskError, attribute, simulate
+from imprint.attribution.scoring import Scorer
 from imprint.compat import without_values
 from imprint.data import Data
 from imprint.readout import captured
@@ -228,6 +229,26 @@ def test_an_attribution_that_finds_graphs_stale_is_made_again_and_counts_that(fa
     assert calls[-1] == (2 * 60 * len(store), 2 * 60 * len(store))
 
 
+def test_parts_of_a_batch_are_read_again_when_a_later_one_finds_graphs_stale(
+    fake: Fake, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    task, queries, checks = Task.classifier(Turned(), measure="margin"), columns(60, 1), list[int]()
+    store = simulated(task)
+    scorer, plainly = Scorer(task, store), Reader(task, store, capture=False)
+    monkeypatch.setattr(scorer.reader, "fit", lambda batch, count: 5)
+
+    def turn() -> None:
+        checks.append(len(checks))
+        if len(checks) == 8:  # before the seventh of twelve parts
+            KNOB["scale"] = 3.0
+
+    found = scorer.read(queries, 60, turn)
+    torch.testing.assert_close(found.scores, plainly.scores(queries), rtol=1e-6, atol=1e-6)
+    assert scorer.reader.stale and len(checks) == 1 + 2 * 12
+    scorer.read(queries, 60, turn)
+    assert len(checks) == 1 + 2 * 12 + 1 + 12  # what was stale before is not read again
+
+
 def last_logit(model: nn.Module, batch: Batch) -> Tensor:
     """A measurement that sees how long the batch is."""
     return model(input_ids=batch["input_ids"], use_cache=False).logits[:, -1, 5]  # type: ignore[no-any-return]
@@ -250,6 +271,82 @@ def test_a_graph_that_does_not_give_plain_scores_is_never_used(
     for _ in range(3):
         assert torch.equal(reader.scores(columns(5, 1)), plain(task, store, columns(5, 1)))
     assert (fake.rehearsed, fake.recorded) == (1, 0)
+
+
+class Autocast(nn.Module):
+    """A model that computes in half precision, with weights and outputs in float32."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16, cache_enabled=False):
+            logits: Tensor = self.inner(x)
+        return logits.float()
+
+
+class Mixed(Autocast):
+    """A float64 model with outputs that were rounded to float32."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        logits: Tensor = self.inner(x)
+        return logits.float().double()
+
+
+@pytest.mark.parametrize(
+    ("dtype", "kind", "options", "padding", "is_rounding"),
+    [
+        (torch.float64, nn.Sequential, {}, 1e-6, False),
+        (torch.float64, nn.Sequential, {}, 1e-10, True),
+        (torch.float64, nn.Sequential, {"readout": "central"}, 1e-6, False),
+        (torch.float64, Mixed, {}, 1e-6, True),
+        (torch.float64, Mixed, {}, 1e-3, False),
+        (torch.float32, nn.Sequential, {}, 1e-3, False),
+        (torch.float32, nn.Sequential, {}, 1e-5, True),
+        (torch.float32, nn.Sequential, {"readout": "central", "step": 1e-2}, 1e-3, True),  # as large as its rounding
+        (torch.float32, nn.Sequential, {"readout": "central", "step": 1e-2}, 0.1, False),
+        (torch.float32, Autocast, {}, 1e-3, True),
+        (torch.float32, Autocast, {}, 0.1, False),
+    ],
+)
+def test_padding_may_change_scores_by_no_more_than_rounding(
+    dtype: torch.dtype,
+    kind: type[nn.Module],
+    options: dict[str, Any],
+    padding: float,
+    is_rounding: bool,
+    fake: Fake,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    task = Task.classifier(kind(new_model(dtype)), measure="margin")
+    store, queries = simulated(task, Plan(engine="trajectories", steps=2, lr=0.1)), columns(5, 1, dtype)
+    monkeypatch.setattr(task, "pad_batch", lambda batch: (batch[0] * (1 + padding), batch[1]))
+    reader, expected = Reader(task, store, **options), plain(task, store, queries, **options)
+    for _ in range(3):
+        found = reader.scores(queries)
+    assert fake.recorded == is_rounding and not reader.warnings
+    assert torch.equal(found, expected) != is_rounding
+
+
+@pytest.fixture
+def lower_precision() -> Iterator[None]:
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("high")
+    yield
+    torch.set_float32_matmul_precision(before)
+
+
+@pytest.mark.usefixtures("lower_precision")
+@pytest.mark.parametrize(("padding", "is_rounding"), [(1e-3, True), (0.1, False)])
+def test_padding_may_change_scores_by_more_where_matrix_products_use_tf32(
+    padding: float, is_rounding: bool, task: Task, store: Store, fake: Fake, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(task, "pad_batch", lambda batch: (batch[0] * (1 + padding), batch[1]))
+    reader = Reader(task, store)
+    for _ in range(3):
+        reader.scores(columns(5, 1))
+    assert fake.recorded == is_rounding
 
 
 class Remembers(nn.Module):

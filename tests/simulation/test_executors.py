@@ -318,22 +318,20 @@ def test_what_cannot_be_pickled_is_named() -> None:
 
 @pytest.mark.parametrize("kind", [InProcess, RayExecutor])
 def test_every_executor_checks_the_number_of_parts_and_of_retries(kind: Callable[..., Executor]) -> None:
-    for wrong in (0, -1, 1.5, "2", True):
-        with pytest.raises(PlanError, match=f"parts must be a whole number of at least 1, got {wrong!r}"):
-            kind(parts=wrong)
-    for wrong in (-1, None, "2", True):
-        with pytest.raises(PlanError, match=f"retries must be a whole number of at least 0, got {wrong!r}"):
-            kind(retries=wrong)
+    for name, least, refused in (("parts", 1, (0, -1, 1.5, "2", True)), ("retries", 0, (-1, None, "2", True))):
+        for wrong in refused:
+            with pytest.raises(PlanError, match=f"{name} must be a whole number of at least {least}, got {wrong!r}"):
+                kind(**{name: wrong})
     assert kind(parts=None).parts is None and kind(parts=3, retries=0).parts == 3
 
 
 def test_settings_of_ray_are_checked() -> None:
-    for wrong, words in (
-        ({"cpus": 1.5}, "cpus must be a whole number of at least 1, got 1.5"),
-        ({"gpus": 1.5}, "gpus must be a whole number, or a share of one such as 0.5"),
+    for name, words in (
+        ("cpus", "cpus must be a whole number of at least 1, got 1.5"),
+        ("gpus", "gpus must be a whole number, or a share of one such as 0.5"),
     ):
         with pytest.raises(PlanError, match=words):
-            RayExecutor(**wrong)
+            RayExecutor(**{name: 1.5})  # type: ignore[arg-type]
     executor: Executor = RayExecutor(parts=8, gpus=0.5)
     recipe = Recipe(print, {}, PartsFolder("store"), 6, "simulating", "sources", "cuda", str)
     with (
@@ -388,14 +386,13 @@ def test_workers_find_a_store_to_repeat_at_its_address_and_not_in_a_cache(
     monkeypatch.setenv("IMPRINT_CACHE", str(tmp_path / "cache"))
     address, executor = f"file://{tmp_path}/bucket/news", Fake()
     simulate(task(), data(), groups(), TANGENT, out=address, progress=False)
-    for number, repeat in enumerate((address, Store(address))):
-        simulate(task(), data(), groups(), out=tmp_path / str(number), repeat=repeat, progress=False, executor=executor)
+    given: Any
+    for number, given in enumerate((address, Store(address))):
+        simulate(task(), data(), groups(), out=tmp_path / str(number), repeat=given, progress=False, executor=executor)
         assert executor.recipe.given["repeat"] == address
 
 
-def test_workers_find_a_store_to_repeat_wherever_they_run(
-    made: Made, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_workers_find_a_store_to_repeat_wherever_they_run(made: Made, tmp_path: Path, monkeypatch: Any) -> None:
     monkeypatch.chdir(made(TANGENT).parent)
     executor = Fake()
     run(tmp_path / "again", TANGENT, repeat=made(TANGENT).name, executor=executor)

@@ -6,55 +6,57 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-Forwarded = tuple[str, str, str] | tuple[str, int, str, str]
-"""("warning", category, message), or ("log", level, logger, message)."""
-Tell = Callable[[Forwarded], Any]
+Message = tuple[str, str, str] | tuple[str, int, str, str]
+"""("warning", category, text), or ("log", level, logger, text)."""
+Send = Callable[[Message], Any]
 _MOST = 1000  # messages of one part
 
 
 @contextmanager
-def forward(tell: Tell) -> Iterator[None]:
-    """Tell of all warnings, and of what is logged as a warning or an error, instead of printing them.
+def forward(send: Send) -> Iterator[None]:
+    """Send all warnings, and what is logged as a warning or an error, instead of printing them.
 
-    Each message is told once, and after a thousand of them no more.
+    Each message is sent once, and after a thousand of them no more.
     """
-    said: set[Forwarded] = set()
+    sent: set[Message] = set()
 
-    def tell_once(message: Forwarded) -> None:
-        if message not in said and len(said) < _MOST:
-            said.add(message)
-            tell(message)
+    def send_once(message: Message) -> None:
+        if message not in sent and len(sent) < _MOST:
+            sent.add(message)
+            send(message)
 
-    with _redirected(tell_once):
+    with _redirected(send_once):
         yield
 
 
 @contextmanager
-def _redirected(tell: Tell) -> Iterator[None]:
-    root, handler = logging.getLogger(), _Teller(tell)
+def _redirected(send: Send) -> Iterator[None]:
+    root, handler = logging.getLogger(), _Sender(send)
     others, root.handlers = root.handlers, [handler]
     try:
         with warnings.catch_warnings():
-            warnings.showwarning = _tell_of_warning(tell)
+            warnings.showwarning = _send_warnings(send)
             yield
     finally:
         root.handlers = others
 
 
-class _Teller(logging.Handler):
-    """Tells of log records of this library and of the user's, not of those of the machinery around them."""
+class _Sender(logging.Handler):
+    """Sends log records of this library and of the user's code, not those of Ray."""
 
-    def __init__(self, tell: Tell) -> None:
+    def __init__(self, send: Send) -> None:
         super().__init__(logging.WARNING)
-        self._tell = tell
+        self._send = send
 
     def emit(self, record: logging.LogRecord) -> None:
         if record.name.partition(".")[0] != "ray":
-            self._tell(("log", record.levelno, record.name, record.getMessage()))
+            self._send(("log", record.levelno, record.name, record.getMessage()))
 
 
-def _tell_of_warning(tell: Tell) -> Callable[..., None]:
+def _send_warnings(send: Send) -> Callable[..., None]:
+    """Return what takes the place of `warnings.showwarning`."""
+
     def show(message: Warning | str, category: type[Warning], *origin: Any, **more: Any) -> None:
-        tell(("warning", category.__name__, str(message)))
+        send(("warning", category.__name__, str(message)))
 
     return show

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from imprint.simulation.executors.protocol import Outcome, Place, Recipe, Reports
+from imprint.simulation.executors.protocol import Outcome, Place, Recipe, Reports, check_counts
 from imprint.store.parts import Share
 
 
@@ -13,12 +13,15 @@ from imprint.store.parts import Share
 class InProcess:
     """Makes parts one after another in this process.
 
-    parts: how many.
+    parts: how many; by default as many as there are already, or one.
     retries: how often a part is tried again.
     """
 
     parts: int | None = None
     retries: int = 0
+
+    def __post_init__(self) -> None:
+        check_counts(self.parts, self.retries)
 
     @contextmanager
     def open(self, recipe: Recipe, reports: Reports) -> Iterator["_InTurn"]:

@@ -2,7 +2,7 @@
 
 Task, data and sources are pickled once and put into Ray's object store, which brings them to every node once. What is
 made goes to the folder of the parts, which all nodes must see. A worker does nothing but make its part, with a fixed
-number of threads; how far it is, and what it has to say, goes to a small actor that the driver asks twice a second.
+number of threads; how far it is, and its messages, go to a small actor that the driver asks twice a second.
 """
 
 import contextlib
@@ -23,7 +23,7 @@ from imprint.errors import ConfigurationError, MissingExtra, PlanError, StoreErr
 from imprint.runtime.progress import Advance
 from imprint.simulation.executors.forwarding import forward
 from imprint.simulation.executors.pickling import to_bytes
-from imprint.simulation.executors.protocol import Outcome, Place, Recipe, Reports
+from imprint.simulation.executors.protocol import Outcome, Place, Recipe, Reports, check_counts, require_whole
 from imprint.store.files import temporary_folder
 from imprint.store.parts import Share
 
@@ -54,12 +54,8 @@ class RayExecutor:
     retries: int = 2
 
     def __post_init__(self) -> None:
-        for name, least in (("parts", 1), ("cpus", 1), ("retries", 0)):
-            value = getattr(self, name)
-            if value is None and name == "parts":
-                continue
-            if isinstance(value, bool) or not isinstance(value, int) or value < least:
-                raise PlanError(f"{name} must be a whole number of at least {least}, got {value!r}.")
+        check_counts(self.parts, self.retries)
+        require_whole("cpus", self.cpus, 1)
         if not isinstance(self.gpus, int | float) or self.gpus < 0 or (self.gpus > 1 and self.gpus != int(self.gpus)):
             raise PlanError(f"gpus must be a whole number, or a share of one such as 0.5, got {self.gpus!r}.")
 
@@ -161,10 +157,15 @@ class _RayPool:
         return sum(self._slots_by_node())
 
     def start(self, share: Share) -> None:
-        at_once = max([1, *self._slots_by_node()])
         seen = (self._marker, _VISIBLE, str(Path.cwd()), tuple(sys.path))
-        where = _Where(*seen, self._executor.cpus, self._executor.gpus > 0, at_once)
+        where = _Where(*seen, self._executor.cpus, self._executor.gpus > 0, self._count_sharing(share.of))
         self._running[self._make.remote(self._inputs, str(share), where, self._board)] = share
+
+    def _count_sharing(self, parts: int) -> int:
+        """Return how many of all parts share memory at most: that of a GPU, or that of the largest node."""
+        gpus = self._executor.gpus
+        fit = int(1 / gpus) if gpus else max(self._slots_by_node(), default=0)
+        return max(1, min(fit, parts))
 
     def wait(self) -> list[Outcome]:
         if not self._running:
@@ -185,14 +186,14 @@ class _RayPool:
         return outcome
 
     def _listen(self) -> None:
-        """Pass on what the workers have said since the last time."""
+        """Pass on what the workers have reported since the last time."""
         try:
-            progress, said = self._ray.get(self._board.take.remote(), timeout=_STOPPING)
+            progress, messages = self._ray.get(self._board.take.remote(), timeout=_STOPPING)
         except self._ray.exceptions.RayError:  # its node is gone or busy: it is only progress
             return
         for text, (done, total) in progress.items():
             self._reports.advance(Share.parse(text), done, total)
-        for kind, *message in said:
+        for kind, *message in messages:
             (self._reports.warn if kind == "warning" else self._reports.log)(*message)
 
     def stop(self) -> None:
@@ -209,24 +210,24 @@ def _board_class() -> type:
     """Return the actor that keeps what workers report; made here, it needs nothing of this library where it runs."""
 
     class Board:
-        """Keeps how far each part is, and what was said, until the driver takes it."""
+        """Keeps how far each part is, and the messages of workers, until the driver takes them."""
 
         def __init__(self) -> None:
             self.progress: dict[str, tuple[int, int]] = {}
-            self.said: list[Any] = []
+            self.messages: list[Any] = []
 
         def advance(self, part: str, done: int, total: int) -> None:
             self.progress[part] = (done, total)
 
-        def say(self, message: Any) -> None:
-            self.said.append(message)
+        def send(self, message: Any) -> None:
+            self.messages.append(message)
 
         def take(self) -> tuple[dict[str, tuple[int, int]], list[Any]]:
-            taken, self.progress, self.said = (self.progress, self.said), {}, []
+            taken, self.progress, self.messages = (self.progress, self.messages), {}, []
             return taken
 
         def settle(self) -> None:
-            """Return once everything that the caller has said before is here."""
+            """Return once everything that the caller has sent before is here."""
 
     return Board
 
@@ -249,7 +250,7 @@ def _make_on_worker(packed: bytes, text: str, where: _Where, board: Any) -> Outc
     import ray
 
     share = Share.parse(text)
-    with forward(lambda message: board.say.remote(message)):
+    with forward(lambda message: board.send.remote(message)):
         outcome = _attempt(packed, share, where, board, ray.cloudpickle)
     with contextlib.suppress(ray.exceptions.RayError):
         ray.get(board.settle.remote(), timeout=_STOPPING)

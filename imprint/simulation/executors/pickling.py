@@ -27,7 +27,7 @@ def to_bytes(make: Any, given: Mapping[str, Any], cloudpickle: Any) -> bytes:
                     place, culprit, reason = found
                     raise DataError(
                         f"{place} cannot be sent to other processes, as it holds a {type(culprit).__name__} "
-                        f"({first_line(reason)}): let it be made where it is used, or leave it out."
+                        f"({first_line(reason)}): create it on first use, or leave it out."
                     ) from error
             raise
 

@@ -20,7 +20,7 @@ class Place:
     """Where a part is made.
 
     device: the device that its model belongs on; None to leave it where it is.
-    at_once: how many parts share the memory there.
+    at_once: how many parts share the memory of that device.
     """
 
     device: str | None = None
@@ -93,6 +93,19 @@ class Pool(Protocol):
 
     def wait(self) -> list[Outcome]:
         """Return how parts ended, of those that ended since the last call; after a while without any, none."""
+
+
+def require_whole(name: str, value: object, least: int) -> None:
+    """Refuse a setting of an executor that is no whole number, or a smaller one than `least`."""
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise PlanError(f"{name} must be a whole number of at least {least}, got {value!r}.")
+
+
+def check_counts(parts: object, retries: object) -> None:
+    """Refuse a number of parts, unless it is None, or of retries that makes no sense."""
+    if parts is not None:
+        require_whole("parts", parts, 1)
+    require_whole("retries", retries, 0)
 
 
 class Executor(Protocol):

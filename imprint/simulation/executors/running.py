@@ -29,12 +29,13 @@ def run_parts(executor: Executor, recipe: Recipe, progress: bool | Advance, know
     it has; one that fails for good is reported, the others are made all the same, and an error follows in the end.
     """
     before = recipe.folder.division()
-    with _resumable(recipe), closing(Heard(recipe, progress, known)) as heard, executor.open(recipe, heard) as pool:
+    reporter = Reporter(recipe, progress, known)
+    with _resumable(recipe), closing(reporter), executor.open(recipe, reporter) as pool:
         of = executor.parts or before or max(1, min(pool.slots(), recipe.count))
         shares = Share(1, of).others()
         recipe.folder.refuse_other_number(shares[0])
-        heard.expect(of)
-        failures = _Run(executor.retries, recipe, pool, heard).make(shares)
+        reporter.expect(of)
+        failures = _Run(executor.retries, recipe, pool, reporter).make(shares)
     if failures:
         raise _explain(failures, of, recipe)
     return of
@@ -55,8 +56,8 @@ def _resumable(recipe: Recipe) -> Iterator[None]:
 class _Run:
     """The parts of one call, on their way."""
 
-    def __init__(self, retries: int, recipe: Recipe, pool: Pool, heard: "Heard") -> None:
-        self._retries, self._recipe, self._pool, self._heard = retries, recipe, pool, heard
+    def __init__(self, retries: int, recipe: Recipe, pool: Pool, reporter: "Reporter") -> None:
+        self._retries, self._recipe, self._pool, self._reporter = retries, recipe, pool, reporter
         self._attempts: Counter[Share] = Counter()
         self._due: dict[Share, float] = {}  # when a part may be tried again
         self._failures: dict[Share, Outcome] = {}
@@ -88,7 +89,7 @@ class _Run:
         """Take note of how an attempt ended; tell whether the part is to be tried again."""
         share = outcome.share
         if outcome.error is None:
-            self._heard.finish(share)
+            self._reporter.finish(share)
             return False
         if not outcome.final and self._attempts[share] <= self._retries:
             self._due[share] = time.monotonic() + _PAUSE * self._attempts[share]
@@ -120,14 +121,14 @@ def _explain(failures: dict[Share, Outcome], of: int, recipe: Recipe) -> PartsEr
     return error
 
 
-class Heard:
-    """What was heard of all parts: one line of progress, and every message once."""
+class Reporter:
+    """Reports on all parts to the user: one line of progress, and every message once."""
 
     def __init__(self, recipe: Recipe, progress: bool | Advance, known: Iterable[str] = ()) -> None:
         self._bar = Progress(recipe.label, 0, recipe.unit, progress)
         self._parts: dict[Share, tuple[int, int]] = {}
         self._silent: set[Share] = set()  # finished, and there was nothing to do
-        self._said = {for_terminal(message) for message in known}
+        self._seen_messages = {for_terminal(message) for message in known}
         self._of = 1
 
     def expect(self, of: int) -> None:
@@ -149,28 +150,28 @@ class Heard:
             self._silent.add(share)
 
     def _show(self) -> None:
-        """Show what is done of what all parts will take, as far as they have said, and are alike."""
+        """Show what is done of all parts together; those that have not reported count as much work as the others."""
         total = sum(total for _, total in self._parts.values())
-        unheard = self._of - len(self._parts) - len(self._silent)
-        self._bar.total = total + round(total / len(self._parts) * max(0, unheard))
+        unknown = self._of - len(self._parts) - len(self._silent)
+        self._bar.total = total + round(total / len(self._parts) * max(0, unknown))
         if (left := sum(done for done, _ in self._parts.values()) - self._bar.done) > 0:
             self._bar.advance(left)
 
     def warn(self, category: str, message: str) -> None:
-        """Pass a warning on, unless it was."""
+        """Pass on a warning that was not seen before."""
         if self._is_new(message):
             kind = getattr(imprint.errors, category, None) or getattr(builtins, category, None)
             known = isinstance(kind, type) and issubclass(kind, Warning)
             warnings.warn(message, kind if known else UserWarning, stacklevel=2)
 
     def log(self, level: int, logger: str, message: str) -> None:
-        """Pass on what was logged, unless it was."""
+        """Pass on a log message that was not seen before."""
         if self._is_new(message):
             logging.getLogger(logger).log(level, "%s", message)
 
     def _is_new(self, message: str) -> bool:
-        new = message not in self._said
-        self._said.add(message)
+        new = message not in self._seen_messages
+        self._seen_messages.add(message)
         return new
 
     def close(self) -> None:
