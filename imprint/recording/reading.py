@@ -12,6 +12,7 @@ from imprint.recording.header import Header, Kept, hash_frozen, read_header
 from imprint.recording.journal import STEPS, read_journal
 from imprint.recording.records import Circumstances, OptimiserState, Step
 from imprint.recording.settings import find_class
+from imprint.store.addresses import is_address
 from imprint.store.files import sha256
 from imprint.store.fingerprint import DataPrint
 from imprint.store.remote import open_whole
@@ -40,7 +41,8 @@ class Recording:
     """
 
     def __init__(self, path: str | os.PathLike[str], optimiser: type[Optimizer] | None = None) -> None:
-        self.path = open_whole(path)
+        self.path, place = open_whole(path), os.fspath(path)
+        self._given = (place if is_address(place) else str(self.path.absolute()), optimiser)
         self._header = _read_finished(self.path)
         self._optimiser = find_class(self._header.optimiser, optimiser)
         self._steps = _read_steps(self.path, self._header)
@@ -48,6 +50,9 @@ class Recording:
             for file in kept.files:
                 if not (self.path / file.path).is_file():
                     raise StoreError(f"{self.path / file.path} is missing: the recording has lost a checkpoint.")
+
+    def __reduce__(self) -> tuple[type["Recording"], tuple[str, type[Optimizer] | None]]:
+        return Recording, self._given  # another machine opens the address itself, and not the copy on this one
 
     def __repr__(self) -> str:
         trained = count_of(len(self._header.trained), "trained tensor")

@@ -12,6 +12,7 @@ from imprint.attribution.result import Attribution
 from imprint.attribution.scoring import Scored, Scorer
 from imprint.batches import Batch, leaves
 from imprint.forms import Ask, Form
+from imprint.readout.reader import repeat_if_stale
 from imprint.readout.sizes import pick_rows
 
 _WASTE = 1.5  # times the numbers in a batch that padding may add
@@ -26,16 +27,19 @@ def read_queries(
     check: is called again and again, and may raise an error to end this.
     """
     queries = [query for request in requests for query in request]
-    parts, places = list[Scored](), list[int]()
-    for group in divide(queries):
+    groups, batches = divide(queries), list[Batch]()
+    for group in groups:
         check()
         joined = form.join([queries[place] for place in group])
-        filled = form.fill(ask, joined)
+        batches.append(filled := form.fill(ask, joined))
         if filled is not joined:
             for row, place in enumerate(group):
                 queries[place] = pick_rows(filled, row, row + 1)
-        parts.append(scorer.read(filled, len(group), check))
-        places += group
+
+    def read() -> list[Scored]:
+        return [scorer.read(batch, len(group), check) for batch, group in zip(batches, groups, strict=True)]
+
+    parts, places = repeat_if_stale(scorer.reader, read), [place for group in groups for place in group]
     spans = list(pairwise(accumulate(map(len, requests), initial=0)))
     results = scorer.label(Scored.join(parts, places), spans)
     return [(result, tuple(queries[first:last])) for result, (first, last) in zip(results, spans, strict=True)]

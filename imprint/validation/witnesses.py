@@ -1,13 +1,14 @@
 """Reads what removals really did to queries, from the witnesses in a store's folder."""
 
 from collections.abc import Iterable, Sequence
+from functools import partial
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from imprint.errors import StoreError
-from imprint.readout.reader import Reader
+from imprint.readout.reader import Reader, repeat_if_stale
 from imprint.statistics import Array, Flags
 from imprint.store.fingerprint import hash_rows
 from imprint.store.reading import Store
@@ -44,9 +45,13 @@ def read_effects(
     runs = []
     for witness in witnesses:
         reader = Reader(task, witness, memory=memory)
-        scores = torch.cat([reader.scores(batch, count).cpu() for count, batch in batches])
+        scores = repeat_if_stale(reader, partial(_read_scores, reader, batches))
         runs.append((-scores.double() / witness.n).numpy())
     return np.stack(runs)
+
+
+def _read_scores(reader: Reader, batches: Sequence[tuple[int, Batch]]) -> Tensor:
+    return torch.cat([reader.scores(batch, count).cpu() for count, batch in batches])
 
 
 def predict_removals(effects: Tensor, removals: Sequence[Sequence[int]]) -> Array:

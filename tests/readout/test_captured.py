@@ -19,6 +19,7 @@ from imprint.readout import captured
 from imprint.readout.kernels import ReadoutName
 from imprint.runtime.cuda_graphs import MadeInPlace, Recorder, Unrepeatable, without_collection
 from imprint.task import Batch
+from imprint.validation.witnesses import read_effects
 from tests.readout.reading import columns, new_model, simulated
 from tests.simulation.removals import SOURCES, HandMadeRun, make_data, make_model, make_plan, make_task, removing_engine
 from tests.zoo import ZOO
@@ -247,6 +248,22 @@ def test_parts_of_a_batch_are_read_again_when_a_later_one_finds_graphs_stale(
     assert scorer.reader.stale and len(checks) == 1 + 2 * 12
     scorer.read(queries, 60, turn)
     assert len(checks) == 1 + 2 * 12 + 1 + 12  # what was stale before is not read again
+
+
+def test_effects_are_read_again_when_a_later_batch_finds_graphs_stale(fake: Fake) -> None:
+    task, some = Task.classifier(Turned(), measure="margin"), [columns(5, seed) for seed in range(12)]
+    store = simulated(task)
+    plainly = Reader(task, store, capture=False)
+
+    class Turning(list[tuple[int, Batch]]):
+        def __iter__(self) -> Iterator[tuple[int, Batch]]:
+            for number, each in enumerate(super().__iter__()):
+                KNOB["scale"] = 3.0 if number == 6 else KNOB["scale"]
+                yield each
+
+    found = read_effects(task, [store], Turning((5, each) for each in some))
+    expected = torch.cat([plainly.scores(each) for each in some]).double() / -store.n
+    torch.testing.assert_close(torch.from_numpy(found[0]), expected, rtol=1e-6, atol=1e-7)
 
 
 def last_logit(model: nn.Module, batch: Batch) -> Tensor:

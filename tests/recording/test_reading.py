@@ -1,6 +1,7 @@
 """Recordings that are damaged, cut short, hostile or of something else: each is refused with a clear error."""
 
 import json
+import pickle
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -63,6 +64,16 @@ def test_a_recording_reads_back_what_was_recorded(folder: Path) -> None:
     assert state.tensors["0.weight"]["step"] == 3
     assert not recording.optimiser_state(0).tensors
     assert recording.data is None and recording.seed == 0 and recording.frozen == ()
+
+
+def test_a_recording_is_opened_again_by_whoever_it_is_sent_to(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(folder.parent)
+    sent = pickle.dumps(Recording(folder.name, torch.optim.AdamW))
+    monkeypatch.chdir(tmp_path)
+    assert pickle.loads(sent).sha256 == Recording(folder).sha256
+    assert len(sent) < 1000  # and nothing of the run is in it
 
 
 def test_folders_that_are_no_recordings_are_refused(tmp_path: Path) -> None:
