@@ -19,6 +19,7 @@ from imprint.display import name_some
 from imprint.errors import PlanError, ReliabilityWarning, SourcesError, StoreError
 from imprint.plan import Checkpoints, Plan, Settings
 from imprint.runtime.progress import Advance
+from imprint.simulation import engines
 from imprint.simulation.inputs import Inputs
 from imprint.simulation.recorded import Recorded
 from imprint.simulation.revising import Next, changing
@@ -263,6 +264,9 @@ def _check_given(found: _Change, given: _Basis) -> None:
     inputs, _ = settle_inputs(*known, **given.options_for(before), repeat=None)
     with given.task.evaluating():
         _compare(found.store, inputs.request(), inputs, 0)
+        for index, settings in enumerate(inputs.settings):
+            if settings.weight > 0:
+                engines.at_checkpoint(inputs, index, inputs.state(index), given.memory).recognise()
 
 
 def _simulate(found: _Change, sources: Sources, given: _Basis) -> Manifest:

@@ -7,6 +7,7 @@ reader finds the folder as it was before some files were written or as it is aft
 import json
 from collections.abc import Collection, Iterable
 from dataclasses import asdict, dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Annotated
 
@@ -82,7 +83,7 @@ class Contents:
         """Return the entry of a file."""
         return self.entries.get(path)
 
-    @property
+    @cached_property
     def entries(self) -> dict[str, Entry]:
         """The entries by path."""
         return {entry.path: entry for entry in self.files}

@@ -11,7 +11,9 @@ from imprint.errors import StoreError
 from imprint.store.addresses import is_address, parse_address
 from imprint.store.files import LOCK, find_leftovers, is_leftover
 from imprint.store.folder import PARTS, locked
+from imprint.store.manifest import MANIFEST
 from imprint.store.parts import PART, PartsFolder, Share
+from imprint.store.remote import has_file, open_whole
 
 _MERGED = re.compile(  # what an interrupted merge may have put into a folder
     r"parts|checkpoint-\d{3}|sources\.json|\.imprint\.lock|(probes|subsets|values-\d+)\.safetensors", re.ASCII
@@ -21,20 +23,36 @@ _MERGED = re.compile(  # what an interrupted merge may have put into a folder
 def find_target(
     parts: str | os.PathLike[str] | Iterable[str | os.PathLike[str]], out: str | os.PathLike[str] | None
 ) -> tuple[list[PartsFolder], Path]:
-    """Return the folders that have parts, and the one they are merged into."""
+    """Return the folders that have parts, and the one they are merged into.
+
+    Stores may be in buckets: they are brought to this machine, with what was described there.
+    """
     given = [parts] if isinstance(parts, str | os.PathLike) else list(parts)
-    for place in given if out is None else [*given, out]:
-        if is_address(place):
-            raise StoreError(
-                f"{parse_address(place)} is in a bucket, and what is merged, and what comes of it, is in folders: copy "
-                "stores out of the bucket, and merge the copies."
-            )
-    folders = [PartsFolder(place) for place in given]
-    if not folders:
+    if not given:
         raise StoreError("there are no parts to merge: give the folder that was the out= of the parts.")
-    if out is None and len(folders) > 1:
-        raise StoreError(f"parts in {len(folders)} folders are merged into a further one: give it as out=.")
-    return folders, folders[0].out if out is None else Path(out)
+    if out is None and len(given) > 1:
+        raise StoreError(f"parts in {len(given)} folders are merged into a further one: give it as out=.")
+    target = given[0] if out is None else out
+    if is_address(target):
+        raise StoreError(f"{parse_address(target)} is in a bucket, and merging writes to a folder: give one as out=.")
+    _refuse_parts_beside_addresses(given)
+    return [PartsFolder(_bring_store(place)) for place in given], Path(target)
+
+
+def _refuse_parts_beside_addresses(given: Sequence[str | os.PathLike[str]]) -> None:
+    """Refuse to merge stores in buckets with anything but stores, before they are downloaded."""
+    folders = [Path(place) for place in given if not is_address(place)]
+    others = [folder for folder in folders if not (folder / MANIFEST).is_file()]
+    if len(folders) < len(given) and others:
+        address = parse_address(next(place for place in given if is_address(place)))
+        raise StoreError(f"{address} is in a bucket, and merged with finished stores alone: {others[0]} is none.")
+
+
+def _bring_store(place: str | os.PathLike[str]) -> Path:
+    """Return a folder as it is given; of an address, that of everything in its store."""
+    if is_address(place) and not has_file(place, MANIFEST):
+        raise StoreError(f"{parse_address(place)} holds no store, and nothing else is merged from a bucket.")
+    return open_whole(place)
 
 
 def refuse_mixture(folders: Sequence[PartsFolder], target: Path, record: str) -> None:

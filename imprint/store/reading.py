@@ -143,9 +143,10 @@ class Store:
         An empty description removes what was known, and sources that are not named keep theirs. Imprints, validation
         and the checksum of the store stay as they are. A signature covers descriptions: sign the store again.
         """
-        if self.signed is None:
-            warn_changed(self.path, self.description_sha256)
         with self.editing():
+            self._read_description()  # another process may have changed it
+            if self.signed is None:
+                warn_changed(self.path, self.description_sha256)
             changed = write_description(self.path, self.source_ids, self.source_names, about)
         self.signed = None if changed else self.signed
         self._read_description()
@@ -239,7 +240,8 @@ class Store:
     def verify(self) -> None:
         """Check every file against its checksum and its tensors against the manifest; in a bucket, every object."""
         if self.mirror:
-            self.mirror.verify()
+            files = {file.path: file.sha256 for file in self.manifest.files()}
+            self.mirror.verify(self.path, {MANIFEST: self.sha256, **files})
         self._files.forget()
         for file in self.manifest.files():
             self._files.check(file)

@@ -8,12 +8,13 @@ address, through `locate`, `Mirror` or `Upload`, at the edges.
 import contextlib
 import os
 import stat
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 from imprint.errors import StoreError
 from imprint.store.addresses import Address, is_address, parse_address
 from imprint.store.bucket import Bucket, Object
+from imprint.store.checkpoint import INSIDE
 from imprint.store.contents import CONTENTS, LONGEST, Contents, Entry
 from imprint.store.files import Lock, sha256
 from imprint.store.parts import place_file
@@ -42,28 +43,56 @@ class Mirror:
         self.contents = None if found is None else Contents.parse(found.content, self.address.of(CONTENTS))
         return self.contents
 
-    def open(self, *, whole: bool = False) -> "Mirror":
-        """Bring the plain values of the folder up to date, and with `whole` everything in it."""
+    def require(self) -> Contents:
+        """Read the list; refuse an address where there is none."""
         contents = self.look()
         if contents is None or not contents.files:
             raise StoreError(f"there is nothing at {self.address}: no list of files, {CONTENTS}, is there.")
-        with contextlib.suppress(StoreError):  # a process of this machine writes there, and what it has is not listed
-            lock = Lock(self.cache) if self.cache.is_dir() else None
-            self._forget(contents)
-            if lock is not None:
-                lock.release()
+        return contents
+
+    def open(self, *, whole: bool = False) -> "Mirror":
+        """Bring the plain values of the folder up to date, and with `whole` everything in it."""
+        contents = self.require()
+        with self._alone() as alone:
+            if alone:
+                self._forget(contents)
         for entry in contents.files:
-            if whole or not entry.path.endswith(LATER):
+            if whole or _is_plain(entry.path):
                 self.bring(entry, self.folder)
         self.folder.mkdir(parents=True, exist_ok=True)
         return self
 
-    def _forget(self, contents: Contents) -> None:
-        """Remove cached plain values that the folder no longer has: a store is read with what lies beside it."""
-        known = contents.entries
+    def refresh(self, contents: Contents, whole: str | None = None) -> None:
+        """Make the plain values of the folder what a list says, and everything in the folder `whole`.
+
+        For whoever keeps other processes of this machine from writing there.
+        """
+        self._forget(contents, whole)
+        for entry in contents.files:
+            if _is_plain(entry.path) or _is_in(entry.path, whole):
+                self.bring(entry, self.folder)
+
+    @contextlib.contextmanager
+    def _alone(self) -> Iterator[bool]:
+        """Keep other processes of this machine from writing there; yield False if one does: what it has is unlisted."""
+        lock: Lock | None = None
+        with contextlib.suppress(StoreError):
+            lock = Lock(self.cache)
+        try:
+            yield lock is not None
+        finally:
+            if lock is not None:
+                lock.release()
+
+    def _forget(self, contents: Contents, whole: str | None = None) -> None:
+        """Remove cached plain values that the folder no longer has: a store is read with what lies beside it.
+
+        What other processes are downloading has names that no list has, and stays.
+        """
         for place in self.folder.rglob("*") if self.folder.is_dir() else ():
             path = place.relative_to(self.folder).as_posix()
-            if place.is_file() and not place.name.endswith(LATER) and path not in known:
+            is_ours = INSIDE.fullmatch(path) is not None and (_is_plain(path) or _is_in(path, whole))
+            if is_ours and place.is_file() and contents.find(path) is None:
                 place.unlink(missing_ok=True)
 
     def address_of(self, folder: Path) -> str:
@@ -102,11 +131,37 @@ class Mirror:
         else:
             self.bucket.download(entry.object, entry.known, place)
 
-    def verify(self) -> None:
-        """Check every object of the folder in the bucket; the first that is missing or damaged is named."""
-        contents = self.look()
-        for entry in contents.files if contents else ():
-            self.bucket.check(entry.object, entry.known)
+    def verify(self, folder: Path, files: Mapping[str, str]) -> None:
+        """Check every object of a folder in this one; the first that is missing or damaged is named.
+
+        Plain values are then here as they are in the bucket, unless a process of this machine is writing there.
+
+        files: what the bucket must have of the folder: checksums, by paths in it.
+        """
+        contents, inner = self.require(), folder.relative_to(self.folder)
+        for path, checksum in files.items():
+            entry, place = contents.find((inner / path).as_posix()), f"{self.address_of(folder)}/{path}"
+            if entry is None:
+                raise StoreError(f"{place} is missing: {CONTENTS} has no such file.")
+            if entry.sha256 != checksum:
+                raise StoreError(
+                    f"{place} is not the file that was opened: {CONTENTS} has another checksum. Open the store again; "
+                    "if that does not help, what is kept there is damaged."
+                )
+        for entry in contents.files:
+            if Path(entry.path).is_relative_to(inner):
+                self.bucket.check(entry.object, entry.known)
+        with self._alone() as alone:
+            if alone:
+                self.refresh(contents)
+
+
+def _is_plain(path: str) -> bool:
+    return not path.endswith(LATER)
+
+
+def _is_in(path: str, folder: str | None) -> bool:
+    return path.split("/")[0] == folder
 
 
 def is_cached(place: Path, entry: Entry) -> bool:

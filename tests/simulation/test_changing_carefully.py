@@ -5,13 +5,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from torch import Tensor, nn
 
-from imprint import Store, StoreError, attribute, drop, merge, simulate, update
-from imprint.errors import ReliabilityWarning, SourcesError
+from imprint import Sources, Store, StoreError, Task, attribute, drop, merge, simulate, simulate_part, update
+from imprint.errors import ReliabilityWarning, SimulationError, SourcesError
 from imprint.model.dropout import _Draw
 from imprint.store.draws import Draws
 from imprint.store.parts import PartsFolder
 from imprint.store.supplement import UPDATE
+from tests.simulation.engines.trainings import Training, classification, cross_entropy, mlp
 from tests.simulation.killing import PLANS, Killed, data, dies_after, task
 from tests.simulation.test_parts_agree import DROPPING
 from tests.simulation.test_parts_agree import SOURCES as SIX
@@ -56,6 +58,27 @@ def test_an_update_draws_the_dropout_of_its_store(tmp_path: Path, monkeypatch: p
         with pytest.raises(StoreError, match="at checkpoint 0 the path ends elsewhere"):
             widen()
     assert len(widen()) == len(SIX)
+
+
+def test_a_replay_takes_no_task_that_was_trained_otherwise(tmp_path: Path) -> None:
+    """Though it is the same in evaluation, where probes look."""
+    training = Training(mlp(), classification(), steps=4)
+    _, run = training.run()
+    sources = Sources.by_label([example % 4 for example in range(training.n)])
+
+    def mean(model: nn.Module, batch: Any) -> Tensor:
+        return cross_entropy(model, batch) * (1.2 if model.training else 1.0)
+
+    given: dict[str, Any] = {"run": run, "progress": False}
+    other = Task(training.model, loss=mean)
+    store = simulate(training.task(), training.data, sources.select([0, 1]), out=tmp_path / "store", **given)
+    for wanted in (sources, sources.select([0, 1]), sources.select([1])):
+        with pytest.raises(SimulationError, match="differs from the recording at step 1: the loss is"):
+            update(store, other, training.data, wanted, drop=True, **given)
+    assert len(update(store, training.task(), training.data, sources, **given)) == 4
+    simulate_part("1/2", training.task(), training.data, sources, out=tmp_path / "parts", **given)
+    with pytest.raises(SimulationError, match="differs from the recording at step 1: the loss is"):
+        simulate_part("2/2", other, training.data, sources, out=tmp_path / "parts", **given)
 
 
 # --- what changes leave

@@ -1,4 +1,4 @@
-"""Stores that nothing has happened to, and a copy to which something may."""
+"""Stores that nothing has happened to, a copy to which something may, and the address of a folder in a bucket."""
 
 import shutil
 from pathlib import Path
@@ -7,6 +7,7 @@ import pytest
 from torch import Tensor
 
 from imprint import Store
+from tests.store.bucketed import Cache
 from tests.store.making import both, make
 from tests.store.sharded import new_task, simulated
 
@@ -31,3 +32,13 @@ def copied(sound: Path, tmp_path: Path) -> Path:
 def made(tmp_path_factory: pytest.TempPathFactory) -> Store:
     """A store of five sources in shards of one, at two checkpoints; not to be changed."""
     return simulated(new_task(), tmp_path_factory.mktemp("made") / "store", memory="1B", batch_size=5)
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Cache:
+    return Cache(tmp_path, monkeypatch)
+
+
+@pytest.fixture
+def url(tmp_path: Path) -> str:
+    return f"file://{tmp_path}/bucket/news"

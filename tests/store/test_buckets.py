@@ -1,5 +1,6 @@
 """Stores, recordings and ground truth at addresses, by way of file: addresses and of buckets in memory."""
 
+import hashlib
 import json
 import shutil
 from pathlib import Path
@@ -19,51 +20,16 @@ from imprint.store import bucket as buckets
 from imprint.store import uploading
 from imprint.store.addresses import parse_address
 from imprint.store.bucket import Bucket, Known, describe_failure
-from imprint.store.contents import CONTENTS
+from imprint.store.contents import CONTENTS, Contents, Entry
+from imprint.store.describing import ABOUT
 from imprint.store.files import sha256
 from imprint.store.manifest import MANIFEST
 from imprint.store.remote import Mirror
 from imprint.store.uploading import SILENCE, Upload
+from tests.store.bucketed import PLAN, Cache, Killed, X, Y, kill_after, new_task, scores, simulate, stop_threads
 
-X, Y = torch.randn(24, 3, generator=torch.Generator().manual_seed(1)), torch.arange(24) % 3
-PLAN = imprint.Plan(steps=4, lr=0.1)
 SHARD = "checkpoint-000/imprints-00000.safetensors"
-
-
-def _task() -> imprint.Task:
-    torch.manual_seed(0)
-    return imprint.Task.classifier(nn.Linear(3, 3))
-
-
-def _simulate(out: Any, **more: Any) -> imprint.Store:
-    sources = imprint.Sources.by_label([f"press-{i % 6}" for i in range(24)])
-    return imprint.simulate(_task(), (X, Y), sources, PLAN, out=out, progress=False, **more)
-
-
-def _scores(store: Any) -> torch.Tensor:
-    return imprint.attribute(_task(), store, (X[:5], Y[:5]), progress=False).scores
-
-
-@pytest.fixture(autouse=True)
-def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> "Cache":
-    return Cache(tmp_path, monkeypatch)
-
-
-class Cache:
-    """The caches of several machines."""
-
-    def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        self._folder, self._monkeypatch = folder, monkeypatch
-        self.move("one")
-
-    def move(self, machine: str) -> None:
-        """Go on at another machine."""
-        self._monkeypatch.setenv("IMPRINT_CACHE", str(self._folder / f"cache-{machine}"))
-
-
-@pytest.fixture
-def url(tmp_path: Path) -> str:
-    return f"file://{tmp_path}/bucket/news"
+pytestmark = pytest.mark.usefixtures("cache")
 
 
 @pytest.fixture
@@ -72,27 +38,6 @@ def memory(monkeypatch: pytest.MonkeyPatch) -> Any:
     store = MemoryStore()
     monkeypatch.setattr(buckets, "_connect", lambda address: store)
     return store
-
-
-class Killed(BaseException):
-    """In place of SIGKILL."""
-
-
-def _kill_after(monkeypatch: pytest.MonkeyPatch, puts: int) -> list[str]:
-    """Have everything fail from one upload on; return the names of what was uploaded."""
-    import obstore
-
-    done: list[str] = []
-    real = obstore.put
-
-    def put(store: Any, name: str, content: Any, **options: Any) -> Any:
-        if len(done) >= puts:
-            raise Killed
-        done.append(name)
-        return real(store, name, content, **options)
-
-    monkeypatch.setattr(obstore, "put", put)
-    return done
 
 
 @pytest.fixture
@@ -110,25 +55,25 @@ def small_shards(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_store_in_a_bucket_has_the_bytes_and_scores_of_a_local_one(url: str, tmp_path: Path, cache: Cache) -> None:
-    local, remote = _simulate(tmp_path / "local"), _simulate(url)
-    assert torch.equal(_scores(local), _scores(remote))
+    local, remote = simulate(tmp_path / "local"), simulate(url)
+    assert torch.equal(scores(local), scores(remote))
     there = Path(parse_address(url).path)
     for file in local.manifest.files():
         assert sha256(local.path / file.path) == sha256(there / file.path)
     assert {path.name for path in there.iterdir()} - {path.name for path in local.path.iterdir()} == {CONTENTS}
     cache.move("two")
-    assert torch.equal(_scores(url), _scores(local)) and url in repr(imprint.Store(url))
+    assert torch.equal(scores(url), scores(local)) and url in repr(imprint.Store(url))
 
 
 def test_what_was_uploaded_is_an_ordinary_store_without_the_list(url: str) -> None:
-    _simulate(url)
+    simulate(url)
     imprint.Store(parse_address(url).path).verify()
 
 
 def test_shards_are_downloaded_when_they_are_needed_and_once(
     url: str, cache: Cache, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    _simulate(url)
+    simulate(url)
     cache.move("two")
     loaded: list[str] = []
     real = Bucket.download
@@ -140,10 +85,10 @@ def test_shards_are_downloaded_when_they_are_needed_and_once(
     monkeypatch.setattr(Bucket, "download", download)
     store = imprint.Store(url)
     assert set(loaded) == {MANIFEST, "sources.json"}
-    _scores(store)
+    scores(store)
     assert SHARD in loaded
     loaded.clear()
-    _scores(imprint.Store(url))
+    scores(imprint.Store(url))
     assert loaded == []
 
 
@@ -155,7 +100,7 @@ def test_nothing_is_listed(memory: Any, monkeypatch: pytest.MonkeyPatch, cache: 
 
     for name in ("list", "list_with_delimiter"):
         monkeypatch.setattr(obstore, name, refuse)
-    _simulate("s3://bucket/news")
+    simulate("s3://bucket/news")
     cache.move("two")
     imprint.Store("s3://bucket/news").verify()
 
@@ -163,10 +108,10 @@ def test_nothing_is_listed(memory: Any, monkeypatch: pytest.MonkeyPatch, cache: 
 def test_no_reader_sees_half_a_store_whenever_the_writer_is_killed(
     url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cache: Cache, small_shards: None
 ) -> None:
-    whole = _simulate(tmp_path / "local")
-    expected = _scores(whole)
+    whole = simulate(tmp_path / "local")
+    expected = scores(whole)
     monkeypatch.setattr(uploading, "SILENCE", 0.0)  # nobody waits for a writer that was killed
-    monkeypatch.setattr(Upload, "_renew", lambda self: None)
+    stop_threads(monkeypatch)
     puts, finished = 0, False
     refused: set[str] = set()
     while not finished:
@@ -174,9 +119,9 @@ def test_no_reader_sees_half_a_store_whenever_the_writer_is_killed(
         cache.move(f"writer-{puts}")
         with monkeypatch.context() as patched:
             patched.setattr(Upload, "close", lambda self: self._local.release())
-            _kill_after(patched, puts)
+            kill_after(patched, puts)
             try:
-                _simulate(url)
+                simulate(url)
                 finished = True
             except Killed:
                 pass
@@ -185,9 +130,9 @@ def test_no_reader_sees_half_a_store_whenever_the_writer_is_killed(
             store = imprint.Store(url)
         except StoreError as error:
             refused.add(str(error).replace(url, "").split(":")[0])
-            store = _simulate(url)  # on another machine
+            store = simulate(url)  # on another machine
         store.verify()
-        assert torch.equal(_scores(store), expected)
+        assert torch.equal(scores(store), expected)
         assert [file.sha256 for file in store.manifest.files()] == [file.sha256 for file in whole.manifest.files()]
         puts += 1
     assert puts > 8
@@ -198,19 +143,19 @@ def test_another_machine_takes_over_the_shards_that_were_finished(
     url: str, monkeypatch: pytest.MonkeyPatch, cache: Cache, small_shards: None
 ) -> None:
     with monkeypatch.context() as patched:
-        _kill_after(patched, 10)
+        kill_after(patched, 10)
         patched.setattr(Upload, "close", lambda self: (self._ended.set(), self._local.release()))
         with pytest.raises(Killed):
-            _simulate(url)
+            simulate(url)
     with pytest.raises(StoreError, match="unfinished simulation"):
         imprint.Store(url)
     cache.move("two")
     with pytest.raises(StoreError, match="is being written to by process"):
-        _simulate(url)
+        simulate(url)
     monkeypatch.setattr(uploading, "SILENCE", 0.0)
-    monkeypatch.setattr(Upload, "_renew", lambda self: None)
-    done = _kill_after(monkeypatch, 1000)
-    _simulate(url).verify()
+    stop_threads(monkeypatch)
+    done = kill_after(monkeypatch, 1000)
+    simulate(url).verify()
     assert "checkpoint-000/base.safetensors" not in done and SHARD not in done
 
 
@@ -230,7 +175,7 @@ def test_whoever_was_taken_over_from_cannot_go_on(memory: Any, cache: Cache, mon
 
 
 def test_verify_names_an_object_that_was_changed(url: str) -> None:
-    store = _simulate(url)
+    store = simulate(url)
     place = Path(parse_address(url).path) / SHARD
     content = bytearray(place.read_bytes())
     content[-1] ^= 1
@@ -245,27 +190,65 @@ def test_verify_names_an_object_that_was_changed(url: str) -> None:
         store.verify()
 
 
+def test_verify_refuses_a_bucket_without_the_store_though_all_of_it_is_cached(url: str) -> None:
+    store = simulate(url)
+    shutil.rmtree(parse_address(url).path)
+    with pytest.raises(StoreError, match=f"there is nothing at {url}: no list"):
+        store.verify()
+
+
+@pytest.mark.parametrize("path", [MANIFEST, "sources.json", SHARD])
+def test_verify_refuses_a_list_without_a_file_of_the_store_or_with_another(url: str, path: str) -> None:
+    store = simulate(url)
+    place = Path(parse_address(url).path) / CONTENTS
+    contents = Contents.parse(place.read_bytes(), "")
+    entry = contents.find(path)
+    assert entry is not None
+    place.write_bytes(contents.having([each for each in contents.files if each is not entry], only=True).to_bytes())
+    with pytest.raises(StoreError, match=f"{url}/{path} is missing: contents.json has no such file"):
+        store.verify()
+    (place.parent / path).write_bytes(b"another")
+    other = Entry(path, hashlib.sha256(b"another").hexdigest(), 7, path)
+    place.write_bytes(contents.having([other]).to_bytes())
+    with pytest.raises(StoreError, match=f"{url}/{path} is not the file that was opened"):
+        store.verify()
+
+
+def test_verify_reads_what_the_bucket_says_of_sources_now(url: str, cache: Cache) -> None:
+    store = simulate(url)
+    place = Path(parse_address(url).path)
+    cache.move("two")
+    imprint.Store(url).describe({"press-1": {"owner": "Ann"}})
+    text = (place / ABOUT).read_bytes().replace(b"Ann", b"Bob")  # whose own checksum does not fit
+    (place / ABOUT).write_bytes(text)
+    contents = Contents.parse((place / CONTENTS).read_bytes(), "")
+    forged = Entry(ABOUT, hashlib.sha256(text).hexdigest(), len(text), ABOUT)
+    (place / CONTENTS).write_bytes(contents.having([forged]).to_bytes())
+    with pytest.raises(StoreError, match=r"about\.json.*checksum differs"):
+        store.verify()
+
+
 def test_other_bytes_than_were_uploaded_never_reach_the_cache(url: str, cache: Cache) -> None:
-    _simulate(url)
+    simulate(url)
     place = Path(parse_address(url).path) / SHARD
     good = place.read_bytes()
     place.write_bytes(bytes(len(good)))
     cache.move("two")
     store = imprint.Store(url)
     with pytest.raises(StoreError, match="differs from its checksum"):
-        _scores(store)
+        scores(store)
     assert not (store.path / SHARD).exists() and not list(store.path.rglob("*.tmp"))
     place.write_bytes(good)
-    _scores(store)
+    scores(store)
     (store.path / SHARD).write_bytes(bytes(len(good)))  # a damaged cache is downloaded again
-    _scores(imprint.Store(url))
+    scores(imprint.Store(url))
 
 
 @pytest.mark.parametrize("path", ["../up.json", "/etc/passwd", "a/../b.json", ".hidden", CONTENTS, "a\\b", ""])
 def test_a_list_that_leads_elsewhere_is_refused(url: str, cache: Cache, path: str) -> None:
     from imprint.store.values import sealed
 
-    _simulate(url)
+    simulate(url)
     place = Path(parse_address(url).path) / CONTENTS
     for field in ("path", "object"):
         values = json.loads(place.read_text())
@@ -278,7 +261,7 @@ def test_a_list_that_leads_elsewhere_is_refused(url: str, cache: Cache, path: st
 
 
 def test_a_damaged_or_huge_list_is_refused(url: str, cache: Cache, monkeypatch: pytest.MonkeyPatch) -> None:
-    _simulate(url)
+    simulate(url)
     place = Path(parse_address(url).path) / CONTENTS
     text = place.read_text()
     place.write_text(text.replace('"bytes": ', '"bytes": 1', 1))
@@ -322,17 +305,17 @@ def test_reasons_hold_no_secrets(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_another_folder_is_left_alone(url: str) -> None:
-    _simulate(url)
+    simulate(url)
     with pytest.raises(StoreError, match="holds something else"):
         _record(url, 1)
     with pytest.raises(StoreError, match="made otherwise"):
-        imprint.simulate(_task(), (X, Y), imprint.Sources.by_label(["a", "b"] * 12), PLAN, out=url, progress=False)
+        imprint.simulate(new_task(), (X, Y), imprint.Sources.by_label(["a", "b"] * 12), PLAN, out=url, progress=False)
     with pytest.raises(StoreError, match="parts meet in a folder"):
-        imprint.simulate_part("1/2", _task(), (X, Y), imprint.Sources.per_example(24), PLAN, out=url)
+        imprint.simulate_part("1/2", new_task(), (X, Y), imprint.Sources.per_example(24), PLAN, out=url)
 
 
 def test_descriptions_take_effect_in_the_bucket(url: str, cache: Cache) -> None:
-    _simulate(url).describe({"press-1": {"owner": "Ann"}})
+    simulate(url).describe({"press-1": {"owner": "Ann"}})
     cache.move("two")
     store = imprint.Store(url)
     assert store.about[1].owner == "Ann"
@@ -340,11 +323,11 @@ def test_descriptions_take_effect_in_the_bucket(url: str, cache: Cache) -> None:
     store.verify()
     cache.move("one")
     assert imprint.Store(url).about[1].owner == "Bob"
-    _scores(url)
+    scores(url)
 
 
 def _record(folder: Any, steps: int, model: nn.Module | None = None) -> imprint.RunRecorder:
-    model = _task().model if model is None else model
+    model = new_task().model if model is None else model
     run = imprint.RunRecorder(folder, model, torch.optim.SGD(model.parameters(), lr=0.1), every=2)
     run.resume()
     for indices in list(run.batches(24, 6, epochs=2))[:steps]:
@@ -376,7 +359,7 @@ def test_ground_truth_resumes_on_another_machine(url: str, cache: Cache, monkeyp
         return nn.Linear(3, 3)
 
     subsets = Subsets.without_each(imprint.Sources.by_label([f"press-{i % 3}" for i in range(24)]))
-    given: Any = (_task(), (X[:4], Y[:4]), subsets)
+    given: Any = (new_task(), (X[:4], Y[:4]), subsets)
     with pytest.raises(Killed):
         retrain(train, *given, out=url, progress=False)
     cache.move("two")
@@ -388,9 +371,9 @@ def test_ground_truth_resumes_on_another_machine(url: str, cache: Cache, monkeyp
 
 
 def test_a_store_in_a_bucket_is_not_changed_and_says_so(url: str) -> None:
-    _simulate(url)
+    simulate(url)
     with pytest.raises(imprint.StoreError, match=r"is in a bucket, where stores are not changed"):
         imprint.drop(url, "press-1")
     with pytest.raises(imprint.StoreError, match=r"is in a bucket, where stores are not changed"):
-        imprint.update(url, _task(), (X, Y), imprint.Sources.by_label(["all"] * 24), drop=True)
+        imprint.update(url, new_task(), (X, Y), imprint.Sources.by_label(["all"] * 24), drop=True)
     assert len(imprint.Store(url)) == 6

@@ -253,6 +253,9 @@ class Engine(ABC):
         seconds = len(checkpoints) * (settling + taken / len(few) * len(self.descent.sources))
         return Cost(seconds, sum(p.numel() for p in self.descent.start.values()), rows)
 
+    def recognise(self) -> None:  # noqa: B027
+        """Refuse a task that is not the one that was simulated before, where a request does not show it."""
+
     def look_ahead(self, patient: bool) -> None:  # noqa: B027
         """Refuse a checkpoint that `simulate` would refuse only after long; `patient` if looking closely is cheap."""
 

@@ -19,7 +19,8 @@ from imprint.simulation.engines.replay.training import Repetition, Seen
 from imprint.task import Parameters
 from imprint.tensors.vectors import minus, norm
 
-_FIRST = 3  # steps that are compared strictly
+FIRST = 3
+"""Steps that are compared strictly."""
 _BLOCK = 32  # steps that are compared together: reading a number makes a GPU wait
 _JUMP = 30.0  # times more than any step before: no growth of rounding
 _SMALL = 1e-2  # of the largest value so far: values below count as that large
@@ -75,8 +76,8 @@ class Agreement:
     def add(self, number: int, seen: Seen) -> None:
         """Take what a step shows."""
         self._waiting.append((number, seen))
-        at_first = number < self._repetition.begin + _FIRST
-        if len(self._waiting) == (_FIRST if at_first else _BLOCK) or number == self._repetition.steps[-1]:
+        at_first = number < self._repetition.begin + FIRST
+        if len(self._waiting) == (FIRST if at_first else _BLOCK) or number == self._repetition.steps[-1]:
             self._compare()
 
     def pack(self) -> Parameters:
@@ -104,7 +105,7 @@ class Agreement:
             self._first = pairs
         known = {pair.step for pair in pairs if pair.what == "loss"}
         for pair in pairs:
-            strict = pair.step < self._repetition.begin + _FIRST
+            strict = pair.step < self._repetition.begin + FIRST
             allowed = self._tolerance if strict else _JUMP * max(self._tolerance, self.worst)
             decides = strict or pair.what == "loss" or pair.step not in known  # gradients leap where a run is chaotic
             if decides and not pair.deviation <= allowed * (1 if pair.what == "loss" else 10):
@@ -160,7 +161,7 @@ class Agreement:
             return said + (self._explain_ratio() or _WRONG_LOSS)
         if pair.step == begin:
             return said + (_WRONG_GRADIENT if has_loss else self._guess(pair))
-        if pair.step < begin + _FIRST:
+        if pair.step < begin + FIRST:
             return said + (
                 f"Step {begin + 1} agrees, so the loss is right: the optimiser then moved differently, or this batch "
                 "differs. Look for another class or other settings of the optimiser, clipping or a divisor that was "

@@ -48,7 +48,12 @@ from imprint.simulation.engines.replay.training import (
     as_recorded,
     find_regularised,
 )
-from imprint.simulation.engines.replay.unperturbed import Unperturbed, replay_unperturbed, withholds
+from imprint.simulation.engines.replay.unperturbed import (
+    Unperturbed,
+    compare_first_steps,
+    replay_unperturbed,
+    withholds,
+)
 from imprint.simulation.engines.replay.ways import Way, find_dependence, find_unkept_state, find_way, leave_out
 from imprint.simulation.path import Hooks
 from imprint.simulation.recorded import find_begin
@@ -154,10 +159,15 @@ class Replay(Engine):
             else:
                 self._way = Way(False, measured.one_by_one)
             self._unkept = find_unkept_state(self.repetition, twice=False)
+        self.recognise()
         if decided.vectorised and (reason := self._room.find_lack()) is not None:  # another machine may have had more
             logger.warning("runs are replayed together, as was decided before, although %s", reason)
         if measured.norms is not None:  # of a finished store, whose deviation is relative to the effects already
             self.measured = replace(measured, deviation=self.unperturbed.deviation)
+
+    def recognise(self) -> None:
+        if "unperturbed" not in vars(self):  # which compares all steps
+            compare_first_steps(self.repetition, leaves_out=self._way is not None and self._way.leaves_out)
 
     @cached_property
     def unperturbed(self) -> Unperturbed:

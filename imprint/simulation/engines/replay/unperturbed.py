@@ -6,10 +6,10 @@ from dataclasses import dataclass
 
 import torch
 
-from imprint.simulation.engines.replay.agreement import Agreement, Watch, compare_end
+from imprint.simulation.engines.replay.agreement import FIRST, Agreement, Watch, compare_end
 from imprint.simulation.engines.replay.routes import Names, Routes, find_routes
 from imprint.simulation.engines.replay.rows import Keeping, follow, restore_ends
-from imprint.simulation.engines.replay.training import Repetition, Seen, Training
+from imprint.simulation.engines.replay.training import Repetition, Seen, Training, as_recorded
 from imprint.simulation.snapshot import Snapshot
 from imprint.task import Parameters
 from imprint.tensors.vectors import six_digits
@@ -63,6 +63,14 @@ def replay_unperturbed(
         *(missed, deviation, agreement.worst),
     )
     return Unperturbed(six_digits([deviation])[0], missed, agreement, missing.find_routes())
+
+
+def compare_first_steps(repetition: Repetition, *, leaves_out: bool) -> None:
+    """Refuse a task whose first steps are not those of the recorded run: it was not trained like this."""
+    agreement, training = Agreement(repetition), Training(repetition, leaves_out=leaves_out)
+    with as_recorded(repetition.run.circumstances):
+        for number in repetition.steps[:FIRST]:
+            agreement.add(number, training.step(number, measure=True))
 
 
 def withholds(repetition: Repetition) -> bool:
