@@ -22,6 +22,7 @@ from cost_points import Point, cases, fit, measure, predict, small_cases
 from cost_predictions import Question, predict_all, print_plans
 
 from imprint.advice.devices import Device
+from imprint.errors import ImprintError
 
 WITHIN = 0.3
 
@@ -138,7 +139,10 @@ def main() -> None:
         asking.add_argument(f"--{name}", type=kind, default=default, required=default is None, help=about)
     asking.set_defaults(run=run_predict)
     options = parser.parse_args()
-    options.run(options)
+    try:
+        options.run(options)
+    except ImprintError as error:
+        parser.exit(1, f"{error}\n")
 
 
 if __name__ == "__main__":

@@ -63,7 +63,8 @@ def merge(parts: Places, out: str | os.PathLike[str] | None = None, *, progress:
     """Merge the parts of a simulation into a store, or several stores of one base into a new one.
 
     parts: the folder given as `out=` to `simulate_part`, or several of them, if the parts were made on machines
-        without a common file system. Or the folders of stores: of the same data, checkpoints and plan, simulated alike.
+        without a common file system. Or stores, by their folders or their addresses in buckets: of the same data,
+        checkpoints and plan, simulated alike.
     out: the folder of the store; by default the one folder of the parts.
     progress: True for a line on standard error, False for none, or a function of (done, total), in bytes.
 

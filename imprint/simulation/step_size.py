@@ -5,8 +5,9 @@ leaves the stable range half-way, and the response grows without bound; so the u
 cost of about one source's gradient steps, and the step follows the sharpest point on it.
 """
 
+import math
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from dataclasses import replace
 
@@ -24,6 +25,9 @@ LOOKS = (1 / 16, 1 / 8, 1 / 4, 1 / 2, 1.0)  # shares of the path at which curvat
 LOOK_ITERATIONS = 15
 _START_ITERATIONS: ContextVar[int] = ContextVar("products with the curvature where a descent starts", default=30)
 TRIES = 10
+FEW = 8
+"""Steps of a path that is too short to be looked at further on."""
+_LEAP = 0.05  # share by which the loss of the full batch rises in a step that is too long
 _UPHILL = 0.1  # share by which a path may end above where it began: mini-batches are noisy
 
 
@@ -82,6 +86,31 @@ def choose_step(descent: Descent, start: Spectrum, tick: Callable[[], None] = la
         f'lr="auto" found no step at which training goes downhill from here, down to {step:.2g}: give lr a number, or '
         "take another checkpoint."
     )
+
+
+def measure_path(descent: Descent, tick: Callable[[], None] = lambda: None) -> Spectrum:
+    """Measure the curvature that a descent with a given step meets: where it starts, half-way and at its end.
+
+    Where the loss of the full batch leaps, the step was too long just before, and curvature is less afterwards: it is
+    measured there too. A path of a few steps hardly leaves its start, and one that fails will say so itself.
+    """
+    found, theta = [measure_start(descent)], {name: p.clone() for name, p in descent.start.items()}
+    if descent.steps < FEW:
+        return found[0]
+    kept, looks = descent.at_rest(descent.start), {max(1, round(share * descent.steps)) for share in LOOKS[-2:]}
+    leaps, loss = descent.is_full_batch, math.inf
+    with suppress(SimulationError):
+        for step, parts in enumerate(descent.batches(), start=1):
+            before = {name: p.clone() for name, p in theta.items()} if leaps else theta
+            descent.move_(theta, descent.base_gradient(theta, parts, step), kept)
+            tick()
+            last, loss = loss, _mean_loss(descent, theta, parts) if leaps or step in looks else loss
+            if leaps and loss - last > _LEAP * abs(last):
+                found.append(measure_curvature(descent, before, parts, LOOK_ITERATIONS))
+                leaps = False
+            if step in looks and math.isfinite(loss):
+                found.append(measure_curvature(descent, theta, parts, LOOK_ITERATIONS))
+    return _widest(found)
 
 
 def walk(descent: Descent, look: Look = measure_curvature, tick: Callable[[], None] = lambda: None) -> Spectrum | None:

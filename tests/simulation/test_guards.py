@@ -178,3 +178,33 @@ def test_the_checkpoints_of_an_ordinary_run_do_not_outweigh_each_other() -> None
     states = [{name: t.clone() for name, t in trained(steps)[0].state_dict().items()} for steps in (15, 60)]
     store = simulated(trained(60)[0], Plan(steps=5, lr=0.1), checkpoints=states)
     assert store.warnings == ()
+
+
+class Valley(nn.Module):
+    """w⁴/4 − xw: no curvature at 0, where a path begins, and 3 at its end for x = 1."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.zeros((), dtype=torch.float64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.w**4 / 4 - self.w * x
+
+
+@pytest.mark.parametrize("looks", ["half-way and at the end", "before the loss leaps"])
+def test_a_given_step_is_compared_with_the_curvature_along_its_path(
+    looks: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if "leaps" in looks:  # where curvature is less again afterwards
+        monkeypatch.setattr("imprint.simulation.step_size.LOOKS", (1e-9, 1e-9))
+    task, x = Task(Valley(), loss=lambda model, batch: model(batch)), torch.ones(6, dtype=torch.float64)
+    sources, plan = Sources.by_label([0, 0, 0, 1, 1, 1]), Plan(steps=12, lr=0.8)
+    with pytest.warns(ReliabilityWarning, match=r"multiplies some direction by .* at lr=0\.8, above 1"):
+        simulate(task, x, sources, plan, progress=False)
+
+
+def test_a_step_that_suits_the_end_of_its_path_gets_no_warning() -> None:
+    task, x = Task(Valley(), loss=lambda model, batch: model(batch)), torch.ones(6, dtype=torch.float64)
+    store = simulate(task, x, Sources.by_label([0, 0, 0, 1, 1, 1]), Plan(steps=40, lr=0.2), progress=False)
+    assert not store.warnings
+    assert known(store.checkpoints[0].measured.curvature)[1] == pytest.approx(3.0, rel=0.05)

@@ -42,7 +42,8 @@ def merge(
 ) -> None:
     """Merge the parts that `simulate --part` or `retrain --part` made into one verified store or ground truth.
 
-    Or merge several stores of the same data, checkpoints and plan, with other sources, into a new one.
+    Or merge several stores of the same data, checkpoints and plan, with other sources, into a new one. They may be in
+    buckets; the new one is in a folder.
 
     All parts must be there and of the same simulation, and every file is compared with its checksum; what is missing,
     damaged or different is named. The result is complete at once or not at all: if the command is interrupted, run it

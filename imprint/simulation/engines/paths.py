@@ -5,6 +5,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from itertools import pairwise
 from statistics import median
 from typing import ClassVar
@@ -19,7 +20,15 @@ from imprint.simulation.divergence import advise
 from imprint.simulation.engines.protocol import Cost, Engine
 from imprint.simulation.guards import check_step
 from imprint.simulation.path import Hooks
-from imprint.simulation.step_size import LOOK_ITERATIONS, LOOKS, choose_step, measure_curvature, measure_start
+from imprint.simulation.step_size import (
+    FEW,
+    LOOK_ITERATIONS,
+    LOOKS,
+    choose_step,
+    measure_curvature,
+    measure_path,
+    measure_start,
+)
 from imprint.sources import Sources
 from imprint.store.checkpoint import Decided, Measured
 from imprint.task import Parameters
@@ -45,10 +54,12 @@ class PathEngine(Engine):
     def settle(self) -> None:
         """Choose the step from the curvature along the path, then ε, then how many sources fit memory."""
         one_by_one = self.choose_vectorised()
-        curvature, settings = measure_start(self.descent), self.work.settings
-        if settings.lr == "auto":
-            step, curvature = choose_step(self.descent, curvature, lambda: self.work.advance(0))
+        tick = partial(self.work.advance, 0)
+        if self.work.settings.lr == "auto":
+            step, curvature = choose_step(self.descent, measure_start(self.descent), tick)
             self.descent = replace(self.descent, lr=step)
+        else:
+            curvature = measure_path(self.descent, tick)
         stability = curvature.growth(self.descent.lr, self.descent.shift, self.plan.momentum)
         if stability > 1 + 1e-6:
             logger.info(
@@ -119,13 +130,15 @@ class PathEngine(Engine):
     def _choosing_seconds(self, checkpoints: list[Settings]) -> Iterator[float]:
         """Measure what it takes to choose what the plan leaves open: the step, by walking the path, and ε."""
         descent = self.descent
-        if any(settings.lr == "auto" for settings in checkpoints):
+        walks = {True: (_WALKS, len(LOOKS), 1), False: (1, 2, FEW)}  # if a step is chosen: times, looks, fewest steps
+        if any(settings.lr == "auto" or settings.path >= FEW for settings in checkpoints):
             parts = next(descent.batches())
             slope = min(measure_seconds(lambda: descent.base_gradient(descent.start, parts, 0))[0] for _ in range(2))
             look, _ = measure_seconds(lambda: measure_curvature(descent, descent.start, parts, LOOK_ITERATIONS))
             for settings in checkpoints:
-                if settings.lr == "auto":
-                    yield _WALKS * (settings.path * slope + min(len(LOOKS), settings.path) * look)
+                times, looks, least = walks[settings.lr == "auto"]
+                if settings.path >= least:
+                    yield times * (settings.path * slope + min(looks, settings.path) * look)
         if self.plan.perturbs and self.plan.epsilon == "auto":
             few = min(2, descent.steps)
             self.descent = replace(descent, steps=few)
