@@ -110,6 +110,11 @@ class Workspace(ABC, Generic[Whole]):
             self._lock.release()
             raise
 
+    @property
+    def place(self) -> str:
+        """The folder as users know it."""
+        return str(self.path)
+
     @abstractmethod
     def _open_finished(self) -> Whole:
         """Open what is complete; refuse it if it was made from another request."""
@@ -151,7 +156,7 @@ class Workspace(ABC, Generic[Whole]):
             request, before = self._read_journal()
         except StoreError as error:
             raise StoreError(f"{error} Delete {self.path} to begin anew.") from error
-        content, otherwise = f"{self.path} holds an unfinished simulation", self.otherwise.format(path=self.path)
+        content, otherwise = f"{self.place} holds an unfinished simulation", self.otherwise.format(path=self.place)
         if different := difference(request, self.request, self._evaluate):
             raise StoreError(f"{content} of something else: {different}. {otherwise}.")
         refuse_other_draws(before, self._draws, request.n, content, otherwise[0].lower() + otherwise[1:])
@@ -160,7 +165,7 @@ class Workspace(ABC, Generic[Whole]):
         clear_leftovers(self.path)
         self._done.resume()
         self.resumed = bool(self._settled)
-        logger.info("resuming the simulation in %s", self.path)
+        logger.info("resuming the simulation in %s", self.place)
 
     def _read_journal(self) -> tuple[Request, Draws | None]:
         """Learn how checkpoints are simulated, and return what was asked for, and what dropout was drawn with."""

@@ -59,6 +59,10 @@ class Writer(Workspace[Store]):
         self._upload = begin_upload(self._out, self.content, JOURNAL)
         return self._upload.folder
 
+    @property
+    def place(self) -> str:
+        return str(self.path if self._upload is None else self._upload.mirror.address)
+
     def _open_finished(self) -> Store:
         if self._upload is not None:  # it was killed before the manifest was in the bucket
             self._upload_store()

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -26,7 +27,19 @@ from imprint.store.files import sha256
 from imprint.store.manifest import MANIFEST
 from imprint.store.remote import Mirror
 from imprint.store.uploading import SILENCE, Upload
-from tests.store.bucketed import PLAN, Cache, Killed, X, Y, kill_after, new_task, scores, simulate, stop_threads
+from tests.store.bucketed import (
+    PLAN,
+    SOURCES,
+    Cache,
+    Killed,
+    X,
+    Y,
+    kill_after,
+    new_task,
+    scores,
+    simulate,
+    stop_threads,
+)
 
 SHARD = "checkpoint-000/imprints-00000.safetensors"
 pytestmark = pytest.mark.usefixtures("cache")
@@ -157,6 +170,20 @@ def test_another_machine_takes_over_the_shards_that_were_finished(
     done = kill_after(monkeypatch, 1000)
     simulate(url).verify()
     assert "checkpoint-000/base.safetensors" not in done and SHARD not in done
+
+
+def test_an_unfinished_simulation_is_named_by_its_address(
+    url: str, monkeypatch: pytest.MonkeyPatch, small_shards: None
+) -> None:
+    with monkeypatch.context() as patched:
+        kill_after(patched, 10)
+        patched.setattr(Upload, "close", lambda self: (self._ended.set(), self._local.release()))
+        with pytest.raises(Killed):
+            simulate(url)
+    with pytest.raises(
+        StoreError, match=rf"^{re.escape(url)} holds an unfinished simulation of something else: the so"
+    ):
+        simulate(url, SOURCES.select([0, 1]))
 
 
 def test_whoever_was_taken_over_from_cannot_go_on(memory: Any, cache: Cache, monkeypatch: pytest.MonkeyPatch) -> None:
