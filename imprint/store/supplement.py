@@ -35,7 +35,7 @@ class Supplement(Workspace[Manifest]):
 
     record = "supplement.json"
     content = "what the store lacks"
-    otherwise = "Finish that update first, or delete {path}"
+    otherwise = "Finish that update first, with its sources but for those that were dropped since, or delete {path}"
     is_whole: ClassVar[bool] = False
 
     def __init__(
