@@ -179,11 +179,8 @@ def check(
     problems: list[str] = []
     bar = Progress("checking", 0, "units", progress)
     expected: Estimate | None = None
-    with (
-        closing(bar),
-        task.evaluating(),
-        _silence(),
-    ):  # one thread at a time, as what is made quiet belongs to all of them
+    # One thread at a time, as what is made quiet belongs to all of them.
+    with closing(bar), task.evaluating(), _silence():
         if batch_size is None:
             fit_batches(inputs, memory, engines.get(inputs.plan).rows_per_source(inputs.plan))
         state = inputs.state(inputs.first)

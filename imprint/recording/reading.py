@@ -12,7 +12,7 @@ from imprint.recording.header import Header, Kept, hash_frozen, read_header
 from imprint.recording.journal import STEPS, read_journal
 from imprint.recording.records import Circumstances, OptimiserState, Step
 from imprint.recording.settings import find_class
-from imprint.store.addresses import is_address
+from imprint.store.addresses import elsewhere
 from imprint.store.files import sha256
 from imprint.store.fingerprint import DataPrint
 from imprint.store.remote import open_whole
@@ -41,8 +41,7 @@ class Recording:
     """
 
     def __init__(self, path: str | os.PathLike[str], optimiser: type[Optimizer] | None = None) -> None:
-        self.path, place = open_whole(path), os.fspath(path)
-        self._given = (place if is_address(place) else str(self.path.absolute()), optimiser)
+        self.path, self._given = open_whole(path), (elsewhere(path), optimiser)
         self._header = _read_finished(self.path)
         self._optimiser = find_class(self._header.optimiser, optimiser)
         self._steps = _read_steps(self.path, self._header)

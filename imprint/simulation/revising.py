@@ -18,7 +18,7 @@ from imprint.errors import SourcesError, StoreError
 from imprint.runtime.progress import Advance, Progress
 from imprint.simulation.concluding import conclude
 from imprint.sources import find_source
-from imprint.store.assembling import Assembly, Origin, Row, clear_unused, describe_file
+from imprint.store.assembling import Assembly, Origin, Row, clear_unused
 from imprint.store.checkpoint import ShardFigures
 from imprint.store.describing import describe_changed
 from imprint.store.folder import locked
@@ -29,6 +29,7 @@ from imprint.store.reading import Store
 from imprint.store.signing import VALIDATION, warn_unsigned
 from imprint.store.supplement import remove_supplement
 from imprint.store.table import Table
+from imprint.store.workspace import describe_file
 from imprint.store.writing import write_manifest
 
 logger = logging.getLogger(__name__)

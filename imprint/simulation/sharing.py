@@ -16,7 +16,7 @@ from imprint.simulation.merging import merge
 from imprint.simulation.parts import simulate_part
 from imprint.simulation.runner import refuse_note, settle_inputs
 from imprint.sources import Sources
-from imprint.store.addresses import is_address
+from imprint.store.addresses import elsewhere
 from imprint.store.manifest import JOURNAL, MANIFEST
 from imprint.store.part_writing import SharedCheckpoint
 from imprint.store.parts import Part, PartsFolder, Share
@@ -57,7 +57,7 @@ def simulate_on(
     )
     refuse_note(note)
     settled = {"plan": inputs.plan, "run": inputs.run, "checkpoints": checkpoints, "note": note, "memory": memory}
-    settled |= {"repeat": None if repeat is None else _find_place(repeat), "out": str(folder.out)}
+    settled |= {"repeat": None if repeat is None else elsewhere(repeat.place), "out": str(folder.out)}
     whole: dict[str, Any] = {**given, **settled, "task": task, "data": data, "sources": sources}
     if folder.holds(MANIFEST):
         simulate_part("1/1", **whole, progress=progress)  # which compares the store with what is asked for
@@ -68,11 +68,6 @@ def simulate_on(
         recipe = Recipe(make_part, whole, folder, len(sources), *how, describe)
         run_parts(executor, recipe, progress, inputs.notices.messages)
     return merge(folder.out, progress=progress is True), inputs
-
-
-def _find_place(store: Store) -> str:
-    """Return where other processes open a store: its address in a bucket, not the copy in this machine's cache."""
-    return store.place if is_address(store.place) else str(store.path.absolute())
 
 
 def open_folder(out: str | os.PathLike[str] | None) -> PartsFolder:

@@ -94,43 +94,49 @@ def measure_path(descent: Descent, tick: Callable[[], None] = lambda: None) -> S
     Where the loss of the full batch leaps, the step was too long just before, and curvature is less afterwards: it is
     measured there too. A path of a few steps hardly leaves its start, and one that fails will say so itself.
     """
-    found, theta = [measure_start(descent)], {name: p.clone() for name, p in descent.start.items()}
+    found = [measure_start(descent)]
     if descent.steps < FEW:
         return found[0]
-    kept, looks = descent.at_rest(descent.start), {max(1, round(share * descent.steps)) for share in LOOKS[-2:]}
-    leaps, loss = descent.is_full_batch, math.inf
+    looks, leaps, loss, before = _find_looks(descent, LOOKS[-2:]), descent.is_full_batch, math.inf, descent.start
     with suppress(SimulationError):
-        for step, parts in enumerate(descent.batches(), start=1):
-            before = {name: p.clone() for name, p in theta.items()} if leaps else theta
-            descent.move_(theta, descent.base_gradient(theta, parts, step), kept)
-            tick()
+        for step, theta, parts in _follow(descent, tick):
             last, loss = loss, _mean_loss(descent, theta, parts) if leaps or step in looks else loss
             if leaps and loss - last > _LEAP * abs(last):
                 found.append(measure_curvature(descent, before, parts, LOOK_ITERATIONS))
                 leaps = False
             if step in looks and math.isfinite(loss):
                 found.append(measure_curvature(descent, theta, parts, LOOK_ITERATIONS))
+            before = {name: p.clone() for name, p in theta.items()} if leaps else descent.start
     return _widest(found)
 
 
 def walk(descent: Descent, look: Look = measure_curvature, tick: Callable[[], None] = lambda: None) -> Spectrum | None:
     """Measure curvature along the unperturbed path; None if it goes uphill, or to where losses are not finite."""
-    looks = {max(1, round(share * descent.steps)) for share in LOOKS}
-    theta, kept = {name: p.clone() for name, p in descent.start.items()}, descent.at_rest(descent.start)
-    found = []
-    reference = next(descent.batches())
-    begin = _mean_loss(descent, theta, reference)
-    for step, parts in enumerate(descent.batches(), start=1):
-        try:
-            descent.move_(theta, descent.base_gradient(theta, parts, step), kept)
-            tick()
+    looks, found, reference = _find_looks(descent, LOOKS), list[Spectrum](), next(descent.batches())
+    begin = _mean_loss(descent, descent.start, reference)
+    try:
+        for step, theta, parts in _follow(descent, tick):
             if step in looks:
                 if _mean_loss(descent, theta, reference) - begin > _UPHILL * max(abs(begin), 1e-3):
                     return None
                 found.append(look(descent, theta, parts, LOOK_ITERATIONS))
-        except SimulationError:
-            return None
+    except SimulationError:
+        return None
     return _widest(found)
+
+
+def _find_looks(descent: Descent, shares: Iterable[float]) -> set[int]:
+    """Return the steps of a path that these shares of it end with."""
+    return {max(1, round(share * descent.steps)) for share in shares}
+
+
+def _follow(descent: Descent, tick: Callable[[], None]) -> Iterator[tuple[int, Parameters, Iterable[Weighted]]]:
+    """Walk the unperturbed path; yield each step, where it led, which the next changes in place, and its batch."""
+    theta, kept = {name: p.clone() for name, p in descent.start.items()}, descent.at_rest(descent.start)
+    for step, parts in enumerate(descent.batches(), start=1):
+        descent.move_(theta, descent.base_gradient(theta, parts, step), kept)
+        tick()
+        yield step, theta, parts
 
 
 def _mean_loss(descent: Descent, theta: Parameters, parts: Iterable[Weighted]) -> float:

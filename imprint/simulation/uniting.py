@@ -13,7 +13,7 @@ from imprint.errors import SourcesError, StoreError
 from imprint.runtime.progress import Advance
 from imprint.simulation.concluding import conclude
 from imprint.simulation.revising import EARLIER, assemble, describe_change
-from imprint.store.assembling import Assembly, Origin, Row, describe_file
+from imprint.store.assembling import Assembly, Origin, Row
 from imprint.store.checkpoint import Checkpoint
 from imprint.store.comparison import compare_losses, compare_training_data, describe_other_end, difference
 from imprint.store.describing import warn_of_others
@@ -24,6 +24,7 @@ from imprint.store.parts import place_file
 from imprint.store.reading import Store
 from imprint.store.request import Probed, Request
 from imprint.store.table import Table
+from imprint.store.workspace import describe_file
 from imprint.store.writing import write_manifest
 
 logger = logging.getLogger(__name__)

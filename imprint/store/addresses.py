@@ -65,6 +65,15 @@ def is_address(place: object) -> bool:
     return found is not None and (found[1].lower() in SCHEMES or "://" in text)
 
 
+def elsewhere(place: str | os.PathLike[str]) -> str:
+    """Return a place as other processes open it: an address as it is, and an absolute path.
+
+    >>> elsewhere("s3://bucket/news"), elsewhere(Path("/runs/news"))
+    ('s3://bucket/news', '/runs/news')
+    """
+    return os.fspath(place) if is_address(place) else str(Path(place).absolute())
+
+
 def parse_address(place: str | os.PathLike[str]) -> Address:
     """Read the address of a folder in a bucket.
 

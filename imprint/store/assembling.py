@@ -15,15 +15,14 @@ from typing import Literal
 
 import torch
 
-from imprint.errors import StoreError
 from imprint.store.checkpoint import Checkpoint, File, ShardFigures, read_figures
-from imprint.store.files import sha256, write_tensors
+from imprint.store.files import write_tensors
 from imprint.store.manifest import Manifest
 from imprint.store.opening import Files
 from imprint.store.parts import place_file
 from imprint.store.reading import Store, find_overlapping
 from imprint.store.values import Value, parsed
-from imprint.store.workspace import ABOUT, CHECKPOINTS
+from imprint.store.workspace import ABOUT, CHECKPOINTS, describe_file
 from imprint.task import Parameters
 
 Kind = Literal["imprints", "midpoints"]
@@ -237,15 +236,6 @@ def adopt(folder: Path, origin: Origin, indices: Iterable[int]) -> list[Checkpoi
         origin.files.check(file)
         place_file(origin.files.folder / file.path, folder / file.path, link=True)
     return found
-
-
-def describe_file(folder: Path, name: str, rows: tuple[int, int] | None = None) -> File:
-    """Describe a file that was written."""
-    place = folder / name
-    try:
-        return File(name, sha256(place), place.stat().st_size, rows)
-    except OSError as error:
-        raise StoreError(f"{place} was written, but cannot be read: {error.strerror}.") from error
 
 
 def clear_unused(folder: Path, manifest: Manifest) -> int:

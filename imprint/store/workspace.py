@@ -218,7 +218,7 @@ class Workspace(ABC, Generic[Whole]):
     ) -> File:
         """Write tensors under `name`, with plain values `about` them."""
         write_tensors(self.path / name, tensors, {ABOUT: json.dumps(about or {}, allow_nan=False)})
-        file = self._describe_file(name, rows)
+        file = describe_file(self.path, name, rows)
         if not self._temporary:  # killed right here, the file is not on the list, and is made again
             self._done.add(file)
             self._publish(name, FILES)
@@ -268,7 +268,7 @@ class Workspace(ABC, Generic[Whole]):
     def sources(self, sources: Sources) -> File:
         """Write the table of sources."""
         Table.of(sources).write(self.path / SOURCES)
-        return self._describe_file(SOURCES)
+        return describe_file(self.path, SOURCES)
 
     def probes(self, batch: Batch, values: ProbeValues) -> Probes | None:
         """Write the probe examples; return None where they are more than tensors and plain values."""
@@ -320,12 +320,14 @@ class Workspace(ABC, Generic[Whole]):
                 self.path.rmdir()
         return False
 
-    def _describe_file(self, name: str, rows: tuple[int, int] | None = None) -> File:
-        place = self.path / name
-        try:
-            return File(name, sha256(place), place.stat().st_size, rows)
-        except OSError as error:
-            raise StoreError(f"{place} was written, but cannot be read: {error.strerror}.") from error
+
+def describe_file(folder: Path, name: str, rows: tuple[int, int] | None = None) -> File:
+    """Describe a file that was written."""
+    place = folder / name
+    try:
+        return File(name, sha256(place), place.stat().st_size, rows)
+    except OSError as error:
+        raise StoreError(f"{place} was written, but cannot be read: {error.strerror}.") from error
 
 
 def _find_other_rows(tensors: Any, rows: tuple[int, int] | None) -> str | None:

@@ -152,14 +152,19 @@ def test_no_reader_sees_half_a_store_whenever_the_writer_is_killed(
     assert refused == {"there is nothing at ", " holds an unfinished simulation"}
 
 
-def test_another_machine_takes_over_the_shards_that_were_finished(
-    url: str, monkeypatch: pytest.MonkeyPatch, cache: Cache, small_shards: None
-) -> None:
+def die_while_simulating(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Be killed in the midst of a simulation, some of whose shards are in the bucket."""
     with monkeypatch.context() as patched:
         kill_after(patched, 10)
         patched.setattr(Upload, "close", lambda self: (self._ended.set(), self._local.release()))
         with pytest.raises(Killed):
             simulate(url)
+
+
+def test_another_machine_takes_over_the_shards_that_were_finished(
+    url: str, monkeypatch: pytest.MonkeyPatch, cache: Cache, small_shards: None
+) -> None:
+    die_while_simulating(url, monkeypatch)
     with pytest.raises(StoreError, match="unfinished simulation"):
         imprint.Store(url)
     cache.move("two")
@@ -175,11 +180,7 @@ def test_another_machine_takes_over_the_shards_that_were_finished(
 def test_an_unfinished_simulation_is_named_by_its_address(
     url: str, monkeypatch: pytest.MonkeyPatch, small_shards: None
 ) -> None:
-    with monkeypatch.context() as patched:
-        kill_after(patched, 10)
-        patched.setattr(Upload, "close", lambda self: (self._ended.set(), self._local.release()))
-        with pytest.raises(Killed):
-            simulate(url)
+    die_while_simulating(url, monkeypatch)
     with pytest.raises(
         StoreError, match=rf"^{re.escape(url)} holds an unfinished simulation of something else: the so"
     ):
